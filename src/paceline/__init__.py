@@ -1,0 +1,41 @@
+"""Data-parallel training with PyTorch: one model, many devices, every copy in step.
+
+Names are loaded when first used, so that `paceline --help` and the launcher start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME_BY_NAME = {
+    "DistributedDataParallel": "paceline.ddp",
+    "DistributedSampler": "paceline.sampler",
+    "DistributedBatchSampler": "paceline.sampler",
+    "World": "paceline.world",
+    "init_process_group": "paceline.world",
+    "launch": "paceline.launch",
+}
+
+__all__ = [*_HOME_BY_NAME, "__version__"]
+
+if TYPE_CHECKING:
+    from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.launch import launch as launch
+    from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
+    from paceline.sampler import DistributedSampler as DistributedSampler
+    from paceline.world import World as World
+    from paceline.world import init_process_group as init_process_group
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_BY_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

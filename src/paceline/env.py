@@ -1,0 +1,206 @@
+"""The environment between launcher and worker: read, written and validated here only.
+
+A launcher tells each worker its place through variables. torchrun's names are the common
+language (`paceline run` sets the same ones, plus a few of its own); SLURM has its own names,
+which count only inside a job step, because a batch script sees them too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import SettingError
+
+LOOPBACK = "127.0.0.1"
+
+# Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
+_FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One worker's place in the world, as its launcher told it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    agent_has_store: bool
+    """The launcher already serves the store, so no worker may."""
+    source: str
+    """Where this was read: `torchrun`, `paceline run`, `slurm` or `environment`."""
+
+    @property
+    def is_single_node(self) -> bool:
+        return self.local_size == self.size
+
+
+def read_placement(environ: Mapping[str, str] | None = None) -> Placement | None:
+    """Read this worker's place, or None where no launcher has set one."""
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _checked(_from_torchrun(environ))
+    if is_slurm_step(environ):
+        return _checked(_from_slurm(environ))
+    return None
+
+
+def is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of a job step, not the batch script around it."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    has_rank = "SLURM_PROCID" in environ and _slurm_size(environ) is not None
+    return step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP and has_rank
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Placement:
+    rank = read_int(environ, "RANK")
+    size = read_int(environ, "WORLD_SIZE")
+    local_rank = read_int(environ, "LOCAL_RANK", default=rank)
+    # Without LOCAL_WORLD_SIZE nothing says how many machines there are; a loopback master
+    # cannot be reached from another machine, so then it is one.
+    master_addr = environ.get("MASTER_ADDR", LOOPBACK)
+    one_node = is_loopback(master_addr)
+    local_size = read_int(environ, "LOCAL_WORLD_SIZE", default=size if one_node else 1)
+    node = read_int(environ, "GROUP_RANK", default=0 if one_node else rank // max(local_size, 1))
+    nodes = read_int(environ, "GROUP_WORLD_SIZE", default=-(-size // max(local_size, 1)))
+    if "PACELINE_RUN_ID" in environ:
+        source = "paceline run"
+    elif "TORCHELASTIC_RUN_ID" in environ:
+        source = "torchrun"
+    else:
+        source = "environment"
+    return Placement(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        master_addr=master_addr,
+        master_port=read_int(environ, "MASTER_PORT", default=29500),
+        agent_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        source=source,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Placement:
+    size = _slurm_size(environ)
+    assert size is not None  # is_slurm_step() looked
+    nodes = read_int(environ, "SLURM_STEP_NUM_NODES", default=read_int(environ, "SLURM_NNODES", 1))
+    node = read_int(environ, "SLURM_NODEID", default=0)
+    node_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+    hosts = expand_host_list(node_list)
+    job = read_int(environ, "SLURM_JOB_ID", default=0)
+    step = read_int(environ, "SLURM_STEP_ID", default=0)
+    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
+    local_sizes = expand_repeats(tasks_per_node) if tasks_per_node else []
+    default_addr = LOOPBACK if nodes == 1 or not hosts else hosts[0]
+    return Placement(
+        rank=read_int(environ, "SLURM_PROCID"),
+        size=size,
+        local_rank=read_int(environ, "SLURM_LOCALID"),
+        local_size=local_sizes[node] if node < len(local_sizes) else -(-size // nodes),
+        node=node,
+        nodes=nodes,
+        master_addr=environ.get("MASTER_ADDR", default_addr),
+        # Below Linux's ephemeral ports, and different for neighbouring jobs and steps.
+        master_port=read_int(environ, "MASTER_PORT", default=20000 + (job * 31 + step) % 12000),
+        agent_has_store=False,
+        source="slurm",
+    )
+
+
+def _slurm_size(environ: Mapping[str, str]) -> int | None:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        if name in environ:
+            return read_int(environ, name)
+    return None
+
+
+def _checked(place: Placement) -> Placement:
+    if place.size < 1 or not 0 <= place.rank < place.size:
+        raise SettingError(
+            f"{place.source}: rank {place.rank} of {place.size} workers is impossible.",
+            advice="Ranks count from 0, and WORLD_SIZE is the number of workers on all machines.",
+        )
+    if place.local_size < 1 or not 0 <= place.local_rank < place.local_size:
+        raise SettingError(
+            f"{place.source}: local rank {place.local_rank} of {place.local_size} workers "
+            f"on this machine is impossible (rank {place.rank}).",
+            advice="Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`.",
+        )
+    if place.local_size > place.size:
+        raise SettingError(
+            f"{place.source}: {place.local_size} workers on this machine are more than "
+            f"the {place.size} in the world.",
+            advice="WORLD_SIZE counts the workers of all machines together.",
+        )
+    if not 0 < place.master_port < 2**16:
+        raise SettingError(
+            f"MASTER_PORT is {place.master_port}, which is not a port.",
+            advice="Use a number from 1 to 65535.",
+        )
+    return place
+
+
+def read_int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a whole number; a missing or malformed one names the variable."""
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise SettingError(
+                f"{name} is not set, although other variables of the launcher are.",
+                advice="Start with `paceline run`, torchrun or srun, or set RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT together.",
+            )
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingError(f"{name} is {text!r}, which is not a whole number.") from None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address can only mean this machine."""
+    return address in {"localhost", "::1"} or address.startswith("127.")
+
+
+def expand_repeats(text: str) -> list[int]:
+    """SLURM's `2(x3),1` as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise SettingError(f"SLURM_TASKS_PER_NODE is {text!r}, which cannot be read.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_host_list(text: str) -> list[str]:
+    """SLURM's `gpu[01-03,7],login` as [gpu01, gpu02, gpu03, gpu7, login]."""
+    hosts: list[str] = []
+    for name in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", name)
+        if match is None:
+            hosts.append(name)
+            continue
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                hosts.append(f"{match[1]}{number:0{len(first)}d}{match[3]}")
+    return hosts
+
+
+def keep_gloo_on_loopback() -> None:
+    """Bind Gloo to loopback through the one variable it reads, unless the user chose another."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

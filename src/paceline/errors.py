@@ -1,0 +1,80 @@
+"""Every exception raised on purpose, in one tree.
+
+    PacelineError
+    ├── UsageError               the calling code: an argument or an order of calls is wrong
+    │   ├── SettingError         an environment variable or a flag has an impossible value
+    │   ├── NotInitializedError  there is no process group yet
+    │   ├── DeviceError          a device does not exist, or tensors lie on several
+    │   └── HookError            a communication hook returned the wrong thing
+    ├── DesyncError              the ranks disagree on what is being trained or reduced
+    │   └── ReplicaError         parameters or buffers that should be equal are not
+    ├── PeerError                another rank died, left, or did not arrive in time
+    ├── WorkerError              a worker process of ours failed; carries its traceback
+    └── WireError                bytes from a file, pipe or store are malformed
+
+A message has up to three sentences: what happened, with the values and the rank; where the first
+difference is; what to do. torch raises `ValueError` for some of these mistakes and `RuntimeError`
+for others, so the classes below are also one or both of them and existing handlers keep working.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root of the tree: `what` happened, `where` it first shows, and `advice`."""
+
+    def __init__(self, what: str, where: str = "", advice: str = "") -> None:
+        super().__init__(what, where, advice)
+        self.what = what
+        self.where = where
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.where, self.advice) if part)
+
+
+class UsageError(PacelineError, ValueError, RuntimeError):
+    """The calling code passed something impossible, or called in an impossible order."""
+
+
+class SettingError(UsageError):
+    """An environment variable or a command line flag has an impossible value."""
+
+
+class NotInitializedError(UsageError):
+    """Something needs a process group and there is none yet."""
+
+
+class DeviceError(UsageError):
+    """A device does not exist, or tensors that belong together lie on several devices."""
+
+
+class HookError(UsageError, TypeError):
+    """A communication hook has the wrong signature or returned the wrong thing."""
+
+
+class DesyncError(PacelineError, RuntimeError):
+    """The ranks disagree on what is being trained or reduced."""
+
+
+class ReplicaError(DesyncError):
+    """Parameters or buffers that should be equal on all ranks are not."""
+
+
+class PeerError(PacelineError, RuntimeError):
+    """Another rank died, left, or did not arrive in time."""
+
+
+class WorkerError(PacelineError, RuntimeError):
+    """A worker process failed. `rank` and `traceback` say which one, and how."""
+
+    def __init__(
+        self, what: str, where: str = "", advice: str = "", *, rank: int = -1, traceback: str = ""
+    ) -> None:
+        super().__init__(what, where, advice)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class WireError(PacelineError, ValueError):
+    """Bytes that came from a file, a pipe or a store are malformed."""

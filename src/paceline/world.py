@@ -1,0 +1,261 @@
+"""Who takes part in the training, and which of them this process is.
+
+`init_process_group()` finds out from the launcher's environment, or from the arguments of
+torch's function of the same name, and returns a `World`. Without a launcher the world is this
+one process, so the same script runs under plain `python`.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import env
+from paceline.env import Placement
+from paceline.errors import DeviceError, NotInitializedError, UsageError
+
+STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The workers of one training, seen by one of them."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+    """The process group, an argument for every class that takes `process_group`."""
+    source: str = "alone"
+    """Where this was read: a launcher's name, `arguments`, `torch` or `alone`."""
+    owns_group: bool = False
+    """Whether `close()` should destroy torch's default group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and saves."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def close(self) -> None:
+        """Leave the world: destroy the default group if `init_process_group()` made it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: torch.device | int | None = None,
+) -> World:
+    """Join the world this process was launched into, as torch's default process group.
+
+    Takes torch's arguments. With none, reads `paceline run`'s, torchrun's or SLURM's environment,
+    and makes a world of one where there is none. On a single machine everything listens on
+    loopback only. A default group that already exists is used as it is.
+    """
+    if dist.is_initialized():
+        return current_world()
+    place = env.read_placement()
+    explicit = init_method is not None or store is not None
+    if not explicit and (world_size, rank) != (-1, -1):
+        place = _placement_from_arguments(place, world_size, rank)
+    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
+    device = pick_device(backend, local_rank, local_size, device_id)
+    backend = backend or pick_backend(device, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
+    if device_id is not None and device.type == "cuda":
+        options["device_id"] = device
+    if explicit:
+        options |= {"init_method": init_method, "store": store}
+        options |= {"world_size": world_size, "rank": rank}
+        source = "arguments"
+    elif place is None:
+        options |= {"store": dist.HashStore(), "world_size": 1, "rank": 0}
+        source = "alone"
+    else:
+        options |= {"store": _connect(place), "world_size": place.size, "rank": place.rank}
+        source = place.source
+    if place is None or place.is_single_node:
+        env.keep_gloo_on_loopback()
+    dist.init_process_group(
+        backend, group_name=group_name, pg_options=pg_options, **options
+    )
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        node=place.node if place else 0,
+        device=device,
+        group=dist.group.WORLD,
+        source=source,
+        owns_group=True,
+    )
+
+
+def current_world() -> World:
+    """Describe the default process group that is already there, whoever made it."""
+    group = default_group()
+    place = env.read_placement()
+    rank = group.rank()
+    local_rank = place.local_rank if place else 0
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+    return World(
+        rank=rank,
+        size=group.size(),
+        local_rank=local_rank,
+        local_size=place.local_size if place else 1,
+        node=place.node if place else 0,
+        device=device,
+        group=group,
+        source="torch",
+    )
+
+
+def default_group() -> Any:
+    """Torch's default process group; an error of ours when there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise NotInitializedError(
+            "There is no process group yet.",
+            advice="Call paceline.init_process_group() first, or pass process_group=.",
+        )
+    return dist.group.WORLD
+
+
+def pick_device(
+    backend: str | None, local_rank: int, local_size: int, device_id: torch.device | int | None
+) -> torch.device:
+    """The device of this worker: its own GPU where there is one, else the CPU.
+
+    More workers than GPUs share them, which NCCL refuses; see `pick_backend`.
+    """
+    if device_id is not None:
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(
+                f"device_id is {device}, but this machine has {torch.cuda.device_count()} GPUs.",
+                advice="Use a smaller index, or leave device_id out to get the local rank's GPU.",
+            )
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return torch.device("cpu")
+    if backend == "nccl" and local_size > count:
+        raise DeviceError(
+            f"{local_size} workers on this machine share {count} GPUs, which NCCL cannot do.",
+            advice=f'Start at most {count} workers per machine, or pass backend="gloo".',
+        )
+    return torch.device("cuda", local_rank % count)
+
+
+def pick_backend(device: torch.device, local_size: int) -> str:
+    """NCCL and Gloo for GPUs, Gloo alone for CPUs and for GPUs shared by several workers."""
+    if device.type != "cuda":
+        return "gloo"
+    if local_size > torch.cuda.device_count() or not dist.is_nccl_available():
+        warnings.warn(
+            f"{local_size} workers share {torch.cuda.device_count()} GPUs: using Gloo, because "
+            "NCCL needs one GPU per worker. Expect little speed-up.",
+            stacklevel=3,
+        )
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> Placement | None:
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(
+            f"world_size={size} with rank={rank} is impossible.",
+            advice="Pass both, with rank from 0 to world_size - 1, or neither.",
+        )
+    if place is None:
+        if size == 1:
+            return None
+        raise UsageError(
+            f"world_size={size} was passed, but nothing says where the others are.",
+            advice="Set MASTER_ADDR and MASTER_PORT, pass init_method= or store=, or start with "
+            "`paceline run`.",
+        )
+    if (place.size, place.rank) != (size, rank):
+        raise UsageError(
+            f"rank {rank} of {size} was passed, but {place.source} says rank {place.rank} "
+            f"of {place.size}.",
+            advice="Leave rank and world_size out; the launcher knows them.",
+        )
+    return place
+
+
+def _connect(place: Placement) -> dist.Store:
+    """The store the workers meet at: served by rank 0 unless the launcher serves it."""
+    if place.size == 1 and not place.agent_has_store:
+        return dist.HashStore()
+    is_server = place.rank == 0 and not place.agent_has_store
+    address = env.LOOPBACK if place.is_single_node else place.master_addr
+    if place.agent_has_store:
+        address = place.master_addr
+    listen: dict[str, Any] = {}
+    if is_server:
+        listen = {"master_listen_fd": listening_socket(address, place.master_port).detach()}
+    return dist.TCPStore(
+        address,
+        place.master_port,
+        place.size,
+        is_server,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        **listen,
+    )
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """A socket bound to one address only: torch's own store would listen on every interface."""
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(where)
+        server.listen(4096)
+    except OSError as error:
+        with closing(server):
+            raise UsageError(
+                f"Cannot listen on {address}, port {port}: {error.strerror}.",
+                advice="Another program has that port, or the address is not this machine's. "
+                "Set MASTER_PORT to a free one, or use `paceline run`, which picks one.",
+            ) from error
+    return server
+
