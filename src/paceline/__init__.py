@@ -16,14 +16,14 @@ _HOME_BY_NAME = {
     "DistributedBatchSampler": "paceline.sampler",
     "World": "paceline.world",
     "init_process_group": "paceline.world",
-    "launch": "paceline.launch",
+    "launch": "paceline.launcher",
 }
 
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
-    from paceline.launch import launch as launch
+    from paceline.launcher import launch as launch
     from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
     from paceline.sampler import DistributedSampler as DistributedSampler
     from paceline.world import World as World
