@@ -1,0 +1,322 @@
+"""Ranks as processes: for crashes, signals, memory and anything global to a process.
+
+A fork server that has imported torch once makes a fresh process per rank in milliseconds. Functions
+travel by name; arguments and results travel as `wire` bytes. Whatever happens, no process is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from paceline import env, wire
+from paceline.errors import UsageError, WorkerError
+from paceline.testing.endings import is_secondary, say_last_words, summary
+from paceline.testing.ranks import check_size
+from paceline.world import World
+
+T = TypeVar("T")
+
+_PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
+_READ_BYTES = 2**20
+# How long an error that is only an echo waits for the real one to arrive.
+_ECHO_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+@overload
+def run_processes(
+    size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60.0,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def run_processes(
+    size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60.0,
+    return_exceptions: bool,
+) -> list[T | WorkerError]: ...
+
+
+def run_processes(
+    size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60.0,
+    return_exceptions: bool = False,
+) -> list[T] | list[T | WorkerError]:
+    """Run `fn(world, *args)` on `size` ranks, each a fresh process, and return the results by rank.
+
+    The group is torch's default one. `fn`, and arguments that are functions, must be importable;
+    the rest is what `wire` can carry. A rank that raises, dies or exits early ends the others and
+    becomes a WorkerError; with `return_exceptions` the others run on, and errors stand in the list.
+    """
+    check_size(size, timeout_s)
+    call = _Call(
+        function=_name_of(fn, "fn"),
+        args=[
+            _name_of(arg, f"args[{i}]") if callable(arg) else wire.encode(arg)
+            for i, arg in enumerate(args)
+        ],
+        size=size,
+        folder=tempfile.mkdtemp(prefix="paceline-"),  # 0700
+        timeout_s=timeout_s,
+        environ=dict(os.environ),
+    )
+    workers: list[_Worker] = []
+    try:
+        for rank in range(size):
+            workers.append(_Worker(rank, call))
+        _watch(workers, timeout_s, stop_at_first=not return_exceptions)
+        if return_exceptions:
+            return [worker.error or worker.result for worker in workers]
+        failed = sorted((w for w in workers if w.error), key=lambda w: (w.echo, w.ended_at))
+        if failed and failed[0].error is not None:
+            raise failed[0].error
+        return [worker.result for worker in workers]
+    finally:
+        for worker in workers:
+            worker.close()
+        shutil.rmtree(call.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What every worker of one call is told."""
+
+    function: tuple[str, str]
+    args: list[bytes | tuple[str, str]]
+    size: int
+    folder: str
+    timeout_s: float
+    environ: Mapping[str, str] = field(repr=False)
+
+
+class _Worker:
+    """One rank's process, seen from outside, and the bytes it has sent so far."""
+
+    def __init__(self, rank: int, call: _Call) -> None:
+        self.rank = rank
+        self.result: Any = None
+        self.error: WorkerError | None = None
+        self.echo = False
+        """Whether the error only says that another rank is gone."""
+        self.ended_at = math.inf
+        self._received = bytearray()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_preload())
+        self._reader, writer = context.Pipe(duplex=False)
+        os.set_blocking(self._reader.fileno(), False)
+        self._process: ForkServerProcess = context.Process(
+            target=_work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
+        )
+        try:
+            self._process.start()
+        except BaseException:
+            self._reader.close()
+            raise
+        finally:
+            writer.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self.ended_at == math.inf
+
+    @property
+    def handles(self) -> list[Any]:
+        """What `wait` can watch: bytes to read, and the end of the process."""
+        return [self._reader, self._process.sentinel] if not self._reader.closed else []
+
+    def receive(self) -> None:
+        """Read what has arrived, and conclude once the process has ended."""
+        # Asked before reading: a process that has ended can send nothing after the read.
+        has_ended = self._process.exitcode is not None
+        with suppress(BlockingIOError):
+            while chunk := os.read(self._reader.fileno(), _READ_BYTES):
+                self._received += chunk
+        if has_ended:
+            self._conclude(self._process.exitcode or 0)
+
+    def expire(self, timeout_s: float) -> None:
+        self.ended_at = time.monotonic()
+        self.error = WorkerError(
+            f"Rank {self.rank} was still running after {timeout_s:g} s and was killed.",
+            advice="Raise timeout_s, or look for a rank that waits for another.",
+            rank=self.rank,
+        )
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and free everything it used here."""
+        if self._process.exitcode is None:
+            self._process.kill()  # also ends a stopped one
+        self._process.join()
+        self._process.close()
+        self._reader.close()
+
+    def _conclude(self, exitcode: int) -> None:
+        self.ended_at = time.monotonic()
+        if not self._received:
+            self.error = WorkerError(
+                f"Rank {self.rank} {_describe_exit(exitcode)} before it finished.",
+                rank=self.rank,
+            )
+            return
+        message = wire.decode(bytes(self._received))
+        self._received.clear()
+        self.ended_at = message["at"]
+        if message["ok"]:
+            self.result = message["result"]
+            return
+        self.echo = message["echo"]
+        self.error = WorkerError(
+            f"Rank {self.rank} raised {message['summary']}",
+            f"Its traceback:\n{message['traceback']}",
+            rank=self.rank,
+            traceback=message["traceback"],
+        )
+
+
+def _watch(workers: list[_Worker], timeout_s: float, *, stop_at_first: bool) -> None:
+    """Follow the workers until all have ended, time is up, or one failure decides the rest."""
+    deadline = time.monotonic() + timeout_s
+    while running := [worker for worker in workers if worker.is_running]:
+        failed = [worker for worker in workers if worker.error]
+        if stop_at_first and failed:
+            if not all(worker.echo for worker in failed):
+                return
+            deadline = min(deadline, min(worker.ended_at for worker in failed) + _ECHO_S)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            if not (stop_at_first and failed):
+                for worker in running:
+                    worker.expire(timeout_s)
+            return
+        wait([handle for worker in running for handle in worker.handles], left)
+        for worker in running:
+            worker.receive()
+
+
+def _describe_exit(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+
+
+def _preload() -> list[str]:
+    # Test modules import pytest, and importing it again in every worker would cost more than
+    # everything else.
+    return [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
+
+
+def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
+    """The module and name another process can find a function by."""
+    module = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__qualname__", "")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not function:
+        raise UsageError(
+            f"{what} is {function!r}, which another process cannot import.",
+            advice="Define it at the top level of a module; pass what it needs as arguments.",
+        )
+    return module, name
+
+
+def _find(name: tuple[str, str]) -> Any:
+    found: Any = importlib.import_module(name[0])
+    for part in name[1].split("."):
+        found = getattr(found, part)
+    return found
+
+
+# From here on: inside the worker.
+
+
+def _work(rank: int, call: _Call, writer: Connection) -> None:
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(call.environ)
+    env.keep_gloo_on_loopback()
+    torch.set_num_threads(1)
+    group = None
+    try:
+        function = _find(call.function)
+        args = [wire.decode(a) if isinstance(a, bytes) else _find(a) for a in call.args]
+        dist.init_process_group(
+            "gloo",
+            store=FileStore(os.path.join(call.folder, "store"), call.size),
+            rank=rank,
+            world_size=call.size,
+            timeout=timedelta(seconds=call.timeout_s),
+        )
+        group = dist.group.WORLD
+        world = World(
+            rank=rank,
+            size=call.size,
+            local_rank=rank,
+            local_size=call.size,
+            group=group,
+            source="paceline.testing",
+        )
+        result = function(world, *args)
+        message = wire.encode({"ok": True, "at": time.monotonic(), "result": result})
+        say_last_words(group)
+    except BaseException as error:
+        message = wire.encode(
+            {
+                "ok": False,
+                "at": time.monotonic(),
+                "echo": is_secondary(error),
+                "summary": summary(error),
+                "traceback": "".join(traceback.format_exception(error)),
+            }
+        )
+        if group is not None:
+            say_last_words(group, error)
+    _send(writer, message)
+    if group is not None and dist.is_initialized():
+        del group
+        dist.destroy_process_group()
+
+
+def _send(writer: Connection, message: bytes) -> None:
+    with writer:
+        left = memoryview(message)
+        while left:
+            left = left[os.write(writer.fileno(), left) :]
+
+
+def _die_with_parent() -> None:
+    """End with the fork server, which ends with the process that asked for the worker."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

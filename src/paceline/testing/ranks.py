@@ -1,0 +1,196 @@
+"""Ranks as threads: a whole world in one process, in milliseconds.
+
+Every thread has its own real process group, Gloo over loopback sockets, so that collectives, their
+order and their failures are the true ones. What threads share is the process: torch's global random
+numbers, default dtype and environment. A crash needs `run_processes`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from paceline.errors import UsageError, WorkerError
+from paceline.testing.endings import (
+    clear_frames,
+    collect_garbage,
+    is_secondary,
+    say_last_words,
+    summary,
+)
+from paceline.world import World
+
+T = TypeVar("T")
+
+# A rank that waits in a collective gets its own timeout error first, and then a moment to end.
+_GRACE_S = 2.0
+
+
+@overload
+def run_ranks(
+    size: int,
+    body: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 20.0,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def run_ranks(
+    size: int,
+    body: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 20.0,
+    return_exceptions: bool,
+) -> list[T | BaseException]: ...
+
+
+def run_ranks(
+    size: int,
+    body: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 20.0,
+    return_exceptions: bool = False,
+) -> list[T] | list[T | BaseException]:
+    """Run `body(world, *args)` on `size` ranks, each a thread, and return the results by rank.
+
+    When a rank raises, the first error that is more than an echo of another rank's is raised here,
+    with a note that says whose it is. With `return_exceptions`, errors stand in the list instead.
+    """
+    check_size(size, timeout_s)
+    store = HashStore()
+    ends: _Ends[T] = _Ends()
+    threads = [
+        threading.Thread(
+            target=_run_rank,
+            args=(rank, size, store, timeout_s, body, args, ends),
+            name=f"rank {rank} of {size}",
+            daemon=True,
+        )
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + timeout_s + _GRACE_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            ends.errors.setdefault(rank, _still_running(rank, thread, timeout_s))
+    if return_exceptions:
+        return [ends.errors[r] if r in ends.errors else ends.results[r] for r in range(size)]
+    if ends.errors:
+        raise _first_real(ends.errors)
+    return [ends.results[rank] for rank in range(size)]
+
+
+@dataclass
+class _Ends(Generic[T]):
+    """What every rank came to; `errors` is in the order in which they happened."""
+
+    results: dict[int, T] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+def check_size(size: int, timeout_s: float) -> None:
+    """Refuse a world without ranks and a time that is already over."""
+    if type(size) is not int or size < 1:
+        raise UsageError(
+            f"size is {size!r}; a world has at least one rank.", advice="Pass size=1 or more."
+        )
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s is {timeout_s!r}.", advice="Pass a number above 0.")
+
+
+def _run_rank(
+    rank: int,
+    size: int,
+    store: Store,
+    timeout_s: float,
+    body: Callable[..., T],
+    args: tuple[Any, ...],
+    ends: _Ends[T],
+) -> None:
+    try:
+        group = gloo_group(store, rank, size, timeout_s)
+    except BaseException as error:
+        clear_frames(error)
+        ends.errors[rank] = error
+        return
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        group=group,
+        source="paceline.testing",
+    )
+    try:
+        ends.results[rank] = body(world, *args)
+        say_last_words(group)
+    except BaseException as error:
+        ends.errors[rank] = error
+        say_last_words(group, error)
+        clear_frames(error)
+    # Peers that still wait for this rank fail at once when its sockets close, which takes the last
+    # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
+    del world
+    for generation in range(3):
+        if sys.getrefcount(group) <= 2:
+            break
+        collect_garbage(generation)
+    del group  # the error's traceback keeps this frame
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """A process group of its own, known to no registry of torch's, over loopback."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [_loopback_device()]
+    options._threads = 2
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def _loopback_device() -> Any:
+    for name in ("lo", "lo0"):
+        with suppress(RuntimeError):
+            return dist.ProcessGroupGloo.create_device(interface=name)
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+
+def _first_real(errors: dict[int, BaseException]) -> BaseException:
+    ranks = sorted(errors, key=lambda rank: is_secondary(errors[rank]))  # stable: keeps the order
+    error = errors[ranks[0]]
+    error.add_note(f"rank {ranks[0]} raised this")
+    for rank in ranks[1:]:
+        error.add_note(f"rank {rank} then raised {summary(errors[rank])}")
+    return error
+
+
+def _still_running(rank: int, thread: threading.Thread, timeout_s: float) -> WorkerError:
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    where = stack.strip().rpartition('  File "')[2]
+    return WorkerError(
+        f"Rank {rank} is still running after {timeout_s:g} s.",
+        f'It is at "{where}' if where else "",
+        "A thread cannot be ended from outside: it stays until it returns.",
+        rank=rank,
+        traceback=stack,
+    )
