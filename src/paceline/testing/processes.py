@@ -7,6 +7,7 @@ travel by name; arguments and results travel as `wire` bytes. Whatever happens, 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -30,9 +32,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from paceline import env, wire
-from paceline.errors import UsageError, WorkerError
+from paceline.errors import UsageError, WireError, WorkerError
 from paceline.testing.endings import is_secondary, say_last_words, summary
-from paceline.testing.ranks import check_size
+from paceline.testing.faults import Faults
+from paceline.testing.ranks import await_all_connected, check_size
 from paceline.world import World
 
 T = TypeVar("T")
@@ -41,6 +44,9 @@ _PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
 _READ_BYTES = 2**20
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
+# A worker that gets this writes down where it is.
+_STACK_SIGNAL = signal.SIGUSR1
+_STACK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,10 +86,7 @@ def run_processes(
     check_size(size, timeout_s)
     call = _Call(
         function=_name_of(fn, "fn"),
-        args=[
-            _name_of(arg, f"args[{i}]") if callable(arg) else wire.encode(arg)
-            for i, arg in enumerate(args)
-        ],
+        args=[_portable(arg, f"args[{i}]") for i, arg in enumerate(args)],
         size=size,
         folder=tempfile.mkdtemp(prefix="paceline-"),  # 0700
         timeout_s=timeout_s,
@@ -111,11 +114,14 @@ class _Call:
     """What every worker of one call is told."""
 
     function: tuple[str, str]
-    args: list[bytes | tuple[str, str]]
+    args: list[bytes | tuple[str, str] | Faults]
     size: int
     folder: str
     timeout_s: float
     environ: Mapping[str, str] = field(repr=False)
+
+    def stack_path(self, rank: int) -> Path:
+        return Path(self.folder, f"stack{rank}")
 
 
 class _Worker:
@@ -128,6 +134,8 @@ class _Worker:
         self.echo = False
         """Whether the error only says that another rank is gone."""
         self.ended_at = math.inf
+        self._timeout_s = call.timeout_s
+        self._stack_path = call.stack_path(rank)
         self._received = bytearray()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_preload())
@@ -163,13 +171,35 @@ class _Worker:
         if has_ended:
             self._conclude(self._process.exitcode or 0)
 
-    def expire(self, timeout_s: float) -> None:
+    def expire(self) -> None:
+        """Give up on a process that is still running, and say where it is."""
         self.ended_at = time.monotonic()
+        stack = self._ask_for_stack()
+        what = f"Rank {self.rank} was still running after {self._timeout_s:g} s and was killed."
+        if self._received:
+            what += " It had finished, but its process did not end."
         self.error = WorkerError(
-            f"Rank {self.rank} was still running after {timeout_s:g} s and was killed.",
-            advice="Raise timeout_s, or look for a rank that waits for another.",
+            what,
+            f"Where it was:\n{stack}" if stack else "It did not answer when asked where it was.",
+            "Raise timeout_s, or look for a rank that waits for another.",
             rank=self.rank,
+            traceback=stack,
         )
+
+    def _ask_for_stack(self) -> str:
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid or 0, _STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_S
+        while not (stack := self._written_stack()) and time.monotonic() < deadline:
+            wait([self._process.sentinel], 0.01)
+        return stack
+
+    def _written_stack(self) -> str:
+        """What the worker's fault handler wrote, at a crash or when asked."""
+        try:
+            return self._stack_path.read_text(errors="replace").strip()
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Kill the process if it still runs, and free everything it used here."""
@@ -181,25 +211,29 @@ class _Worker:
 
     def _conclude(self, exitcode: int) -> None:
         self.ended_at = time.monotonic()
-        if not self._received:
+        try:
+            message = wire.decode(bytes(self._received))
+        except WireError:
+            message = None  # killed before it could say how it ended, or while saying it
+        if message is not None and not message["ok"]:
+            self.ended_at, self.echo = message["at"], message["echo"]
             self.error = WorkerError(
-                f"Rank {self.rank} {_describe_exit(exitcode)} before it finished.",
+                f"Rank {self.rank} raised {message['summary']}",
+                f"Its traceback:\n{message['traceback']}",
                 rank=self.rank,
+                traceback=message["traceback"],
             )
-            return
-        message = wire.decode(bytes(self._received))
-        self._received.clear()
-        self.ended_at = message["at"]
-        if message["ok"]:
-            self.result = message["result"]
-            return
-        self.echo = message["echo"]
-        self.error = WorkerError(
-            f"Rank {self.rank} raised {message['summary']}",
-            f"Its traceback:\n{message['traceback']}",
-            rank=self.rank,
-            traceback=message["traceback"],
-        )
+        elif message is None or exitcode != 0:
+            when = "before" if message is None else "after"
+            stack = self._written_stack()
+            self.error = WorkerError(
+                f"Rank {self.rank} {_describe_exit(exitcode)} {when} it finished.",
+                f"Where it was:\n{stack}" if stack else "",
+                rank=self.rank,
+                traceback=stack,
+            )
+        else:
+            self.ended_at, self.result = message["at"], message["result"]
 
 
 def _watch(workers: list[_Worker], timeout_s: float, *, stop_at_first: bool) -> None:
@@ -215,7 +249,7 @@ def _watch(workers: list[_Worker], timeout_s: float, *, stop_at_first: bool) -> 
         if left <= 0:
             if not (stop_at_first and failed):
                 for worker in running:
-                    worker.expire(timeout_s)
+                    worker.expire()
             return
         wait([handle for worker in running for handle in worker.handles], left)
         for worker in running:
@@ -235,6 +269,18 @@ def _preload() -> list[str]:
     # Test modules import pytest, and importing it again in every worker would cost more than
     # everything else.
     return [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
+
+
+def _portable(arg: Any, what: str) -> bytes | tuple[str, str] | Faults:
+    if isinstance(arg, Faults):
+        return arg
+    return _name_of(arg, what) if callable(arg) else wire.encode(arg)
+
+
+def _unpacked(arg: bytes | tuple[str, str] | Faults) -> Any:
+    if isinstance(arg, Faults):
+        return arg
+    return wire.decode(arg) if isinstance(arg, bytes) else _find(arg)
 
 
 def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
@@ -264,22 +310,25 @@ def _find(name: tuple[str, str]) -> Any:
 
 def _work(rank: int, call: _Call, writer: Connection) -> None:
     _die_with_parent()
+    stack_file = call.stack_path(rank).open("w")  # open until the end, for the fault handler
+    faulthandler.enable(stack_file, all_threads=False)
+    faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
     os.environ.clear()
     os.environ.update(call.environ)
     env.keep_gloo_on_loopback()
     torch.set_num_threads(1)
     group = None
     try:
-        function = _find(call.function)
-        args = [wire.decode(a) if isinstance(a, bytes) else _find(a) for a in call.args]
+        store = FileStore(os.path.join(call.folder, "store"), call.size)
         dist.init_process_group(
             "gloo",
-            store=FileStore(os.path.join(call.folder, "store"), call.size),
+            store=store,
             rank=rank,
             world_size=call.size,
             timeout=timedelta(seconds=call.timeout_s),
         )
         group = dist.group.WORLD
+        await_all_connected(store, call.size, call.timeout_s)
         world = World(
             rank=rank,
             size=call.size,
@@ -288,6 +337,7 @@ def _work(rank: int, call: _Call, writer: Connection) -> None:
             group=group,
             source="paceline.testing",
         )
+        function, args = _find(call.function), [_unpacked(arg) for arg in call.args]
         result = function(world, *args)
         message = wire.encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 # A rank that waits in a collective gets its own timeout error first, and then a moment to end.
 _GRACE_S = 2.0
+
+_thread = threading.local()
 
 
 @overload
@@ -91,9 +94,13 @@ def run_ranks(
             ends.errors.setdefault(rank, _still_running(rank, thread, timeout_s))
     if return_exceptions:
         return [ends.errors[r] if r in ends.errors else ends.results[r] for r in range(size)]
-    if ends.errors:
-        raise _first_real(ends.errors)
-    return [ends.results[rank] for rank in range(size)]
+    if not ends.errors:
+        return [ends.results[rank] for rank in range(size)]
+    error = _first_real(ends.errors)
+    try:
+        raise error
+    finally:
+        del error, ends  # the traceback keeps this frame
 
 
 @dataclass
@@ -114,6 +121,11 @@ def check_size(size: int, timeout_s: float) -> None:
         raise UsageError(f"timeout_s is {timeout_s!r}.", advice="Pass a number above 0.")
 
 
+def is_thread_rank() -> bool:
+    """Whether the caller runs inside `run_ranks`, where ending the process ends the test."""
+    return getattr(_thread, "is_rank", False)
+
+
 def _run_rank(
     rank: int,
     size: int,
@@ -123,8 +135,10 @@ def _run_rank(
     args: tuple[Any, ...],
     ends: _Ends[T],
 ) -> None:
+    _thread.is_rank = True
     try:
         group = gloo_group(store, rank, size, timeout_s)
+        await_all_connected(store, size, timeout_s)
     except BaseException as error:
         clear_frames(error)
         ends.errors[rank] = error
@@ -146,12 +160,12 @@ def _run_rank(
         clear_frames(error)
     # Peers that still wait for this rank fail at once when its sockets close, which takes the last
     # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
-    del world
+    is_held = weakref.ref(group)
+    del world, group  # by name, because the error's traceback keeps this frame
     for generation in range(3):
-        if sys.getrefcount(group) <= 2:
+        if is_held() is None:
             break
         collect_garbage(generation)
-    del group  # the error's traceback keeps this frame
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -162,9 +176,20 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.Pro
     options._threads = 2
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
+
+
+def await_all_connected(store: Store, size: int, timeout_s: float) -> None:
+    """Wait until every rank has built its group: a peer that goes before then blocks the rest.
+
+    Through the store and not with a barrier, which would fail on a rank that is slow to leave it.
+    """
+    if store.add("connected", 1) == size:
+        store.set("all connected", "yes")
+    store.wait(["all connected"], timedelta(seconds=timeout_s))
 
 
 def _loopback_device() -> Any:

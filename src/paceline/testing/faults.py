@@ -1,0 +1,206 @@
+"""Planned faults: what goes wrong, on which rank, at which step.
+
+A plan is plain data, so a failure can be repeated, printed and passed to another process. The code
+under test calls `strike` at the points where something may happen; nothing happens unless planned.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import os
+import random
+import signal as signals
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.testing.ranks import is_thread_rank
+
+ACTIONS = ("kill", "fail", "delay", "exit")
+
+
+class PlannedFault(Exception):
+    """The error that `Faults.fail` raises unless told another; not one of Paceline's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong, once `rank` reaches point `where` of step `step`."""
+
+    action: str
+    rank: int
+    step: int
+    where: str = "step"
+    signal: int = int(signals.SIGKILL)
+    """For `kill`: what the rank sends itself."""
+    error: str = PlannedFault.__name__
+    """For `fail`: the name of a built-in exception, or `PlannedFault`."""
+    message: str = ""
+    seconds: float = 0.0
+    code: int = 0
+    abrupt: bool = False
+    """For `exit`: leave without unwinding, as a crashing library would."""
+
+    def __post_init__(self) -> None:
+        _require(self.action in ACTIONS, "action", self.action, f"Use one of {', '.join(ACTIONS)}.")
+        for name in ("rank", "step", "signal", "code"):
+            number = getattr(self, name)
+            _require(type(number) is int and number >= 0, name, number, "Use 0, 1, 2, and so on.")
+        for name in ("where", "error", "message"):
+            _require(type(getattr(self, name)) is str, name, getattr(self, name), "Use a string.")
+        _require(self.signal in signals.valid_signals(), "signal", self.signal, "Use a signal's.")
+        _require(self.code < 256, "code", self.code, "Exit codes end at 255.")
+        _require(type(self.abrupt) is bool, "abrupt", self.abrupt, "Use True or False.")
+        _require(
+            type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf,
+            "seconds",
+            self.seconds,
+            "Use a number from 0 up.",
+        )
+        _require(
+            _error_class(self.error) is not None,
+            "error",
+            self.error,
+            "Use a built-in exception, which every process can build from its name.",
+        )
+
+    def strike(self) -> None:
+        """Do it."""
+        if self.action == "delay":
+            time.sleep(self.seconds)
+        elif self.action == "fail":
+            error = _error_class(self.error) or PlannedFault
+            raise error(self.message or f"planned for rank {self.rank}, step {self.step}")
+        elif self.action == "exit" and not self.abrupt:
+            sys.exit(self.code)
+        elif is_thread_rank():
+            raise UsageError(
+                f"rank {self.rank}, step {self.step}: a planned {self.action} would end the whole "
+                "test, because this rank is a thread.",
+                advice="Use run_processes for faults that end a process.",
+            )
+        elif self.action == "exit":
+            os._exit(self.code)
+        else:
+            os.kill(os.getpid(), self.signal)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """A plan of faults. Every method returns a longer plan and leaves this one as it is.
+
+    Faults().kill(rank=1, step=3).delay(rank=0, step=2, seconds=0.1)
+    """
+
+    planned: tuple[Fault, ...] = ()
+
+    def kill(
+        self, *, rank: int, step: int, where: str = "step", signal: int = signals.SIGKILL
+    ) -> Faults:
+        """The process gets a signal; SIGKILL unless told another, such as SIGSEGV."""
+        return self._with(action="kill", rank=rank, step=step, where=where, signal=int(signal))
+
+    def stop(self, *, rank: int, step: int, where: str = "step") -> Faults:
+        """The process is stopped (SIGSTOP): alive, silent, and woken by nobody."""
+        return self.kill(rank=rank, step=step, where=where, signal=signals.SIGSTOP)
+
+    def fail(
+        self, *, rank: int, step: int, where: str = "step", error: Exception | str = ""
+    ) -> Faults:
+        """The rank raises: `PlannedFault` with a message, or the built-in exception given."""
+        name, message = PlannedFault.__name__, str(error)
+        if isinstance(error, Exception):
+            name = type(error).__qualname__
+            if _error_class(name) is not type(error):
+                name = f"{type(error).__module__}.{name}"  # refused below, by its full name
+        return self._with(
+            action="fail", rank=rank, step=step, where=where, error=name, message=message
+        )
+
+    def delay(self, *, rank: int, step: int, seconds: float, where: str = "step") -> Faults:
+        """The rank is late."""
+        return self._with(action="delay", rank=rank, step=step, where=where, seconds=seconds)
+
+    def exit(
+        self, *, rank: int, step: int, code: int = 0, where: str = "step", abrupt: bool = False
+    ) -> Faults:
+        """The rank calls `sys.exit`, or `os._exit` when abrupt: 0 in the middle fails too."""
+        return self._with(
+            action="exit", rank=rank, step=step, where=where, code=code, abrupt=abrupt
+        )
+
+    @classmethod
+    def random(
+        cls,
+        seed: int,
+        *,
+        ranks: int | Iterable[int],
+        steps: int | Iterable[int],
+        count: int,
+        wheres: Sequence[str] = ("step",),
+    ) -> Faults:
+        """`count` kills, no two at the same rank, step and point; the same for the same seed."""
+        places = [
+            (step, rank, where)
+            for step in _counted(steps)
+            for rank in _counted(ranks)
+            for where in wheres
+        ]
+        if not 0 <= count <= len(places):
+            raise UsageError(
+                f"count is {count}, but {len(places)} places for a fault were given.",
+                advice="Give more ranks, steps or points, or ask for fewer faults.",
+            )
+        plan = cls()
+        for step, rank, where in sorted(random.Random(seed).sample(places, count)):
+            plan = plan.kill(rank=rank, step=step, where=where)
+        return plan
+
+    def strike(self, rank: int, step: int, where: str = "step") -> None:
+        """Do what is planned for this rank, step and point, in the order it was planned."""
+        for fault in self.planned:
+            if (fault.rank, fault.step, fault.where) == (rank, step, where):
+                fault.strike()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a file or a pipe."""
+        return {"planned": [asdict(fault) for fault in self.planned]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Faults:
+        """The plan that `to_dict` wrote, checked again."""
+        names = {field.name for field in fields(Fault)}
+        planned = data.get("planned") if isinstance(data, Mapping) else None
+        if not isinstance(planned, list):
+            raise UsageError(f"A plan of faults has the key 'planned'; this is {str(data)[:80]}.")
+        for entry in planned:
+            if not isinstance(entry, Mapping) or not {"action", "rank", "step"} <= set(entry):
+                raise UsageError(
+                    f"A fault has an action, a rank and a step; this is {str(entry)[:80]}."
+                )
+            if unknown := set(entry) - names:
+                raise UsageError(f"A fault has no {', '.join(map(repr, sorted(unknown)))}.")
+        return cls(tuple(Fault(**entry) for entry in planned))
+
+    def _with(self, **fields: Any) -> Faults:
+        return Faults((*self.planned, Fault(**fields)))
+
+
+def _counted(these: int | Iterable[int]) -> list[int]:
+    return list(range(these)) if isinstance(these, int) else sorted(set(these))
+
+
+def _error_class(name: str) -> type[Exception] | None:
+    if name == PlannedFault.__name__:
+        return PlannedFault
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def _require(holds: bool, name: str, value: object, advice: str) -> None:
+    if not holds:
+        raise UsageError(f"A fault with {name}={value!r} is impossible.", advice=advice)
