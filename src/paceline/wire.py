@@ -13,6 +13,8 @@ import ctypes
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,18 +43,20 @@ def encode(value: Any) -> bytes:
 
     Tensors lose `requires_grad` and their device; any other type is refused by name and place.
     """
-    payload: list[bytes] = []
-    tree = _to_json(value, "value", 0, payload)
+    writer = _Writer()
+    tree = writer.tree(value)
     try:
-        header = json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+        text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError as error:  # an integer with more digits than Python converts
         raise WireError(f"A value cannot be written: {error}.") from None
+    # Not escaped as ASCII: JSON would join two lone surrogates of a string into one character.
+    header = text.encode("utf-8", "surrogatepass")
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(
             f"The header takes {len(header):,} bytes, more than the {MAX_HEADER_BYTES:,} allowed.",
             advice="Put long lists of numbers into a tensor, and long text into bytes.",
         )
-    return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *payload])
+    return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *writer.payload])
 
 
 def decode(data: bytes) -> Any:
@@ -69,140 +73,173 @@ def decode(data: bytes) -> Any:
         )
     header = bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + length])
     try:
-        tree = json.loads(header, parse_constant=_refuse_constant, parse_float=_finite)
+        text = header.decode("utf-8", "surrogatepass")
+        tree = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise WireError(f"The header is nested deeper than {MAX_DEPTH} levels.") from None
     except ValueError as error:
         raise WireError(f"The header is not the JSON we write: {error}.") from None
     reader = _Reader(view[_PREFIX_BYTES + length :])
-    value = reader.value(tree, "value", 0)
+    value = reader.value(tree)
     reader.expect_end()
     return value
 
 
-def _to_json(value: Any, path: str, depth: int, payload: list[bytes]) -> Any:
-    if depth > MAX_DEPTH:
+class _Place:
+    """Where in the nested value we are. Only an error spells it out: a path per item would cost
+    a hostile header's longest key times its number of items."""
+
+    def __init__(self) -> None:
+        self._keys: list[str | int] = []
+
+    def __str__(self) -> str:
+        text = "".join(f"[{key!r:.40}]" for key in self._keys)
+        return f"value{text}" if len(text) < 200 else f"value{text[:100]}…{text[-60:]}"
+
+    @contextmanager
+    def at(self, key: str | int) -> Iterator[None]:
+        self._keys.append(key)
+        if len(self._keys) > MAX_DEPTH:
+            raise WireError(
+                f"{self} is nested deeper than {MAX_DEPTH} levels.",
+                advice="A container that holds itself cannot be written.",
+            )
+        yield
+        self._keys.pop()
+
+
+class _Writer:
+    """Turns a value into the JSON tree, and puts its raw bytes aside in order."""
+
+    def __init__(self) -> None:
+        self.payload: list[bytes] = []
+        self._place = _Place()
+
+    def tree(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else ["float", str(value)]
+        if kind is bytes:
+            self.payload.append(value)
+            return ["bytes", len(value)]
+        if kind is list:
+            return ["list", *self._items(enumerate(value))]
+        if kind is tuple or kind is torch.Size:
+            return ["tuple", *self._items(enumerate(value))]
+        if kind is dict or kind is OrderedDict:
+            self._check_keys(value)
+            return ["dict", *map(list, zip(value, self._items(value.items()), strict=True))]
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            self.payload.append(self._tensor_bytes(value))
+            return ["tensor", _NAME_BY_DTYPE[value.dtype], list(value.shape)]
         raise WireError(
-            f"{path[:200]} is nested deeper than {MAX_DEPTH} levels.",
-            advice="A container that holds itself cannot be written.",
+            f"{self._place} is a {kind.__module__}.{kind.__qualname__}, which cannot be written.",
+            advice="Use None, bool, int, float, str, bytes, list, tuple, dict and dense tensors.",
         )
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else ["float", str(value)]
-    if kind is bytes:
-        payload.append(value)
-        return ["bytes", len(value)]
-    if kind is list or kind is tuple or kind is torch.Size:
-        items = [_to_json(v, f"{path}[{i}]", depth + 1, payload) for i, v in enumerate(value)]
-        return ["list" if kind is list else "tuple", *items]
-    if kind is dict or kind is OrderedDict:
+
+    def _items(self, items: Iterable[tuple[str | int, Any]]) -> list[Any]:
+        trees = []
+        for key, value in items:
+            with self._place.at(key):
+                trees.append(self.tree(value))
+        return trees
+
+    def _check_keys(self, value: dict[Any, Any]) -> None:
         for key in value:
             if type(key) not in (str, int):
                 raise WireError(
-                    f"{path} has the key {key!r} of type {type(key).__name__}.",
+                    f"{self._place} has the key {key!r:.80} of type {type(key).__name__}.",
                     advice="Keys are str or int.",
                 )
-        pairs = [
-            [key, _to_json(v, f"{path}[{key!r}]", depth + 1, payload)] for key, v in value.items()
-        ]
-        return ["dict", *pairs]
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        payload.append(_tensor_bytes(value, path))
-        return ["tensor", _NAME_BY_DTYPE[value.dtype], list(value.shape)]
-    raise WireError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written.",
-        advice="Use None, bool, int, float, str, bytes, list, tuple, dict and dense tensors.",
-    )
 
-
-def _tensor_bytes(tensor: torch.Tensor, path: str) -> bytes:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAME_BY_DTYPE:
-        raise WireError(
-            f"{path} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, "
-            "which cannot be written.",
-            advice="Use a dense tensor of a plain dtype.",
-        )
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Not .numpy(): torch alone must be enough, and NumPy knows no bfloat16.
-    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize)
+    def _tensor_bytes(self, tensor: torch.Tensor) -> bytes:
+        is_dense = tensor.layout == torch.strided and not tensor.is_meta
+        if not is_dense or tensor.dtype not in _NAME_BY_DTYPE or tensor.dim() > MAX_DEPTH:
+            raise WireError(
+                f"{self._place} is a {tensor.dim()}-dimensional {tensor.layout} tensor of "
+                f"{tensor.dtype} on {tensor.device}, which cannot be written.",
+                advice="Use a dense tensor of a plain dtype.",
+            )
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Not .numpy(): torch alone must be enough, and NumPy knows no bfloat16.
+        return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize)
 
 
 class _Reader:
-    """Turns the JSON tree into values, taking tensor bytes off the payload in order."""
+    """Turns the JSON tree into values, taking raw bytes off the payload in order."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
         self._taken = 0
+        self._place = _Place()
 
-    def value(self, tree: Any, path: str, depth: int) -> Any:
-        if not isinstance(tree, list):
-            if isinstance(tree, dict):
-                raise WireError(f"{path} is a JSON object, which we never write.")
+    def value(self, tree: Any) -> Any:
+        if not isinstance(tree, list | dict):
             return tree
-        if depth > MAX_DEPTH:
-            raise WireError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels.")
         match tree:
             case ["list", *items]:
-                return self._items(items, path, depth)
+                return self._items(items)
             case ["tuple", *items]:
-                return tuple(self._items(items, path, depth))
+                return tuple(self._items(items))
             case ["dict", *pairs]:
-                return self._dict(pairs, path, depth)
+                return self._dict(pairs)
             case ["float", str(name)] if name in _FLOAT_BY_NAME:
                 return _FLOAT_BY_NAME[name]
-            case ["bytes", int(length)]:
-                return bytes(self._take(length, path))
+            case ["bytes", int(length)] if type(length) is int:
+                return bytes(self._take(length))
             case ["tensor", str(dtype), list(shape)] if dtype in _DTYPE_BY_NAME:
-                return self._tensor(_DTYPE_BY_NAME[dtype], shape, path)
-        raise WireError(f"{path} is of no kind we write: {str(tree)[:80]}.")
+                return self._tensor(_DTYPE_BY_NAME[dtype], shape)
+        raise WireError(f"{self._place} is of no kind we write: {str(tree)[:80]}.")
 
     def expect_end(self) -> None:
         left = len(self._payload) - self._taken
         if left:
             raise WireError(f"{left:,} bytes follow the last value.")
 
-    def _items(self, trees: list[Any], path: str, depth: int) -> list[Any]:
-        return [self.value(tree, f"{path}[{i}]", depth + 1) for i, tree in enumerate(trees)]
+    def _items(self, trees: list[Any]) -> list[Any]:
+        values = []
+        for index, tree in enumerate(trees):
+            with self._place.at(index):
+                values.append(self.value(tree))
+        return values
 
-    def _dict(self, pairs: list[Any], path: str, depth: int) -> dict[str | int, Any]:
+    def _dict(self, pairs: list[Any]) -> dict[str | int, Any]:
         result: dict[str | int, Any] = {}
         for pair in pairs:
             match pair:
-                case [bool(), _]:
-                    pass
-                case [str() | int() as key, tree] if key not in result:
-                    result[key] = self.value(tree, f"{path}[{key!r}]", depth + 1)
-                    continue
-            raise WireError(f"{path} has an impossible or repeated entry: {str(pair)[:80]}.")
+                case [key, tree] if type(key) in (str, int) and key not in result:
+                    with self._place.at(key):
+                        result[key] = self.value(tree)
+                case _:
+                    raise WireError(
+                        f"{self._place} has an impossible or repeated entry: {str(pair)[:80]}."
+                    )
         return result
 
-    def _tensor(self, dtype: torch.dtype, shape: list[Any], path: str) -> torch.Tensor:
-        numel = 1
+    def _tensor(self, dtype: torch.dtype, shape: list[Any]) -> torch.Tensor:
+        stride = 1
         for extent in shape:
             if type(extent) is not int or extent < 0:
-                raise WireError(f"{path} has the impossible extent {extent!r:.80}.")
+                raise WireError(f"{self._place} has the impossible extent {extent!r:.80}.")
             # Saturates, so that a thousand large extents do not build a giant integer.
-            numel = min(numel * extent, 2**63)
-        raw = self._take(numel * dtype.itemsize, path)
-        if not raw:
-            return self._empty(dtype, shape, path)
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        if dtype is torch.bool and int(flat.max()) > 1:
-            raise WireError(f"{path} has a bool that is neither 0 nor 1.")
+            stride = min(stride * max(1, extent), 2**63)
+        if stride == 2**63 or len(shape) > MAX_DEPTH:
+            raise WireError(f"{self._place} has the impossible shape {str(shape)[:80]}.")
+        raw = self._take(0 if 0 in shape else stride * dtype.itemsize)
+        if raw:
+            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        else:
+            flat = torch.empty(0, dtype=torch.uint8)
+        if dtype is torch.bool and flat.gt(1).any():
+            raise WireError(f"{self._place} has a bool that is neither 0 nor 1.")
         return flat.view(dtype).reshape(shape)
 
-    def _empty(self, dtype: torch.dtype, shape: list[int], path: str) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=dtype)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise WireError(f"{path} has the impossible shape {str(shape)[:80]}.") from error
-
-    def _take(self, length: int, path: str) -> memoryview:
+    def _take(self, length: int) -> memoryview:
         left = len(self._payload) - self._taken
         if not 0 <= length <= left:
-            raise WireError(f"{path} claims {length:,} bytes; {left:,} are left.")
+            raise WireError(f"{self._place} claims {length:,} bytes; {left:,} are left.")
         self._taken += length
         return self._payload[self._taken - length : self._taken]
 

@@ -1,0 +1,152 @@
+"""Fails a test that leaves something behind, and skips the tests that need a GPU without one.
+
+Clean tests pay a few listings. Only what looks like a leak gets a garbage collection and a moment
+to close by itself, because sockets and threads of a process group end a little after it.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 2.0
+# Set on purpose by paceline itself, or by torch once it compiles: put back without complaint.
+OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_")
+OWN_FILES = {".hypothesis", ".pytest_cache", "__pycache__"}
+OWN_THREADS = ("pytest_timeout",)
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a test could leave behind, each as text that would tell a reader what it is."""
+
+    variables: frozenset[str]
+    threads: frozenset[str]
+    children: frozenset[str]
+    descriptors: frozenset[str]
+    files: frozenset[str]
+    groups: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Belongings:
+        folder = os.getcwd()
+        return cls(
+            variables=frozenset(
+                f"{name}={value[:40]}"
+                for name, value in os.environ.items()
+                if not name.startswith(OWN_VARIABLES)
+            ),
+            threads=frozenset(
+                f"{thread.name} ({thread.ident})"
+                for thread in threading.enumerate()
+                if not thread.name.startswith(OWN_THREADS)
+            ),
+            children=frozenset(child_processes()),
+            descriptors=frozenset(open_descriptors()),
+            files=frozenset(
+                os.path.join(folder, name) for name in os.listdir(folder) if name not in OWN_FILES
+            ),
+            groups=frozenset(["the default one"] if default_group_exists() else []),
+        )
+
+    def since(self, before: Belongings) -> list[str]:
+        """What is here now and was not before."""
+        kinds = {
+            "environment variables": self.variables ^ before.variables,
+            "threads": self.threads - before.threads,
+            "child processes": self.children - before.children,
+            "open files or sockets": self.descriptors - before.descriptors,
+            "files in the working directory": self.files - before.files,
+            "process groups": self.groups - before.groups,
+        }
+        return [f"{kind}: {', '.join(sorted(found))}" for kind, found in kinds.items() if found]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    environ = dict(os.environ)
+    before = Belongings.now()
+    yield
+    left = Belongings.now().since(before)
+    if left:
+        gc.collect()
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := Belongings.now().since(before)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    put_back(environ)
+    if left:
+        pytest.fail("This test leaves something behind.\n" + "\n".join(left), pytrace=False)
+
+
+def put_back(environ: dict[str, str]) -> None:
+    """Undo what can be undone, so that one leak fails one test."""
+    if dict(os.environ) != environ:
+        os.environ.clear()
+        os.environ.update(environ)
+    if default_group_exists():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+def default_group_exists() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def child_processes() -> Iterator[str]:
+    """This process's children, and those that the fork server made for it."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    tracker = multiprocessing.resource_tracker._resource_tracker._pid
+    for parent in filter(None, (os.getpid(), server)):
+        for listing in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                pids = listing.read_text().split()
+            except OSError:  # the thread has just ended
+                continue
+            for pid in pids:
+                if int(pid) not in (server, tracker):
+                    yield f"process {pid}"
+
+
+def open_descriptors() -> Iterator[str]:
+    """Descriptors and what they point to, without those that multiprocessing keeps for good."""
+    own = {
+        multiprocessing.forkserver._forkserver._forkserver_alive_fd,
+        multiprocessing.resource_tracker._resource_tracker._fd,
+    }
+    if not os.path.isdir("/proc/self/fd"):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own descriptor
+            continue
+        if int(name) not in own and not target.startswith("/dev/"):
+            yield f"{name} -> {target}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if "gpu" in item.path.parent.parts[-1:]]
+    if not gpu_items:
+        return
+    import torch
+
+    for item in gpu_items:
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported by now stays for good: a later collection need not look at it again.
+    gc.collect()
+    gc.freeze()
