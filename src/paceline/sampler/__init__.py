@@ -1,0 +1,17 @@
+"""Which rank sees which sample: resumable mid-epoch, at any world size, without duplicates.
+
+An epoch has one global order, a pure function of (seed, epoch). It is dealt to the ranks like
+cards, and the only thing to remember is how many cards are gone:
+
+    deal       the arithmetic: which positions of the order are whose
+    dealer     a pass over the order, and how far it got: `state_dict()`, `advance()`
+    samples    `DistributedSampler`, for a dataset or around any other sampler
+    batches    `DistributedBatchSampler`, around any batch sampler
+    foreign    makes a sampler somebody else wrote draw the same order on every rank
+"""
+
+from paceline.sampler.batches import DistributedBatchSampler
+from paceline.sampler.dealer import EpochNotSetWarning
+from paceline.sampler.samples import DistributedSampler
+
+__all__ = ["DistributedBatchSampler", "DistributedSampler", "EpochNotSetWarning"]

@@ -1,0 +1,164 @@
+"""Making a sampler that somebody else wrote draw the same order on every rank.
+
+Dealing only works when every rank holds the same cards. A random sampler draws its order from a
+generator of its own or from the global ones, and both differ from rank to rank. So each pass
+gives it fresh generators seeded by (seed, epoch), and leaves the global ones as they were.
+
+What is seeded: an attribute `generator` of the sampler and of the samplers inside it, torch's
+global CPU generator, Python's `random`, and NumPy's `numpy.random` functions. What cannot be: a
+`random.Random` or `numpy.random.default_rng()` the sampler keeps for itself, and the clock.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import sampler as torch_samplers
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+from paceline.errors import UsageError
+
+# Exchanging the global generators takes some 150 us, so a stranger is asked for this many items
+# at a time; few enough that a sampler that never ends, or learns from the training, still works.
+_ITEMS_AT_A_TIME = 64
+
+
+def check(sampler: Any) -> None:
+    """Refuse what cannot be dealt: something not iterable, or already dealt to the ranks."""
+    if not isinstance(sampler, Iterable) and not hasattr(sampler, "__getitem__"):
+        raise UsageError(
+            f"The sampler is a {type(sampler).__name__}, which cannot be iterated over.",
+            advice="Give a sampler, a batch sampler, or a sequence of indices.",
+        )
+    if isinstance(sampler, Iterator):
+        raise UsageError(
+            f"The sampler is a {type(sampler).__name__}, which can be read only once, but every "
+            "epoch reads it again.",
+            advice="Give the object whose iter() this is, or a list.",
+        )
+    for part in parts_of(sampler):
+        if isinstance(part, TorchDistributedSampler):
+            raise UsageError(
+                "The samples are already dealt to the ranks once; dealing them again would leave "
+                "most of them out.",
+                f"There is a {type(part).__name__} in this {type(sampler).__name__}.",
+                "Wrap the plain sampler, or use the distributed one as it is.",
+            )
+
+
+def keeps_order(sampler: Any) -> bool:
+    """Whether the sampler is known to draw no random numbers; a stranger is assumed to."""
+    fixed = (SequentialSampler, BatchSampler, list, tuple, range)
+    return all(type(part) in fixed for part in parts_of(sampler))
+
+
+def parts_of(sampler: Any) -> list[Any]:
+    """The sampler and every sampler it holds, itself first."""
+    parts: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        part = waiting.pop(0)
+        if any(part is known for known in parts):
+            continue
+        parts.append(part)
+        for name, value in getattr(part, "__dict__", {}).items():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            is_named_so = name in {"sampler", "batch_sampler"} and value is not None
+            waiting += [value] if is_named_so else [v for v in values if isinstance(v, Sampler)]
+    return parts
+
+
+def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """Everything the sampler yields in `epoch`, the same on every rank that asks."""
+    parts = parts_of(sampler)
+    for part in parts:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+    _give_generators(parts, seed + epoch)
+    if all(_draws_only_from_its_generator(part) for part in parts):
+        yield from sampler
+        return
+    private = GlobalRandomness.seeded(seed + epoch)
+    with private.in_place():
+        items = iter(sampler)
+    while True:
+        with private.in_place():
+            some = list(islice(items, _ITEMS_AT_A_TIME))
+        if not some:
+            return
+        yield from some
+
+
+def _give_generators(parts: list[Any], seed: int) -> None:
+    """Replace each `generator` by a fresh one: the user's own may serve others as well."""
+    source = torch.Generator().manual_seed(seed)
+    for part in parts:
+        present = getattr(part, "generator", False)
+        if present is not None and not isinstance(present, torch.Generator):
+            continue
+        device = "cpu" if present is None else present.device
+        part.generator = torch.Generator(device).manual_seed(seed)
+        # Two samplers in one must not draw the same numbers.
+        seed = int(torch.randint(2**63 - 1, (), generator=source, device="cpu"))
+
+
+def _draws_only_from_its_generator(part: Any) -> bool:
+    return type(part).__module__ == torch_samplers.__name__ or type(part) in {list, tuple, range}
+
+
+@dataclass(slots=True)
+class GlobalRandomness:
+    """The state of the generators that everybody shares: torch's CPU one, Python's and NumPy's."""
+
+    torch: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+    """None while NumPy is not imported: then nobody can have drawn from it."""
+
+    @classmethod
+    def now(cls) -> GlobalRandomness:
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch.default_generator.get_state(),
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+        )
+
+    @classmethod
+    def seeded(cls, seed: int) -> GlobalRandomness:
+        """The state right after seeding, leaving the present one as it is."""
+        before = cls.now()
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if before.numpy is not None:
+                sys.modules["numpy"].random.seed(seed % 2**32)
+            return cls.now()
+        finally:
+            before.restore()
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the block draw from this state, which it moves on, instead of the present one."""
+        before = GlobalRandomness.now()
+        self.restore()
+        try:
+            yield
+        finally:
+            after = GlobalRandomness.now()
+            self.torch, self.python, self.numpy = after.torch, after.python, after.numpy
+            before.restore()

@@ -1,0 +1,174 @@
+"""`DistributedSampler`: each rank's samples of a dataset, or of any other sampler.
+
+The same arguments, attributes and order of indices as torch's class, with one difference: an
+evaluation (`shuffle=False`) is not padded with duplicates, which would falsify its metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+from paceline.errors import UsageError
+from paceline.sampler import foreign
+from paceline.sampler.deal import Tail, deal, share
+from paceline.sampler.dealer import Dealer
+
+
+class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
+    """Deals the indices of a dataset to the ranks: a drop-in for torch's class of that name.
+
+    It is a subclass of torch's, because libraries ask `isinstance` to find out whether the data
+    is already divided among the ranks; everything torch's class does is done anew here.
+
+    `pad` says what happens when the samples do not divide evenly. True repeats a few of them so
+    that every rank takes the same number of steps; False deals each sample exactly once, so that
+    ranks differ by at most one; None, the default, pads when `shuffle` is on. `drop_last` leaves
+    the last few out instead, whatever `pad` says.
+
+    `num_samples` is this rank's share of a whole epoch. `len()` is what the next pass yields:
+    the same number, except in an epoch resumed in the middle.
+    """
+
+    num_samples: int
+    total_size: int
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool | None = None,
+    ) -> None:
+        self._take_place(num_replicas, rank, seed)
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad = bool(shuffle) if pad is None else bool(pad)
+        self.num_samples = self._share_length(0)
+        self.total_size = self._dealt_size()
+
+    @classmethod
+    def of(
+        cls,
+        sampler: Sampler[Any] | Iterable[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool | None = None,
+    ) -> DistributedSampler:
+        """Deal what any other sampler yields, even if it never ends.
+
+        Every rank runs the whole sampler and keeps its share, so all must draw the same order:
+        its random numbers are seeded by (seed, epoch). See `foreign`. `pad=None` pads, unless
+        the sampler is known to keep the order of the dataset.
+        """
+        return _SamplerOfSampler(sampler, num_replicas, rank, seed, drop_last, pad)
+
+    def __len__(self) -> int:
+        # Subclasses of torch's class set num_samples themselves and expect it back.
+        start = self._next_start()
+        return self.num_samples if start == 0 else self._share_length(start)
+
+    def _dealt_size(self) -> int:
+        """How many indices all ranks get together in a whole epoch."""
+        if self._tail is Tail.SHORT:
+            return self._total()
+        return self._share_length(0) * self.num_replicas
+
+    @property
+    def _stride(self) -> int:
+        return self.num_replicas
+
+    def _share(self, start: int) -> range:
+        return share(self._total(), start, self.rank, self.num_replicas, self._tail)
+
+    def _share_length(self, start: int) -> int:
+        return len(self._share(start))
+
+    def _total(self) -> int:
+        if not isinstance(self.dataset, Sized):
+            raise UsageError(
+                f"The dataset is a {type(self.dataset).__name__}, which has no length, so its "
+                "samples cannot be dealt by index.",
+                advice="Give a dataset with __len__ and __getitem__; an iterable dataset divides "
+                "its own samples by rank and needs no sampler.",
+            )
+        return len(self.dataset)
+
+    def _deal(self, start: int) -> Iterator[int]:
+        total, positions = self._total(), self._share(start)
+        if start == 0 and len(positions) != self.num_samples:
+            raise UsageError(
+                f"Rank {self.rank} was to get {self.num_samples} samples when the sampler was "
+                f"made, but {len(positions)} of the {total} the dataset has now.",
+                advice="Make a new sampler when the dataset changes its length.",
+            )
+        if not self.shuffle:
+            return (position % total for position in positions)
+        # The device is given because a default device set by the user may not be the CPU.
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(total, generator=generator, device="cpu")
+        mine: list[int] = order[positions.start : positions.stop : positions.step].tolist()
+        if len(mine) < len(positions):
+            mine.append(int(order[positions[-1] % total]))
+        return iter(mine)
+
+    def _order_name(self) -> str:
+        return "shuffled" if self.shuffle else "sequential"
+
+    def _is_random(self) -> bool:
+        return bool(self.shuffle)
+
+
+class _SamplerOfSampler(DistributedSampler):
+    """What `DistributedSampler.of()` returns: the order is what another sampler yields."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int,
+        drop_last: bool,
+        pad: bool | None,
+    ) -> None:
+        self._take_place(num_replicas, rank, seed)
+        foreign.check(sampler)
+        self.sampler = sampler
+        self.dataset = sampler
+        self.shuffle = not foreign.keeps_order(sampler)
+        self.drop_last = drop_last
+        self.pad = self.shuffle if pad is None else bool(pad)
+
+    # Counted when asked for, because a sampler without a length has neither.
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        return self._share_length(0)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        return self._dealt_size()
+
+    def __len__(self) -> int:
+        return self._share_length(self._next_start())
+
+    def _total(self) -> int:
+        return len(self.sampler)
+
+    def _deal(self, start: int) -> Iterator[int]:
+        order: Iterator[int] = foreign.draw(self.sampler, self.seed, self.epoch)
+        return deal(order, start, self.rank, self.num_replicas, self._tail)
+
+    def _order_name(self) -> str:
+        return type(self.sampler).__name__
