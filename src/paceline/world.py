@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from paceline import env
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, UsageError
 
+CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=300)
 
 
@@ -34,7 +36,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     node: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     group: Any = None
     """The process group, an argument for every class that takes `process_group`."""
     source: str = "alone"
@@ -72,7 +74,7 @@ def init_process_group(
     timeout: timedelta | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     group_name: str = "",
     pg_options: Any | None = None,
     device_id: torch.device | int | None = None,
@@ -102,16 +104,14 @@ def init_process_group(
         options |= {"world_size": world_size, "rank": rank}
         source = "arguments"
     elif place is None:
-        options |= {"store": dist.HashStore(), "world_size": 1, "rank": 0}
+        options |= {"store": HashStore(), "world_size": 1, "rank": 0}
         source = "alone"
     else:
         options |= {"store": _connect(place), "world_size": place.size, "rank": place.rank}
         source = place.source
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
-    dist.init_process_group(
-        backend, group_name=group_name, pg_options=pg_options, **options
-    )
+    dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -134,7 +134,7 @@ def current_world() -> World:
     if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
     else:
-        device = torch.device("cpu")
+        device = CPU
     return World(
         rank=rank,
         size=group.size(),
@@ -174,7 +174,7 @@ def pick_device(
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return torch.device("cpu")
+        return CPU
     if backend == "nccl" and local_size > count:
         raise DeviceError(
             f"{local_size} workers on this machine share {count} GPUs, which NCCL cannot do.",
@@ -220,10 +220,10 @@ def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> 
     return place
 
 
-def _connect(place: Placement) -> dist.Store:
+def _connect(place: Placement) -> Store:
     """The store the workers meet at: served by rank 0 unless the launcher serves it."""
     if place.size == 1 and not place.agent_has_store:
-        return dist.HashStore()
+        return HashStore()
     is_server = place.rank == 0 and not place.agent_has_store
     address = env.LOOPBACK if place.is_single_node else place.master_addr
     if place.agent_has_store:
@@ -231,7 +231,7 @@ def _connect(place: Placement) -> dist.Store:
     listen: dict[str, Any] = {}
     if is_server:
         listen = {"master_listen_fd": listening_socket(address, place.master_port).detach()}
-    return dist.TCPStore(
+    return TCPStore(
         address,
         place.master_port,
         place.size,
@@ -258,4 +258,3 @@ def listening_socket(address: str, port: int) -> socket.socket:
                 "Set MASTER_PORT to a free one, or use `paceline run`, which picks one.",
             ) from error
     return server
-

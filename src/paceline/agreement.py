@@ -1,0 +1,165 @@
+"""Do all ranks hold the same model? Comparing, copying and checking it across ranks.
+
+Compared are descriptions (names, shapes, dtypes) when a model is wrapped, and bits when replicas
+are checked. A disagreement is found by all ranks together, so all of them raise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import comm
+from paceline.comm import Group
+from paceline.errors import DesyncError, PacelineError, ReplicaError
+
+BROADCAST_CHUNK_BYTES = 64 * 2**20
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+def describe(named_params: Sequence[tuple[str, nn.Parameter]]) -> list[list[Any]]:
+    """What must be the same on every rank for gradients to be summed."""
+    return [
+        [name, list(param.shape), str(param.dtype), param.requires_grad]
+        for name, param in named_params
+    ]
+
+
+def verify_same_model(
+    group: Group,
+    description: list[list[Any]],
+    device: torch.device,
+    problem: PacelineError | None,
+) -> None:
+    """Raise on every rank if any rank has a problem of its own or another model than rank 0."""
+    mine = {"model": description, "problem": [problem.what, problem.advice] if problem else None}
+    everyone = comm.exchange(group, mine, device, "Comparing the models")
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(everyone):
+        if theirs["problem"]:
+            what, advice = theirs["problem"]
+            raise DesyncError(f"Rank {rank} cannot wrap its model: {what}", advice=advice)
+    first = everyone[0]["model"]
+    for rank, theirs in enumerate(everyone):
+        if theirs["model"] != first:
+            raise _difference(first, theirs["model"], rank)
+
+
+def _difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> DesyncError:
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            where = f"First difference: {_name(one)} on rank 0, {_name(two)} on rank {rank}."
+            break
+    else:
+        longer, who = (first, 0) if len(first) > len(other) else (other, rank)
+        extra = longer[min(len(first), len(other))]
+        where = f"First difference: only rank {who} has {_name(extra)}."
+    return DesyncError(
+        f"The model has {len(first)} parameters on rank 0 and {len(other)} on rank {rank}, "
+        "and they are not the same.",
+        where,
+        "Build the model from the same configuration, in the same order, on every rank.",
+    )
+
+
+def _name(entry: list[Any]) -> str:
+    name, shape, dtype, requires_grad = entry
+    frozen = "" if requires_grad else ", frozen"
+    return f"{name!r} is {tuple(shape)} {dtype.removeprefix('torch.')}{frozen}"
+
+
+@torch.no_grad()
+def broadcast_tensors(group: Group, tensors: Sequence[Tensor], root: int, what: str) -> None:
+    """Overwrite the tensors with those of rank `root`, in as few messages as sensible."""
+    is_root = group.rank() == root
+    for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES):
+        flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
+        comm.broadcast(group, flat, root, what)
+        if is_root:
+            continue
+        start = 0
+        for tensor in chunk:
+            stop = start + tensor.numel() * tensor.element_size()
+            piece = flat[start:stop].clone()  # a fresh start is aligned for any dtype
+            tensor.copy_(_from_bytes(piece, tensor))
+            start = stop
+
+
+def _chunks(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one device, each of at most `limit_bytes` unless one alone is larger."""
+    chunk: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if chunk and (filled + nbytes > limit_bytes or tensor.device != chunk[0].device):
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(tensor)
+        filled += nbytes
+    if chunk:
+        yield chunk
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _from_bytes(flat: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        real = flat.view(like.real.dtype).view(*like.shape, 2)
+        return torch.view_as_complex(real)
+    return flat.view(like.dtype).view(like.shape)
+
+
+@torch.no_grad()
+def check_in_sync(group: Group, named: Named, device: torch.device, step: int) -> None:
+    """Raise on every rank if any tensor differs in any bit between ranks."""
+    if group.size() == 1 or not named:
+        return
+    mine = torch.stack([checksum(tensor).to(device) for _, tensor in named])
+    sums = torch.stack(comm.all_gather(group, mine, "Checking that all ranks are in sync"))
+    differs = (sums != sums[0]).any(dim=2)
+    if not differs.any():
+        return
+    index = int(differs.any(dim=0).nonzero()[0])
+    odd = _minority([tuple(row) for row in sums[:, index].tolist()])
+    name, tensor = named[index]
+    reference = next(rank for rank in range(group.size()) if rank not in odd)
+    theirs = tensor.detach().clone()
+    broadcast_tensors(group, [theirs], reference, "Comparing a tensor that differs")
+    distance = (theirs - tensor).abs().max().item() if theirs.is_floating_point() else None
+    distances = comm.exchange(group, distance, device, "Comparing a tensor that differs")
+    ranks = ", ".join(map(str, odd))
+    shown = "" if distances[odd[0]] is None else f", by up to {distances[odd[0]]:.3g}"
+    total = int(differs.any(dim=0).sum())
+    raise ReplicaError(
+        f"Step {step}: {total} of {len(named)} tensors differ between ranks.",
+        f"First difference: {name!r} on rank {ranks} is not what it is on rank {reference}{shown}.",
+        "Look for updates, random numbers or loading that only some ranks do.",
+    )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Two numbers that differ when the bits differ: a sum, and a sum weighted by position."""
+    data = _as_bytes(tensor)
+    tail = data.numel() % 8
+    words = data[: data.numel() - tail].clone().view(torch.int64)
+    rest = data[data.numel() - tail :].to(torch.int64)
+    words = torch.cat([words, rest]) if tail else words
+    place = torch.arange(1, words.numel() + 1, device=words.device)
+    return torch.stack([words.sum(), (words * place).sum()])
+
+
+def _minority(values: Sequence[tuple[int, ...]]) -> list[int]:
+    """The ranks that do not hold the most common value; a tie is decided for rank 0's."""
+    counts = Counter(values)
+    most = max(counts.values())
+    common = values[0] if counts[values[0]] == most else counts.most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != common]

@@ -1,0 +1,221 @@
+"""The flat buffers of the buckets: filled from gradients, handed back as gradients.
+
+After a reduction each `param.grad` is a view of its bucket, so nothing is copied back. That is
+invisible to the caller because of two rules: memory that somebody else still looks at is never
+overwritten (Note [Whose memory]), and a gradient tensor that somebody else owns stays in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.buckets import BucketPlan
+from paceline.errors import DeviceError
+
+# From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
+# second pass over the whole buffer: the second pass costs memory traffic, the first a call.
+_LARGE_NUMEL = 32_768
+
+
+class Bucket:
+    """One flat buffer and the gradients in it.
+
+        empty --(fill)--> local gradients --(reduced by the owner)--> averages --(hand_out)--> empty
+
+    `views[i]` is the place of `params[i]`'s gradient, with the parameter's own strides.
+    With `always_views` even a gradient tensor that somebody else owns is replaced by its view.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        always_views: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.params = [params[slot.param] for slot in plan.slots]
+        self.indices = [slot.param for slot in plan.slots]
+        self.names = [names[slot.param] for slot in plan.slots]
+        self.views: list[Tensor] = []
+        self._always_views = always_views
+        self._buffer: Tensor | None = None
+        self._storage_uses = 0
+        self._averaged_at: int | None = None
+        mean_numel = plan.numel / max(len(plan.slots), 1)
+        self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
+
+    @property
+    def buffer(self) -> Tensor:
+        """The whole buffer: gradients, then the trailer if this bucket has one."""
+        assert self._buffer is not None, "a bucket has memory from fill() to release()"
+        return self._buffer
+
+    @property
+    def flat(self) -> Tensor:
+        """The part of the buffer that holds gradients."""
+        return self.buffer[: self.plan.numel] if self.plan.trailer else self.buffer
+
+    @property
+    def trailer(self) -> Tensor:
+        return self.buffer[self.plan.numel :]
+
+    @torch.no_grad()
+    def fill(self, scale: float) -> list[int]:
+        """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
+        grads = [param.grad for param in self.params]
+        if self._buffer is None or self._is_watched(grads):
+            self._allocate()
+        unused = []
+        fresh_views, fresh_grads = [], []
+        for position, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+            if grad is None:
+                view.zero_()
+                unused.append(self.indices[position])
+            elif grad is view:
+                if self._is_large and scale != 1.0:
+                    view.mul_(scale)
+            else:
+                if grad.dtype != view.dtype or grad.device != view.device:
+                    raise self._moved(position, grad)
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                fresh_views.append(view)
+                fresh_grads.append(grad)
+        if self._is_large and scale != 1.0:
+            for view, grad in zip(fresh_views, fresh_grads, strict=True):
+                torch.mul(grad, scale, out=view)
+        else:
+            if fresh_views:
+                torch._foreach_copy_(fresh_views, fresh_grads)
+            if scale != 1.0 and self.plan.numel:
+                self.flat.mul_(scale)
+        return unused
+
+    def fill_zeros(self) -> list[int]:
+        """Fill the buffer as if no parameter had a gradient; list them all."""
+        if self._buffer is None or self._is_watched([None] * len(self.views)):
+            self._allocate()
+        self.flat.zero_()
+        return self.indices
+
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """Make the averages the parameters' gradients.
+
+        `used` says which parameters have a gradient on any rank; it may be empty where this rank
+        has one for each. A parameter without any keeps `grad is None`.
+        """
+        for index, param, view in zip(self.indices, self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is view:
+                continue
+            if grad is None:
+                if used[index]:
+                    param.grad = view
+            elif self._always_views or not _is_owned_elsewhere(grad):
+                param.grad = view
+            else:
+                with torch.no_grad():
+                    grad.copy_(view)
+        self._averaged_at = self.buffer._version
+
+    def release(self) -> None:
+        """Give the memory up to the gradients that are views of it."""
+        self._buffer = None
+        self.views = []
+
+    def is_average_added_to(self) -> bool:
+        """Whether gradients were added onto averages, and nobody zeroed these in between."""
+        if self._buffer is None or self._averaged_at is None:
+            return False
+        in_place = sum(p.grad is view for p, view in zip(self.params, self.views, strict=True))
+        return 0 < in_place == self._buffer._version - self._averaged_at
+
+    def _allocate(self) -> None:
+        plan = self.plan
+        numel = plan.numel + plan.trailer
+        self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
+        self.views = [
+            _view_like(self._buffer, slot.start, slot.stop, param)
+            for slot, param in zip(plan.slots, self.params, strict=True)
+        ]
+        self._averaged_at = None
+        self._storage_uses = _storage_uses(self._buffer)
+
+    def _is_watched(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether somebody still holds a gradient of an earlier step that lives in the buffer."""
+        if not self.views:
+            return False
+        if _storage_uses(self.buffer) > self._storage_uses:
+            return True
+        references = list(map(sys.getrefcount, self.views))
+        if max(references) <= _REFERENCES_TO_A_CACHED_VIEW:
+            return False
+        return any(
+            count > _REFERENCES_TO_A_CACHED_VIEW
+            for count, grad, view in zip(references, grads, self.views, strict=True)
+            if grad is not view
+        )
+
+    def _moved(self, position: int, grad: Tensor) -> DeviceError:
+        view = self.views[position]
+        return DeviceError(
+            f"The gradient of {self.names[position]!r} is {grad.dtype} on {grad.device}, "
+            f"but it was {view.dtype} on {view.device} when the model was wrapped.",
+            advice="Move or convert the model first, then wrap it.",
+        )
+
+
+def _view_like(buffer: Tensor, start: int, stop: int, param: Tensor) -> Tensor:
+    """Elements [start, stop) in the parameter's shape, and its memory order where it is dense."""
+    piece = buffer[start:stop]
+    if param.is_contiguous() or param.numel() == 0:
+        return piece.view(param.shape)
+    order = sorted(
+        range(param.dim()), key=lambda d: (param.stride(d), param.shape[d]), reverse=True
+    )
+    if not param.detach().permute(order).is_contiguous():
+        return piece.view(param.shape)
+    return piece.as_strided(param.shape, param.stride())
+
+
+def _is_owned_elsewhere(grad: Tensor) -> bool:
+    """Whether anybody but its parameter refers to this gradient or shares its memory."""
+    return sys.getrefcount(grad) > _REFERENCES_TO_A_GRAD or grad._is_view()
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the storage; includes the handle made for asking."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _count_references() -> tuple[int, int]:
+    """What `sys.getrefcount` says here of a gradient nobody else knows, and of a cached view."""
+    param = Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+
+    def count(grad: Tensor | None) -> int:
+        return sys.getrefcount(grad)
+
+    for _ in range(1):
+        grad = param.grad
+        of_grad = count(grad)
+    cached = [torch.zeros(1)]
+    return of_grad, max(map(sys.getrefcount, cached))
+
+
+_REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
+
+# Note [Whose memory]
+# A training loop may keep last step's gradients (`old = [p.grad for p in ...]`) and run the next
+# backward after `zero_grad()`. In plain torch the new gradients are new tensors. Ours live in
+# the bucket, which would be the same memory again. So before the buffer is overwritten, two counts
+# are compared with what they are when only the bucket and `param.grad` know its views: references
+# to the view objects, and tensors that share the storage (somebody's `p.grad.view(-1)`). If
+# either is higher, the old buffer is left to its holders and a new one is allocated.
+# Views still in place as `param.grad` are exempt: there autograd itself adds in place.

@@ -1,0 +1,117 @@
+"""Which gradient lives where: the bucket plan.
+
+A plan is plain data computed from sizes alone, so every rank derives the same plan without
+communicating, and a test can check it without a process group. Gradients are packed in the
+order they are expected to become ready, so that the first bucket can leave early in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import UsageError
+
+CONTROL_WORDS = 3
+"""Elements of the trailer after the flags: weight, votes to adopt parameters, aborts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What the plan needs to know of one gradient."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One gradient's place: elements [start, stop) of its bucket."""
+
+    param: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One flat buffer: its slots in order, and how many elements the trailer adds."""
+
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    trailer: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements that hold gradients."""
+        return self.slots[-1].stop if self.slots else 0
+
+
+def plan_buckets(
+    gradients: Sequence[Gradient],
+    order: Sequence[int],
+    capacities_bytes: Sequence[int],
+    *,
+    trailer_apart: bool = False,
+) -> list[BucketPlan]:
+    """Pack gradients into buckets in the order given, one dtype and device to a bucket.
+
+    The i-th bucket to be opened holds at most the i-th capacity, the last capacity repeating.
+    A gradient larger than that gets a bucket to itself: none is ever split. Buckets are listed
+    in the order in which their last gradient comes. The last bucket carries the trailer, or,
+    where its dtype cannot count (or with `trailer_apart`), a bucket of its own does.
+    """
+    if not capacities_bytes or min(capacities_bytes) <= 0:
+        raise UsageError(
+            f"Bucket capacities must be positive, not {list(capacities_bytes)} bytes.",
+            advice="Leave bucket_cap_mb out to get the default.",
+        )
+    open_by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    room_by_kind: dict[tuple[torch.dtype, torch.device], int] = {}
+    opened = 0
+    closed: list[list[int]] = []
+    for param in order:
+        gradient = gradients[param]
+        kind = (gradient.dtype, gradient.device)
+        members = open_by_kind.get(kind)
+        if members and gradient.nbytes > room_by_kind[kind]:
+            closed.append(members)
+            members = None
+        if not members:
+            members = open_by_kind[kind] = []
+            room_by_kind[kind] = capacities_bytes[min(opened, len(capacities_bytes) - 1)]
+            opened += 1
+        members.append(param)
+        room_by_kind[kind] -= gradient.nbytes
+    position_by_param = {param: position for position, param in enumerate(order)}
+    groups = closed + list(open_by_kind.values())
+    groups.sort(key=lambda members: position_by_param[members[-1]])
+    plans = [_lay_out(gradients, members) for members in groups]
+    return _with_trailer(plans, len(gradients), apart=trailer_apart)
+
+
+def _lay_out(gradients: Sequence[Gradient], members: Sequence[int]) -> BucketPlan:
+    slots, start = [], 0
+    for param in members:
+        slots.append(Slot(param, start, start + gradients[param].numel))
+        start = slots[-1].stop
+    first = gradients[members[0]]
+    return BucketPlan(first.dtype, first.device, tuple(slots))
+
+
+def _with_trailer(plans: list[BucketPlan], params: int, *, apart: bool) -> list[BucketPlan]:
+    """Put the trailer where sums are exact enough to count with: float32 or float64."""
+    trailer = params + CONTROL_WORDS
+    if plans and not apart and plans[-1].dtype in (torch.float32, torch.float64):
+        last = plans[-1]
+        return [*plans[:-1], BucketPlan(last.dtype, last.device, last.slots, trailer)]
+    device = plans[-1].device if plans else torch.device("cpu")
+    return [*plans, BucketPlan(torch.float32, device, (), trailer)]

@@ -1,0 +1,176 @@
+"""The only door to collectives: each one has a name, and each failure names a rank.
+
+Gloo reports a dead neighbour as a bare `RuntimeError` and a late one as a timeout; neither says
+who. So a rank that leaves or fails writes its last words into the group's store, and a rank whose
+collective fails reads them there before it raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import DesyncError, PeerError
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
+
+EXCHANGE_LIMIT_BYTES = 64 * 2**20
+
+_WORDS_KEY = "paceline/last-words/{rank}"
+_WORDS_LIMIT_CHARS = 2000
+_WORDS_PATIENCE_S = 0.3
+
+
+class Pending:
+    """A collective that has started; `wait()` returns when its tensor holds the result."""
+
+    __slots__ = ("_group", "_what", "_work")
+
+    def __init__(self, work: Any, group: Group, what: str) -> None:
+        self._work = work
+        self._group = group
+        self._what = what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise explain_failure(self._group, self._what, error) from error
+
+
+def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
+    """Start summing `tensor` over the group, in place."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    try:
+        return Pending(group.allreduce([flat]), group, what)
+    except RuntimeError as error:
+        raise explain_failure(group, what, error) from error
+
+
+def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
+    """Sum `tensor` over the group, in place."""
+    start_all_reduce(group, tensor, what).wait()
+
+
+def broadcast(group: Group, tensor: Tensor, root: int, what: str) -> None:
+    """Overwrite `tensor` with the one of rank `root`, counted within the group."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    try:
+        group.broadcast([flat], options).wait()
+    except RuntimeError as error:
+        raise explain_failure(group, what, error) from error
+
+
+def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
+    """The tensors of all ranks, in rank order; all must have one shape and dtype."""
+    if tensor.is_complex():
+        parts = all_gather(group, torch.view_as_real(tensor), what)
+        return [torch.view_as_complex(part) for part in parts]
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    try:
+        group.allgather([gathered], [tensor]).wait()
+    except RuntimeError as error:
+        raise explain_failure(group, what, error) from error
+    return gathered
+
+
+def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
+    """The JSON values of all ranks, in rank order."""
+    data = json.dumps(value).encode()
+    sizes = all_gather(group, torch.tensor([len(data)], device=device), what)
+    longest = int(max(size.item() for size in sizes))
+    if longest > EXCHANGE_LIMIT_BYTES:
+        raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = all_gather(group, padded.to(device), what)
+    return [
+        json.loads(bytes(part[: int(size.item())].tolist()))
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def post_last_words(group: Group, text: str, kind: str = "left") -> None:
+    """Leave word in the group's store of why this rank will not answer; never raises."""
+    words = {"kind": kind, "text": text[:_WORDS_LIMIT_CHARS], "time": time.time()}
+    try:
+        group.get_group_store().set(_WORDS_KEY.format(rank=group.rank()), json.dumps(words))
+    except Exception:
+        return  # the store may be gone with the rank that served it
+
+
+def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
+    """Say which ranks are missing from a collective that failed on this one."""
+    rank, size = group.rank(), group.size()
+    post_last_words(group, what, kind="waiting")
+    said = _read_last_words(group, [other for other in range(size) if other != rank])
+    gone = [f"rank {r} {words['text']}" for r, words in said.items() if words["kind"] != "waiting"]
+    waiting = [r for r, words in said.items() if words["kind"] == "waiting"]
+    silent = [r for r in range(size) if r != rank and r not in said]
+    where = "; ".join(gone)
+    if silent:
+        names = ", ".join(map(str, silent))
+        silence = f"rank{'s' * (len(silent) > 1)} {names} did not take part and left no word"
+        where = f"{where}; {silence}" if where else silence
+    if waiting and not where:
+        where = f"ranks {rank} and {', '.join(map(str, waiting))} all lost a connection"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return PeerError(
+        f"{what} failed on rank {rank} of {size}: {_short(first_line)}.",
+        f"{where[:1].upper()}{where[1:]}.",
+        "Every rank must run the same backward passes: look for the first error on the rank "
+        "named here, or for a branch that only some ranks take.",
+    )
+
+
+def _read_last_words(group: Group, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What other ranks have left in the store, after a moment for those still failing."""
+    said: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _WORDS_PATIENCE_S
+    try:
+        store = group.get_group_store()
+        while True:
+            for rank in ranks:
+                key = _WORDS_KEY.format(rank=rank)
+                if rank not in said and store.check([key]):
+                    said[rank] = json.loads(store.get(key))
+            if len(said) == len(ranks) or time.monotonic() > deadline:
+                return dict(sorted(said.items()))
+            time.sleep(0.02)
+    except Exception:
+        return said  # without a store the error is still raised, only less specific
+
+
+def _short(line: str) -> str:
+    """Gloo's message without the path of its source file, and without its full stop."""
+    return line.rsplit("] ", 1)[-1].rstrip(".") if line.startswith("[") else line.rstrip(".")
+
+
+def announce_exit() -> None:
+    """Leave last words in the default group when this process ends."""
+    if not _announced:
+        _announced.append(True)
+        atexit.register(_say_goodbye)
+
+
+_announced: list[bool] = []
+
+
+def _say_goodbye() -> None:
+    if not dist.is_initialized():
+        return
+    error = getattr(sys, "last_value", None)
+    text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
+    post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")

@@ -1,0 +1,482 @@
+"""DistributedDataParallel: one process per device, gradients averaged after every backward.
+
+The class is thin. It checks and copies the model when it is wrapped, looks after buffers in
+the forward pass, and leaves gradients to the `Reducer`, whose hooks do their work whether or not
+a forward pass went through the wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+
+from paceline import agreement, comm, tree
+from paceline.comm_hook import Hook, check_hook
+from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
+from paceline.reducer import Reducer
+from paceline.uneven import UnevenInputs
+from paceline.world import default_group
+from paceline.wrapper import Wrapper, bare
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+PARAMETER_CHECK_PERIOD = 100
+"""Every so many forward passes the module is searched for parameters added since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDPOptions:
+    """What torch's class has no argument for."""
+
+    check_every: int = 0
+    """Compare all replicas bit by bit after every so many synchronised steps; 0 means never."""
+
+    def __post_init__(self) -> None:
+        if self.check_every < 0:
+            raise UsageError(
+                f"check_every is {self.check_every}.", advice="Use 0 for never, or a step count."
+            )
+
+
+DEFAULT_OPTIONS = DDPOptions()
+
+
+class DistributedDataParallel(Wrapper, Joinable):
+    """Keeps one model equal on all ranks by averaging its gradients after every backward.
+
+    Takes torch's arguments. These have nothing left to do and are accepted without effect:
+    `find_unused_parameters`, `static_graph`, `skip_all_reduce_unused_params` (any parameter may be
+    used or not, on any rank, at any step), `batched_grad_copy` (always), `check_reduction`, and
+    `delay_all_reduce_named_params` with `param_to_hook_all_reduce` (averaged with the rest).
+    `gradient_as_bucket_view` chooses only whether a gradient tensor that somebody else
+    refers to may be replaced too; see `bucket_memory`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        options: DDPOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        group = _pick_group(process_group, device_mesh)
+        named = _named_parameters(module)
+        problem = _find_problem(named, device_ids, output_device, mixed_precision)
+        capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
+        device = named[0][1].device if named else torch.device("cpu")
+        if init_sync and group.size() > 1:
+            agreement.verify_same_model(group, agreement.describe(named), device, problem)
+        elif problem is not None:
+            raise problem
+
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        # Set before `module`: from then on, names that the module has are set on the module.
+        self.process_group = group
+        self.device = device
+        self.device_type = device.type
+        self.device_ids = [device.index] if device_ids else None
+        self.output_device = device.index if device_ids else None
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.broadcast_buffers = broadcast_buffers is not False
+        sync_buffers_now = self.broadcast_buffers
+        if forward_sync_buffers is not None:
+            self.broadcast_buffers, sync_buffers_now = forward_sync_buffers, True
+        self._ddp_options = options
+        self._bucket_capacities = capacities
+        self._forwards = 0
+        self._syncs_buffers_next = True
+        self.module = module
+        self._build_reducer()
+        if init_sync and group.size() > 1:
+            tensors = [param.detach() for _, param in named]
+            tensors += [buffer for _, buffer in self._buffers_to_sync] if sync_buffers_now else []
+            agreement.broadcast_tensors(group, tensors, 0, "Copying rank 0's model to all")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; on several ranks also bring its buffers up to date first."""
+        if self._is_alone:
+            return self.module(*inputs, **kwargs)
+        self._before_forward()
+        if self.device_ids:
+            inputs, kwargs = tree.map_tensors(self._to_device, (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._mark_outputs(output)
+        return output
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Inside, backward passes only accumulate gradients; the next one outside averages all.
+
+        As in torch the forward pass decides, so it must be inside too. `enabled=False` makes
+        this do nothing, for loops that accumulate conditionally.
+        """
+        before = self._reducer.wants_sync
+        self._reducer.wants_sync = before and not enabled
+        try:
+            yield
+        finally:
+            self._reducer.wants_sync = before
+
+    @contextmanager
+    def weighted(self, count: float) -> Iterator[None]:
+        """Inside, losses are sums over `count` items; gradients become sums over all ranks'
+        items, divided by the number of all items.
+
+            with model.weighted(tokens):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+
+        That is exact for shards of different sizes, a rank with none (`count=0`), and for gradient
+        accumulation, where every micro-batch has a block of its own, all but the last under
+        `no_sync()`.
+        """
+        if not count >= 0 or count == float("inf"):
+            raise UsageError(
+                f"weighted({count}): the count of items must be a number from 0 up.",
+                advice="Pass how many samples or tokens this rank's loss is a sum over.",
+            )
+        reducer = self._reducer
+        reducer.attach()
+        before = reducer.backwards, reducer.weight, reducer.is_weighing
+        reducer.weight = (reducer.weight or 0.0) + count
+        reducer.is_weighing = True
+        try:
+            yield
+        finally:
+            reducer.is_weighing = before[2]
+            if reducer.backwards == before[0]:  # no backward came, so nothing weighs
+                reducer.weight = before[1]
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""
+        check_hook(hook)
+        self._reducer.set_hook(hook, state)
+        self._is_alone = False
+
+    def check_in_sync(self) -> None:
+        """Raise on every rank if a parameter or a buffer differs on any; call it on all ranks.
+
+        Buffers are compared only where `broadcast_buffers` keeps them equal, as of the
+        beginning of the last forward pass; so they are brought up to date first.
+        """
+        if self.broadcast_buffers:
+            self._broadcast_buffers(root=0)
+        named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
+        if self.broadcast_buffers:
+            named += self._buffers_to_sync
+        agreement.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for loops of different lengths: ranks that finish early keep company."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return UnevenInputs(self, divide_by_initial_world_size=divide)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def shadow_step(self, weight: float) -> None:
+        """Repeat the collectives of one step of the other ranks, as a rank without inputs."""
+        if self._will_broadcast_buffers():
+            self._broadcast_buffers(root=self._agree_on_root(is_candidate=False))
+        wants_sync = self._any_wants_sync(False)
+        self._syncs_buffers_next = wants_sync
+        if wants_sync:
+            self._reducer.shadow(weight)
+
+    def take_final_model(self, is_last_joiner: bool) -> None:
+        """Copy the model of a rank that was there to the end to all others."""
+        root = self._agree_on_root(is_last_joiner)
+        tensors = [param.detach() for _, param in _named_parameters(self.module)]
+        tensors += [buffer for _, buffer in self._buffers_to_sync] if self.broadcast_buffers else []
+        agreement.broadcast_tensors(self.process_group, tensors, root, "Copying the final model")
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign:  # the module has new parameters now, and they need hooks
+            self._reducer.detach()
+            self._build_reducer()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("process_group", "_reducer", "_buffers_to_sync"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__["process_group"] = default_group()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._build_reducer()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
+        clone.__dict__ |= {**state, "process_group": self.process_group}
+        clone._build_reducer()
+        return clone
+
+    def _build_reducer(self) -> None:
+        group = self.__dict__["process_group"]
+        sparse = _sparse_names(self.module)
+        reducer = Reducer(
+            _named_parameters(self.module),
+            group,
+            capacities_bytes=self._bucket_capacities,
+            sparse_names=sparse,
+            always_views=self.gradient_as_bucket_view,
+        )
+        self.__dict__["_reducer"] = reducer
+        self.__dict__["_buffers_to_sync"] = _named_buffers(self.module)
+        self.__dict__["_is_alone"] = group.size() == 1
+        if group.size() > 1:
+            comm.announce_exit()
+            reducer.attach()
+        if self._ddp_options.check_every:
+            reducer.after_sync = self._check_now_and_then
+
+    def _check_now_and_then(self) -> None:
+        if self._reducer.steps % self._ddp_options.check_every == 0:
+            self.check_in_sync()
+
+    def _before_forward(self) -> None:
+        self._reducer.check_not_interrupted()
+        self._forwards += 1
+        if self._forwards in (1, 2) or self._forwards % PARAMETER_CHECK_PERIOD == 0:
+            self._check_parameters_are_known()
+        is_joinable = self._join_config.enable
+        if is_joinable:
+            Join.notify_join_context(self)
+        if self._will_broadcast_buffers():
+            root = self._agree_on_root(is_candidate=True) if is_joinable else 0
+            self._broadcast_buffers(root)
+        wants_sync = self._reducer.wants_sync and torch.is_grad_enabled()
+        if is_joinable:
+            self._any_wants_sync(wants_sync)
+        self._syncs_buffers_next = wants_sync
+
+    # A graph captured by torch.compile must not contain what happens around the module.
+    _before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _will_broadcast_buffers(self) -> bool:
+        return self._syncs_buffers_next and self.broadcast_buffers and bool(self._buffers_to_sync)
+
+    def _broadcast_buffers(self, root: int) -> None:
+        tensors = [buffer for _, buffer in self._buffers_to_sync]
+        agreement.broadcast_tensors(self.process_group, tensors, root, "Copying buffers")
+
+    def _mark_outputs(self, output: Any) -> None:
+        """Let the backward of this forward pass know what the forward pass wanted."""
+        reducer, wants_sync = self._reducer, self._reducer.wants_sync
+
+        def on_output_grad(_grad: Tensor) -> None:
+            reducer.on_output_grad(wants_sync)
+
+        for tensor in tree.tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
+
+    def _check_parameters_are_known(self) -> None:
+        """Raise if the module has got parameters that nobody averages."""
+        known = {id(param) for param in self._reducer.parameters}
+        for name, param in _named_parameters(self.module):
+            if id(param) not in known:
+                raise DesyncError(
+                    f"Parameter {name!r} was added or replaced after the model was wrapped, "
+                    "so its gradient would not be averaged.",
+                    advice="Change the model first, then wrap it.",
+                )
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _any_wants_sync(self, mine: bool) -> bool:
+        wishes = torch.tensor([float(mine)], device=self.device)
+        comm.all_reduce(self.process_group, wishes, "Asking whether gradients will be averaged")
+        return bool(wishes.item() > 0)
+
+    def _agree_on_root(self, is_candidate: bool) -> int:
+        """The highest rank that is a candidate."""
+        mine = torch.tensor([int(is_candidate)], device=self.device)
+        votes = comm.all_gather(self.process_group, mine, "Agreeing on whose buffers count")
+        return max((rank for rank, vote in enumerate(votes) if vote.item()), default=0)
+
+
+def _pick_group(process_group: Any, device_mesh: Any) -> Any:
+    if process_group is not None and device_mesh is not None:
+        raise UsageError("Both process_group and device_mesh were passed.", advice="Pass one.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise UsageError(
+                f"device_mesh has {device_mesh.ndim} dimensions.",
+                advice="Data parallelism takes a mesh of one dimension.",
+            )
+        return device_mesh.get_group(mesh_dim=0)
+    return default_group() if process_group is None else process_group
+
+
+def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[int]:
+    if caps_mb:
+        capacities = list(caps_mb)
+    elif cap_mb is not None:
+        capacities = [cap_mb]
+    else:
+        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+    if not all(cap > 0 for cap in capacities):
+        raise UsageError(
+            f"Bucket capacities must be positive, not {capacities} MiB.",
+            advice="Leave bucket_cap_mb out to get the default.",
+        )
+    return [max(1, int(cap * 2**20)) for cap in capacities]
+
+
+def _find_problem(
+    named: Sequence[tuple[str, nn.Parameter]],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    mixed_precision: Any,
+) -> PacelineError | None:
+    """What is wrong with this rank's arguments, if anything; all ranks hear of it."""
+    for name, param in named:
+        if isinstance(param, UninitializedParameter):
+            return UsageError(
+                f"Parameter {name!r} has no shape yet.",
+                advice="Run one batch through the bare model first, then wrap it.",
+            )
+    if not any(param.requires_grad for _, param in named):
+        return UsageError(
+            f"None of the model's {len(named)} parameters requires a gradient.",
+            advice="Such a model needs no wrapper: use it as it is.",
+        )
+    devices = {param.device: name for name, param in reversed(named)}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        return DeviceError(
+            f"The model's parameters lie on {len(devices)} devices: {where}.",
+            advice="Move the whole model to one device before wrapping it.",
+        )
+    device = next(iter(devices))
+    if device.type == "meta":
+        return DeviceError(
+            "The model's parameters lie on the meta device, which holds no values.",
+            advice="Give the model memory with to_empty() and fill it before wrapping it.",
+        )
+    if mixed_precision is not None:
+        return UsageError(
+            "mixed_precision is a private option of torch's class and is not supported.",
+            advice="Use torch.autocast, or convert the model before wrapping it.",
+        )
+    return _find_device_problem(device, list(device_ids or []), output_device)
+
+
+def _find_device_problem(
+    device: torch.device,
+    device_ids: list[int | torch.device],
+    output_device: int | torch.device | None,
+) -> PacelineError | None:
+    if len(device_ids) > 1:
+        return DeviceError(
+            f"device_ids has {len(device_ids)} entries.",
+            advice="One process drives one device: pass its own only, or use DataParallel.",
+        )
+    if device.type == "cpu" and (device_ids or output_device is not None):
+        return DeviceError(
+            f"device_ids={device_ids or None} was passed for a model on the CPU.",
+            advice="Leave device_ids and output_device out, or move the model to its GPU first.",
+        )
+    for chosen in [*device_ids, *([] if output_device is None else [output_device])]:
+        wanted = torch.device(device.type, chosen) if isinstance(chosen, int) else chosen
+        if torch.device(wanted) != device:
+            return DeviceError(
+                f"device_ids or output_device says {wanted}, but the model is on {device}.",
+                advice=f"Move the model there, or pass {device.index}.",
+            )
+    return None
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to keep equal, each once, under the bare model's names."""
+    ignored = _ignored_names(module)
+    return [(n, p) for n, p in bare(module).named_parameters() if n not in ignored]
+
+
+def _named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers to keep equal.
+
+    Statistics of normalisation layers come without their version counter: in training mode their
+    backward does not read them, but would refuse to run after a second forward pass copied them.
+    """
+    ignored = _ignored_names(module)
+    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return [
+        (name, buffer.data if id(buffer) in statistics else buffer)
+        for name, buffer in bare(module).named_buffers()
+        if name not in ignored
+    ]
+
+
+def _ignored_names(module: nn.Module) -> set[str]:
+    """Names that torch's class would leave alone, by the attribute it looks for."""
+    names = chain.from_iterable(
+        getattr(m, "_ddp_params_and_buffers_to_ignore", ()) for m in (module, bare(module))
+    )
+    return set(names)
+
+
+def _sparse_names(module: nn.Module) -> frozenset[str]:
+    """Parameters whose layers were built to give sparse gradients."""
+    return frozenset(
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, layer in bare(module).named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    )

@@ -1,0 +1,485 @@
+"""From "gradient ready" to averaged gradients, in the same order on every rank.
+
+Autograd calls a hook when a parameter's gradient is complete. The reducer counts, starts each
+bucket's sum as soon as the bucket is full, and waits for all of them when backward ends. The hooks
+keep the reducer alive, so gradients stay synchronised even when the wrapper is dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import Parameter
+
+from paceline import comm
+from paceline.bucket_memory import Bucket
+from paceline.buckets import Gradient, plan_buckets
+from paceline.comm import Group
+from paceline.comm_hook import Hook, HookCall
+from paceline.errors import DesyncError, UsageError
+from paceline.sparse import sum_sparse
+from paceline.trailer import Trailer, Words
+
+
+class Reduction(Protocol):
+    """A sum under way; `wait()` leaves the result in its bucket."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One backward pass as the reducer follows it."""
+
+    skips: bool
+    """Under `no_sync()`: gradients only accumulate."""
+    missing: list[int]
+    """By bucket, how many gradients have yet to come; never zero while the order is unknown."""
+    is_alive: Callable[[], object | None]
+    """A weak reference to autograd's end-of-backward callback: dead when backward broke off."""
+    is_outermost: bool = False
+    """Known to have been opened by the outermost backward, not by a checkpointed segment's."""
+    is_shadow: bool = False
+    """This rank has run out of inputs and only keeps the others company."""
+    is_aborting: bool = False
+    ready: list[int] = field(default_factory=list)
+    """Parameters in the order their gradients came."""
+    in_flight: list[Reduction] = field(default_factory=list)
+    """One entry for every bucket that has started, in order."""
+    unused: list[int] = field(default_factory=list)
+
+
+class Reducer:
+    """Averages gradients over the group, bucket by bucket, while backward is still running.
+
+        idle --(first hook)--> following a backward --(its end)--> averaged, idle
+
+    Invariant: every rank starts its buckets in the same order, whatever order its gradients
+    become ready in. Otherwise rank 0's bucket 1 would be summed with rank 1's bucket 2.
+    Whatever else ranks must agree on in a step travels in the trailer of the last bucket.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, Parameter]],
+        group: Group,
+        *,
+        capacities_bytes: Sequence[int],
+        sparse_names: frozenset[str] = frozenset(),
+        always_views: bool = False,
+    ) -> None:
+        self.group = group
+        self.size: int = group.size()
+        self.steps = 0
+        """How many backward passes have been synchronised."""
+        self.backwards = 0
+        """How many backward passes have been followed, synchronised or not."""
+        self.after_sync: Callable[[], None] | None = None
+        """Called after every synchronised backward, at the same point on every rank."""
+        self.wants_sync = True
+        """What to do in a backward whose forward pass left no wish of its own."""
+        self._capacities_bytes = capacities_bytes
+        self._always_views = always_views
+        self._sparse = [(n, p) for n, p in named_params if n in sparse_names and p.requires_grad]
+        dense = [(n, p) for n, p in named_params if n not in sparse_names]
+        self._named = [(n, p) for n, p in dense if p.requires_grad]
+        self._frozen = [(n, p) for n, p in dense if not p.requires_grad]
+        self._order = list(reversed(range(len(self._named))))
+        self._fires: Counter[int] | None = None
+        """How often each gradient came in one backward; None until one has been seen."""
+        self._hook: tuple[Hook, Any] | None = None
+        self._handles: list[Any] = []
+        self.weight: float | None = None
+        """How many items the gradients are sums over; None where nobody said."""
+        self.is_weighing = False
+        """Whether this is inside a `weighted()` block."""
+        self._has_unweighted = False
+        self._late_words: Tensor | None = None
+        self._backward: Backward | None = None
+        self._rebuild()
+
+    def attach(self) -> None:
+        """Hook every parameter; a reducer that had hooked one of them before lets go of all."""
+        if self._handles:
+            return
+        for _, param in [*self._named, *self._sparse]:
+            for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                owner = getattr(hook, "reducer", None)
+                if isinstance(owner, Reducer):
+                    owner.detach()
+        self._handles = [self._attach_dense(i, p) for i, (_, p) in enumerate(self._named)]
+        self._handles += [self._attach_sparse(param) for _, param in self._sparse]
+
+    def detach(self) -> None:
+        """Let go of every parameter: their gradients are no longer synchronised here."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def set_hook(self, hook: Hook, state: Any) -> None:
+        """Reduce through the caller's hook from now on."""
+        self._hook = (hook, state)
+        self._rebuild()
+        self.attach()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets
+
+    @property
+    def parameters(self) -> Iterable[Parameter]:
+        """Every parameter it knows of, frozen ones included."""
+        return (param for _, param in [*self._named, *self._sparse, *self._frozen])
+
+    def on_output_grad(self, wants_sync: bool) -> None:
+        """An output of a forward pass received its gradient, so this is the outermost backward."""
+        current = self._backward
+        if current is None or current.is_alive() is None:
+            self._open(wants_sync).is_outermost = True
+        elif wants_sync:
+            # Several forwards in one backward: one wish to synchronise is enough. Gradients that
+            # came while skipping were not counted; their buckets start at the end of backward.
+            current.skips = False
+
+    def check_not_interrupted(self) -> None:
+        """If the last backward broke off half-way on this rank, tell the others and raise."""
+        if self._backward is not None and self._backward.is_alive() is None:
+            self._abandon(self._backward)
+
+    def shadow(self, weight: float) -> None:
+        """Take part in one backward of the others without gradients of one's own."""
+        self.weight = weight
+        self._backward = Backward(False, self._missing_at_start(), _nothing, is_shadow=True)
+        self._finish(self._backward)
+
+    def _attach_dense(self, index: int, param: Parameter) -> Any:
+        reducer = self
+
+        def on_grad_ready(_param: Tensor) -> None:
+            current = reducer._backward
+            if current is None or current.is_alive() is None:
+                current = reducer._open(reducer.wants_sync)
+            if current.skips:
+                return
+            current.ready.append(index)
+            bucket = reducer._bucket_of[index]
+            missing = current.missing
+            missing[bucket] -= 1
+            if missing[bucket] <= 0:
+                reducer._on_bucket_full(current, bucket, index)
+
+        on_grad_ready.reducer = self  # type: ignore[attr-defined]
+        return param.register_post_accumulate_grad_hook(on_grad_ready)  # type: ignore[no-untyped-call]
+
+    def _attach_sparse(self, param: Parameter) -> Any:
+        reducer = self
+
+        def on_grad_ready(_param: Tensor) -> None:
+            current = reducer._backward
+            if current is None or current.is_alive() is None:
+                reducer._open(reducer.wants_sync)
+
+        on_grad_ready.reducer = self  # type: ignore[attr-defined]
+        return param.register_post_accumulate_grad_hook(on_grad_ready)  # type: ignore[no-untyped-call]
+
+    def _open(self, wants_sync: bool) -> Backward:
+        """Begin to follow a backward pass, and ask autograd to say when it ends."""
+        current = self._backward
+        if current is not None and current.is_alive is not _deferred:
+            self._abandon(current)
+
+        def at_end() -> None:
+            self._on_backward_ended(opened)
+
+        # Autograd owns `at_end`: the weak reference dies with the backward pass, however it ends.
+        opened = current or Backward(not wants_sync, self._missing_at_start(), _nothing)
+        opened.is_alive = weakref.ref(at_end)
+        self.backwards += current is None
+        self._backward = opened
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        return opened
+
+    def _on_backward_ended(self, current: Backward) -> None:
+        if not current.is_outermost and _backward_depth() > 1:
+            # A checkpointed segment ran its own backward inside the real one, which goes on.
+            current.is_alive = _deferred
+        elif current.skips:
+            self._backward = None
+            self._has_unweighted |= not self.is_weighing
+        else:
+            self._finish(current)
+
+    def _on_bucket_full(self, current: Backward, bucket: int, param: int) -> None:
+        """Start every full bucket whose predecessors have started.
+
+        The last one waits for the end of backward, because its trailer speaks for all.
+        """
+        if bucket < len(current.in_flight):
+            raise self._late_gradient(param)
+        last = len(self._buckets) - 1
+        while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
+            self._start_next(current)
+
+    def _start_next(self, current: Backward) -> None:
+        number = len(current.in_flight)
+        bucket = self._buckets[number]
+        if current.is_shadow:
+            current.unused += bucket.fill_zeros()
+        else:
+            self._refuse_second_average(bucket)
+            current.unused += bucket.fill(1.0 if self._hook else 1.0 / self.size)
+        if bucket.plan.trailer:
+            self._trailer.write(bucket.trailer, current.unused, self._words(current))
+        current.in_flight.append(self._start(number, bucket))
+
+    def _start(self, number: int, bucket: Bucket) -> Reduction:
+        if self._hook is not None and bucket.plan.slots:
+            return HookCall(*self._hook, bucket, number, last=len(self._buckets) - 2)
+        if self.size == 1:
+            return _ALONE
+        return comm.start_all_reduce(self.group, bucket.buffer, self._describe(number))
+
+    def _words(self, current: Backward) -> Words:
+        return Words(
+            weight=1.0 if self.weight is None else self.weight,
+            votes=float(any(param.requires_grad for _, param in self._frozen)),
+            aborts=float(current.is_aborting),
+        )
+
+    def _finish(self, current: Backward) -> None:
+        """Backward has ended: start what has not started, wait for all, hand out averages."""
+        try:
+            self._refuse_mixed_weights(current)
+            while len(current.in_flight) < len(self._buckets):
+                self._start_next(current)
+            for reduction in current.in_flight:
+                reduction.wait()
+            self._settle(current)
+        finally:
+            self._backward = None
+            self.weight = None
+            self._has_unweighted = False
+        self.steps += 1
+        if self._fires is None:
+            self._learn_order(current.ready)
+        if self.after_sync is not None:
+            self.after_sync()
+
+    @torch.no_grad()
+    def _settle(self, current: Backward) -> None:
+        """Turn the sums in the buckets into averages, and those into gradients."""
+        trailer = self._buckets[-1].trailer
+        words = self._trailer.words(trailer)
+        votes = 0.0
+        factor: float | Tensor
+        if trailer.is_cuda and not current.unused and not self._frozen:
+            # Nothing here needs the host to know, so the host does not wait for the device.
+            self._check_late_words(words)
+            factor = self.size / words[0]
+        else:
+            total, votes, aborts = words.tolist()
+            self._refuse_aborted(aborts)
+            factor = self.size / total if total else 0.0
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(factor)
+        used = self._trailer.used(trailer) if current.unused else []
+        if not current.is_shadow:
+            for bucket in self._buckets:
+                bucket.hand_out(used)
+        self._share_sparse(current, factor)
+        if votes:
+            self._adopt(factor)
+        for bucket in self._buckets:
+            if bucket.plan.device.type != "cpu":
+                bucket.release()
+
+    def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
+        for name, param in self._sparse:
+            grad = None if current.is_shadow else param.grad
+            what = f"Step {self.steps}: the sum of the sparse gradient of {name!r}"
+            total, is_used = sum_sparse(self.group, grad, param, what)
+            if is_used and not current.is_shadow:
+                param.grad = total * (factor / self.size)
+
+    def _adopt(self, factor: float | Tensor) -> None:
+        """Average what the newly unfrozen parameters have, and follow them from now on."""
+        newly = [(name, param) for name, param in self._frozen if param.requires_grad]
+        device = self._buckets[-1].plan.device
+        names = comm.exchange(self.group, [name for name, _ in newly], device, "Unfreezing")
+        for rank, theirs in enumerate(names):
+            if theirs != names[0]:
+                odd = sorted(set(theirs) ^ set(names[0]))[0]
+                one, other = (0, rank) if odd in names[0] else (rank, 0)
+                raise DesyncError(
+                    f"Step {self.steps}: {odd!r} requires grad on rank {one} "
+                    f"but not on rank {other}.",
+                    advice="Freeze and unfreeze the same parameters on every rank.",
+                )
+        for name, param in newly:
+            self._average_alone(name, param, factor)
+        known = len(self._named)
+        self._named += newly
+        self._frozen = [(name, param) for name, param in self._frozen if not param.requires_grad]
+        self._order += reversed(range(known, len(self._named)))
+        self._fires = None
+        self._rebuild()
+        for index, (_, param) in enumerate(newly, known):
+            self._handles.append(self._attach_dense(index, param))
+
+    def _average_alone(self, name: str, param: Parameter, factor: float | Tensor) -> None:
+        flat = torch.zeros(param.numel() + 1, dtype=param.dtype, device=param.device)
+        if param.grad is not None:
+            flat[:-1] = param.grad.reshape(-1) / self.size
+            flat[-1] = 1
+        comm.all_reduce(self.group, flat, f"Step {self.steps}: the sum of the gradient of {name!r}")
+        if flat[-1] != 0:
+            param.grad = (flat[:-1] * factor).view(param.shape)
+
+    def _learn_order(self, ready: Sequence[int]) -> None:
+        """Re-plan once, in the order in which gradients really became ready on rank 0."""
+        self._fires = Counter(ready)
+        if self.size > 1 and len(self._buckets) > 1:
+            # A gradient is complete when it comes for the last time; those that never came go last.
+            seen = list(dict.fromkeys(reversed(ready)))[::-1]
+            order = seen + [index for index in self._order if index not in self._fires]
+            agreed = torch.tensor(order, device=self._buckets[-1].plan.device)
+            comm.broadcast(self.group, agreed, 0, "Agreeing on the order of the buckets")
+            self._order = agreed.tolist()
+            self._rebuild()
+        self._count_missing()
+
+    def _rebuild(self) -> None:
+        """Lay the buckets out anew."""
+        names = [name for name, _ in self._named]
+        params = [param for _, param in self._named]
+        gradients = [Gradient(p.numel(), p.dtype, p.device) for p in params]
+        plans = plan_buckets(
+            gradients, self._order, self._capacities_bytes, trailer_apart=self._hook is not None
+        )
+        self._buckets = [Bucket(plan, params, names, self._always_views) for plan in plans]
+        self._trailer = Trailer(len(params), plans[-1].dtype, plans[-1].device)
+        self._bucket_of = [0] * len(params)
+        for number, bucket in enumerate(self._buckets):
+            for index in bucket.indices:
+                self._bucket_of[index] = number
+        self._count_missing()
+
+    def _count_missing(self) -> None:
+        """How many gradients each bucket waits for: more than ever come while that is unknown."""
+        fires = self._fires
+        if fires is None:
+            self._missing = [sys.maxsize] * len(self._buckets)
+        else:
+            self._missing = [sum(max(1, fires[i]) for i in b.indices) for b in self._buckets]
+
+    def _missing_at_start(self) -> list[int]:
+        return self._missing.copy()
+
+    def _abandon(self, broken: Backward) -> None:
+        """Complete a backward that broke off here, so that the others can raise too."""
+        self._backward = None
+        self.weight = None
+        if broken.is_alive is not _deferred and (broken.skips or not broken.in_flight):
+            return  # nothing was sent, so the others still wait for this rank's next backward
+        was_complete = len(broken.in_flight) == len(self._buckets)
+        broken.is_shadow = broken.is_aborting = True
+        try:
+            while len(broken.in_flight) < len(self._buckets):
+                self._start_next(broken)
+            for reduction in broken.in_flight:
+                reduction.wait()
+        finally:
+            self.steps += 1
+        fate = "have applied it" if was_complete else "were told to stop"
+        raise DesyncError(
+            f"Step {self.steps - 1}: the last backward on rank {self.group.rank()} ended before "
+            f"its gradients were averaged; the other ranks {fate}.",
+            advice="A backward that raised cannot be skipped on one rank alone: let the error end "
+            "the program, or restore every rank to the same checkpoint.",
+        )
+
+    def _refuse_aborted(self, aborts: float) -> None:
+        if aborts:
+            raise DesyncError(
+                f"Step {self.steps}: {aborts:.0f} of {self.size} ranks broke off their backward.",
+                advice="Look for the first error on the other ranks.",
+            )
+
+    def _check_late_words(self, words: Tensor) -> None:
+        """Look at last step's words, which have reached the host by now, and send for these."""
+        if self._late_words is not None:
+            self._refuse_aborted(self._late_words[2].item())
+        self._late_words = words.to("cpu", non_blocking=True)
+
+    def _refuse_second_average(self, bucket: Bucket) -> None:
+        if self.weight is not None and bucket.is_average_added_to():
+            raise UsageError(
+                f"Step {self.steps}: weighted gradients of {bucket.names[0]!r} would be added onto "
+                "the averages of an earlier backward.",
+                advice="Call zero_grad() first; to accumulate, put every backward but the last "
+                "under no_sync().",
+            )
+
+    def _refuse_mixed_weights(self, current: Backward) -> None:
+        if current.is_shadow or self.weight is None:
+            return
+        if self._has_unweighted or not self.is_weighing:
+            raise UsageError(
+                f"Step {self.steps}: some of the accumulated backward passes had a weight and "
+                "some had none, so their sum means nothing.",
+                advice="Put every micro-batch of a step into a weighted() block, or none.",
+            )
+
+    def _late_gradient(self, index: int) -> DesyncError:
+        """A gradient came once more often than in the backward the buckets were planned from."""
+        self._fires = None  # from now on wait for the end of backward, which is always right
+        self._count_missing()
+        return DesyncError(
+            f"Step {self.steps}: the gradient of {self._named[index][0]!r} came again after its "
+            f"bucket had been sent from rank {self.group.rank()}.",
+            advice="The layer is checkpointed more often than in the first step: pass "
+            "use_reentrant=False to torch.utils.checkpoint.",
+        )
+
+    def _describe(self, number: int) -> str:
+        names = self._buckets[number].names
+        inside = f" ({names[0]!r} to {names[-1]!r})" if names else ""
+        return f"Step {self.steps}: the sum of bucket {number}{inside}"
+
+
+class _Alone:
+    """The reduction in a world of one: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+_ALONE = _Alone()
+
+
+def _nothing() -> None:
+    """Stands for a weak reference that is dead."""
+
+
+def _deferred() -> None:
+    """Stands for the reference of a backward that goes on in an enclosing one."""
+
+
+def _backward_depth() -> int:
+    """How many backward passes are running inside each other on this thread."""
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return depth
