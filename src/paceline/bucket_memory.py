@@ -8,7 +8,8 @@ overwritten (Note [Whose memory]), and a gradient tensor that somebody else owns
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,33 +23,51 @@ from paceline.errors import DeviceError
 _LARGE_NUMEL = 32_768
 
 
+class ParamRef:
+    """A parameter by name, held weakly: see Note [Who keeps whom alive] in `reducer`."""
+
+    __slots__ = ("get", "name")
+
+    def __init__(self, name: str, param: Parameter) -> None:
+        self.name = name
+        self.get: Callable[[], Parameter | None] = weakref.ref(param)
+        """The parameter, or None when the model has dropped it."""
+
+    @property
+    def requires_grad(self) -> bool:
+        param = self.get()
+        return param is not None and param.requires_grad
+
+
 class Bucket:
     """One flat buffer and the gradients in it.
 
         empty --(fill)--> local gradients --(reduced by the owner)--> averages --(hand_out)--> empty
 
-    `views[i]` is the place of `params[i]`'s gradient, with the parameter's own strides.
+    `views[i]` is the place of the i-th gradient, with its parameter's own strides.
     With `always_views` even a gradient tensor that somebody else owns is replaced by its view.
     """
 
     def __init__(
-        self,
-        plan: BucketPlan,
-        params: Sequence[Parameter],
-        names: Sequence[str],
-        always_views: bool = False,
+        self, plan: BucketPlan, params: Sequence[ParamRef], always_views: bool = False
     ) -> None:
         self.plan = plan
-        self.params = [params[slot.param] for slot in plan.slots]
         self.indices = [slot.param for slot in plan.slots]
-        self.names = [names[slot.param] for slot in plan.slots]
+        self.names = [params[index].name for index in self.indices]
         self.views: list[Tensor] = []
+        self._refs = [params[index].get for index in self.indices]
+        self._layouts = [_layout(param) for param in self.params]
         self._always_views = always_views
         self._buffer: Tensor | None = None
         self._storage_uses = 0
         self._averaged_at: int | None = None
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
+
+    @property
+    def params(self) -> list[Parameter | None]:
+        """The parameters, with None for each that the model has dropped since."""
+        return [get() for get in self._refs]
 
     @property
     def buffer(self) -> Tensor:
@@ -68,7 +87,7 @@ class Bucket:
     @torch.no_grad()
     def fill(self, scale: float) -> list[int]:
         """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
-        grads = [param.grad for param in self.params]
+        grads = [None if param is None else param.grad for param in self.params]
         if self._buffer is None or self._is_watched(grads):
             self._allocate()
         unused = []
@@ -111,6 +130,8 @@ class Bucket:
         has one for each. A parameter without any keeps `grad is None`.
         """
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
+            if param is None:
+                continue
             grad = param.grad
             if grad is view:
                 continue
@@ -133,7 +154,10 @@ class Bucket:
         """Whether gradients were added onto averages, and nobody zeroed these in between."""
         if self._buffer is None or self._averaged_at is None:
             return False
-        in_place = sum(p.grad is view for p, view in zip(self.params, self.views, strict=True))
+        in_place = sum(
+            param is not None and param.grad is view
+            for param, view in zip(self.params, self.views, strict=True)
+        )
         return 0 < in_place == self._buffer._version - self._averaged_at
 
     def _allocate(self) -> None:
@@ -141,8 +165,8 @@ class Bucket:
         numel = plan.numel + plan.trailer
         self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
         self.views = [
-            _view_like(self._buffer, slot.start, slot.stop, param)
-            for slot, param in zip(plan.slots, self.params, strict=True)
+            self._buffer[slot.start : slot.stop].as_strided(*layout)
+            for slot, layout in zip(plan.slots, self._layouts, strict=True)
         ]
         self._averaged_at = None
         self._storage_uses = _storage_uses(self._buffer)
@@ -171,17 +195,14 @@ class Bucket:
         )
 
 
-def _view_like(buffer: Tensor, start: int, stop: int, param: Tensor) -> Tensor:
-    """Elements [start, stop) in the parameter's shape, and its memory order where it is dense."""
-    piece = buffer[start:stop]
-    if param.is_contiguous() or param.numel() == 0:
-        return piece.view(param.shape)
-    order = sorted(
-        range(param.dim()), key=lambda d: (param.stride(d), param.shape[d]), reverse=True
-    )
-    if not param.detach().permute(order).is_contiguous():
-        return piece.view(param.shape)
-    return piece.as_strided(param.shape, param.stride())
+def _layout(param: Tensor | None) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides of a gradient: the parameter's own where it is dense, else row by row."""
+    if param is None:
+        return torch.Size([0]), (1,)
+    order = sorted(range(param.dim()), key=lambda d: (param.stride(d), param.shape[d]))[::-1]
+    if param.detach().permute(order).is_contiguous():
+        return param.shape, param.stride()
+    return param.shape, torch.empty(param.shape, device="meta").stride()
 
 
 def _is_owned_elsewhere(grad: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -154,8 +155,8 @@ def _read_last_words(group: Group, ranks: Sequence[int]) -> dict[int, dict[str, 
 
 
 def _short(line: str) -> str:
-    """Gloo's message without the path of its source file, and without its full stop."""
-    return line.rsplit("] ", 1)[-1].rstrip(".") if line.startswith("[") else line.rstrip(".")
+    """The first sentence of Gloo's message, without the path of its source file."""
+    return re.sub(r"^\[[^\]]*\] ", "", line).split(". ", 1)[0].rstrip(".")
 
 
 def announce_exit() -> None:

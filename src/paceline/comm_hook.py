@@ -47,7 +47,7 @@ class GradBucket:
         self._buffer = tensor
 
     def parameters(self) -> list[Tensor]:
-        return list(self._bucket.params)
+        return [param for param in self._bucket.params if param is not None]
 
 
 def check_hook(hook: object) -> None:

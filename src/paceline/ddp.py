@@ -8,7 +8,8 @@ a forward pass went through the wrapper.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -282,7 +283,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             comm.announce_exit()
             reducer.attach()
         if self._ddp_options.check_every:
-            reducer.after_sync = self._check_now_and_then
+            check = weakref.WeakMethod(self._check_now_and_then)
+            reducer.after_sync = lambda: _call(check())
 
     def _check_now_and_then(self) -> None:
         if self._reducer.steps % self._ddp_options.check_every == 0:
@@ -349,6 +351,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         mine = torch.tensor([int(is_candidate)], device=self.device)
         votes = comm.all_gather(self.process_group, mine, "Agreeing on whose buffers count")
         return max((rank for rank, vote in enumerate(votes) if vote.item()), default=0)
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()
 
 
 def _pick_group(process_group: Any, device_mesh: Any) -> Any:

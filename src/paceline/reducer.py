@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
 from paceline import comm
-from paceline.bucket_memory import Bucket
+from paceline.bucket_memory import Bucket, ParamRef
 from paceline.buckets import Gradient, plan_buckets
 from paceline.comm import Group
 from paceline.comm_hook import Hook, HookCall
@@ -89,11 +89,11 @@ class Reducer:
         """What to do in a backward whose forward pass left no wish of its own."""
         self._capacities_bytes = capacities_bytes
         self._always_views = always_views
-        self._sparse = [(n, p) for n, p in named_params if n in sparse_names and p.requires_grad]
-        dense = [(n, p) for n, p in named_params if n not in sparse_names]
-        self._named = [(n, p) for n, p in dense if p.requires_grad]
-        self._frozen = [(n, p) for n, p in dense if not p.requires_grad]
-        self._order = list(reversed(range(len(self._named))))
+        params = [ParamRef(name, param) for name, param in named_params]
+        self._sparse = [p for p in params if p.name in sparse_names and p.requires_grad]
+        self._params = [p for p in params if p.name not in sparse_names and p.requires_grad]
+        self._frozen = [p for p in params if not p.requires_grad]
+        self._order = list(reversed(range(len(self._params))))
         self._fires: Counter[int] | None = None
         """How often each gradient came in one backward; None until one has been seen."""
         self._hook: tuple[Hook, Any] | None = None
@@ -111,13 +111,15 @@ class Reducer:
         """Hook every parameter; a reducer that had hooked one of them before lets go of all."""
         if self._handles:
             return
-        for _, param in [*self._named, *self._sparse]:
+        for param in self._alive([*self._params, *self._sparse]):
             for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer):
                     owner.detach()
-        self._handles = [self._attach_dense(i, p) for i, (_, p) in enumerate(self._named)]
-        self._handles += [self._attach_sparse(param) for _, param in self._sparse]
+        for index, ref in enumerate(self._params):
+            self._attach_dense(index, ref)
+        for param in self._alive(self._sparse):
+            self._attach_sparse(param)
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
@@ -138,7 +140,10 @@ class Reducer:
     @property
     def parameters(self) -> Iterable[Parameter]:
         """Every parameter it knows of, frozen ones included."""
-        return (param for _, param in [*self._named, *self._sparse, *self._frozen])
+        return self._alive([*self._params, *self._sparse, *self._frozen])
+
+    def _alive(self, refs: Sequence[ParamRef]) -> Iterator[Parameter]:
+        return (param for param in (ref.get() for ref in refs) if param is not None)
 
     def on_output_grad(self, wants_sync: bool) -> None:
         """An output of a forward pass received its gradient, so this is the outermost backward."""
@@ -161,8 +166,10 @@ class Reducer:
         self._backward = Backward(False, self._missing_at_start(), _nothing, is_shadow=True)
         self._finish(self._backward)
 
-    def _attach_dense(self, index: int, param: Parameter) -> Any:
-        reducer = self
+    def _attach_dense(self, index: int, ref: ParamRef) -> None:
+        reducer, param = self, ref.get()
+        if param is None:
+            return
 
         def on_grad_ready(_param: Tensor) -> None:
             current = reducer._backward
@@ -177,10 +184,9 @@ class Reducer:
             if missing[bucket] <= 0:
                 reducer._on_bucket_full(current, bucket, index)
 
-        on_grad_ready.reducer = self  # type: ignore[attr-defined]
-        return param.register_post_accumulate_grad_hook(on_grad_ready)  # type: ignore[no-untyped-call]
+        self._hook_up(param, on_grad_ready)
 
-    def _attach_sparse(self, param: Parameter) -> Any:
+    def _attach_sparse(self, param: Parameter) -> None:
         reducer = self
 
         def on_grad_ready(_param: Tensor) -> None:
@@ -188,8 +194,11 @@ class Reducer:
             if current is None or current.is_alive() is None:
                 reducer._open(reducer.wants_sync)
 
-        on_grad_ready.reducer = self  # type: ignore[attr-defined]
-        return param.register_post_accumulate_grad_hook(on_grad_ready)  # type: ignore[no-untyped-call]
+        self._hook_up(param, on_grad_ready)
+
+    def _hook_up(self, param: Parameter, hook: Callable[[Tensor], None]) -> None:
+        hook.reducer = self  # type: ignore[attr-defined]
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _open(self, wants_sync: bool) -> Backward:
         """Begin to follow a backward pass, and ask autograd to say when it ends."""
@@ -251,7 +260,7 @@ class Reducer:
     def _words(self, current: Backward) -> Words:
         return Words(
             weight=1.0 if self.weight is None else self.weight,
-            votes=float(any(param.requires_grad for _, param in self._frozen)),
+            votes=float(any(ref.requires_grad for ref in self._frozen)),
             aborts=float(current.is_aborting),
         )
 
@@ -304,18 +313,24 @@ class Reducer:
                 bucket.release()
 
     def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
-        for name, param in self._sparse:
+        for ref in self._sparse:
+            param = ref.get()
+            if param is None:
+                raise DesyncError(
+                    f"Parameter {ref.name!r} was removed after the model was wrapped.",
+                    advice="Change the model first, then wrap it.",
+                )
             grad = None if current.is_shadow else param.grad
-            what = f"Step {self.steps}: the sum of the sparse gradient of {name!r}"
+            what = f"Step {self.steps}: the sum of the sparse gradient of {ref.name!r}"
             total, is_used = sum_sparse(self.group, grad, param, what)
             if is_used and not current.is_shadow:
                 param.grad = total * (factor / self.size)
 
     def _adopt(self, factor: float | Tensor) -> None:
         """Average what the newly unfrozen parameters have, and follow them from now on."""
-        newly = [(name, param) for name, param in self._frozen if param.requires_grad]
+        newly = [ref for ref in self._frozen if ref.requires_grad]
         device = self._buckets[-1].plan.device
-        names = comm.exchange(self.group, [name for name, _ in newly], device, "Unfreezing")
+        names = comm.exchange(self.group, [ref.name for ref in newly], device, "Unfreezing")
         for rank, theirs in enumerate(names):
             if theirs != names[0]:
                 odd = sorted(set(theirs) ^ set(names[0]))[0]
@@ -325,23 +340,27 @@ class Reducer:
                     f"but not on rank {other}.",
                     advice="Freeze and unfreeze the same parameters on every rank.",
                 )
-        for name, param in newly:
-            self._average_alone(name, param, factor)
-        known = len(self._named)
-        self._named += newly
-        self._frozen = [(name, param) for name, param in self._frozen if not param.requires_grad]
-        self._order += reversed(range(known, len(self._named)))
+        for ref in newly:
+            self._average_alone(ref, factor)
+        known = len(self._params)
+        self._params += newly
+        self._frozen = [ref for ref in self._frozen if not ref.requires_grad]
+        self._order += reversed(range(known, len(self._params)))
         self._fires = None
         self._rebuild()
-        for index, (_, param) in enumerate(newly, known):
-            self._handles.append(self._attach_dense(index, param))
+        for index, ref in enumerate(newly, known):
+            self._attach_dense(index, ref)
 
-    def _average_alone(self, name: str, param: Parameter, factor: float | Tensor) -> None:
+    def _average_alone(self, ref: ParamRef, factor: float | Tensor) -> None:
+        param = ref.get()
+        assert param is not None  # it required a gradient a moment ago
         flat = torch.zeros(param.numel() + 1, dtype=param.dtype, device=param.device)
         if param.grad is not None:
             flat[:-1] = param.grad.reshape(-1) / self.size
             flat[-1] = 1
-        comm.all_reduce(self.group, flat, f"Step {self.steps}: the sum of the gradient of {name!r}")
+        comm.all_reduce(
+            self.group, flat, f"Step {self.steps}: the sum of the gradient of {ref.name!r}"
+        )
         if flat[-1] != 0:
             param.grad = (flat[:-1] * factor).view(param.shape)
 
@@ -360,15 +379,16 @@ class Reducer:
 
     def _rebuild(self) -> None:
         """Lay the buckets out anew."""
-        names = [name for name, _ in self._named]
-        params = [param for _, param in self._named]
-        gradients = [Gradient(p.numel(), p.dtype, p.device) for p in params]
+        gradients = [
+            Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
+            for p in (ref.get() for ref in self._params)
+        ]
         plans = plan_buckets(
             gradients, self._order, self._capacities_bytes, trailer_apart=self._hook is not None
         )
-        self._buckets = [Bucket(plan, params, names, self._always_views) for plan in plans]
-        self._trailer = Trailer(len(params), plans[-1].dtype, plans[-1].device)
-        self._bucket_of = [0] * len(params)
+        self._buckets = [Bucket(plan, self._params, self._always_views) for plan in plans]
+        self._trailer = Trailer(len(gradients), plans[-1].dtype, plans[-1].device)
+        self._bucket_of = [0] * len(gradients)
         for number, bucket in enumerate(self._buckets):
             for index in bucket.indices:
                 self._bucket_of[index] = number
@@ -445,15 +465,15 @@ class Reducer:
         self._fires = None  # from now on wait for the end of backward, which is always right
         self._count_missing()
         return DesyncError(
-            f"Step {self.steps}: the gradient of {self._named[index][0]!r} came again after its "
+            f"Step {self.steps}: the gradient of {self._params[index].name!r} came again after its "
             f"bucket had been sent from rank {self.group.rank()}.",
             advice="The layer is checkpointed more often than in the first step: pass "
             "use_reentrant=False to torch.utils.checkpoint.",
         )
 
     def _describe(self, number: int) -> str:
-        names = self._buckets[number].names
-        inside = f" ({names[0]!r} to {names[-1]!r})" if names else ""
+        names = [repr(name) for name in self._buckets[number].names]
+        inside = f" ({' to '.join(dict.fromkeys([names[0], names[-1]]))})" if names else ""
         return f"Step {self.steps}: the sum of bucket {number}{inside}"
 
 
@@ -465,6 +485,7 @@ class _Alone:
 
 
 _ALONE = _Alone()
+_NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
 
 
 def _nothing() -> None:
@@ -483,3 +504,10 @@ def _backward_depth() -> int:
         depth += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
     return depth
+
+
+# Note [Who keeps whom alive]
+# A parameter holds its hooks in C++, where Python's garbage collector cannot look. The hooks hold
+# the reducer, so if the reducer held the parameters the circle would never be collected, and with
+# it the process group and its sockets: a rank that fails could not even disconnect. So parameters
+# keep the reducer alive, and the reducer refers to parameters weakly.
