@@ -10,8 +10,11 @@ import gc
 import re
 import threading
 import traceback
+from collections.abc import Iterator
+from types import FunctionType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from paceline import comm
@@ -47,10 +50,11 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def clear_frames(error: BaseException) -> None:
-    """Drop the local variables that an error and all errors it came from keep alive.
+def let_go(error: BaseException) -> None:
+    """Make an error, and all errors it came from, hold nothing but what it says and where.
 
-    Gloo's sockets close when the last reference to a group goes, and frames hold groups.
+    Gloo's sockets close when the last reference to a group goes. A traceback holds frames, and
+    frames hold variables and, even when cleared, the functions they ran with what those close over.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -60,9 +64,47 @@ def clear_frames(error: BaseException) -> None:
             continue
         seen.add(id(one))
         traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = _printable_copy(one.__traceback__)
+        if isinstance(one, AttributeError):
+            one.obj = None  # whatever lacked the attribute
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
+
+
+def _printable_copy(original: TracebackType | None) -> TracebackType | None:
+    """A traceback with the same files, names and lines, whose frames are empty."""
+    copy: TracebackType | None = None
+    for entry in reversed(list(_entries(original))):
+        seen = entry.tb_frame.f_code
+        code = _nothing.__code__.replace(
+            co_filename=seen.co_filename,
+            co_name=seen.co_name,
+            co_qualname=seen.co_qualname,
+            co_firstlineno=seen.co_firstlineno,
+        )
+        name = entry.tb_frame.f_globals.get("__name__", "")
+        frame = FunctionType(code, {"__name__": name})().gi_frame
+        copy = TracebackType(copy, frame, -1, entry.tb_lineno)
+    return copy
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def _nothing() -> Iterator[None]:
+    """A generator, because the frame of one that never ran knows no caller, so it holds nobody."""
+    yield
+
+
+def drop_unfinished_backward() -> None:
+    """Free what a backward that failed left queued on this thread: its nodes hold parameters,
+    those hold hooks, and those may hold a group. The next backward clears the queue."""
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def collect_garbage(generation: int = 2) -> None:

@@ -49,8 +49,9 @@ def assert_replicas_equal(states: Sequence[Mapping[str, Tensor | None]]) -> None
     first = states[0]
     for rank, other in enumerate(states[1:], start=1):
         if list(first) != list(other):
-            odd = sorted(set(first) ^ set(other)) or list(other)
-            raise AssertionError(f"rank {rank} has other names than rank 0, such as {odd[0]!r}")
+            odd = sorted(set(first) ^ set(other))
+            what = f"other names than rank 0, such as {odd[0]!r}" if odd else "another order"
+            raise AssertionError(f"rank {rank} has {what}")
         for name in first:
             difference = _difference(first[name], other[name])
             if difference:

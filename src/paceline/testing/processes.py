@@ -16,12 +16,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -190,8 +192,10 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.kill(self._process.pid or 0, _STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
-        while not (stack := self._written_stack()) and time.monotonic() < deadline:
+        stack, before = "", None
+        while time.monotonic() < deadline and (not stack or stack != before):
             wait([self._process.sentinel], 0.01)
+            stack, before = self._written_stack(), stack  # twice the same: it is complete
         return stack
 
     def _written_stack(self) -> str:
@@ -309,7 +313,7 @@ def _find(name: tuple[str, str]) -> Any:
 
 
 def _work(rank: int, call: _Call, writer: Connection) -> None:
-    _die_with_parent()
+    _die_with_caller()
     stack_file = call.stack_path(rank).open("w")  # open until the end, for the fault handler
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
@@ -366,7 +370,20 @@ def _send(writer: Connection, message: bytes) -> None:
             left = left[os.write(writer.fileno(), left) :]
 
 
-def _die_with_parent() -> None:
-    """End with the fork server, which ends with the process that asked for the worker."""
+def _die_with_caller() -> None:
+    """End with the process that asked for this worker, whatever it dies of.
+
+    The kernel ends a worker with the fork server, and the server ends when the caller's end of its
+    `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    elif caller := multiprocessing.parent_process():
+        watch = threading.Thread(target=_kill_self_after, args=(caller.sentinel,), daemon=True)
+        watch.start()
+
+
+def _kill_self_after(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -24,9 +24,10 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.errors import UsageError, WorkerError
 from paceline.testing.endings import (
-    clear_frames,
     collect_garbage,
+    drop_unfinished_backward,
     is_secondary,
+    let_go,
     say_last_words,
     summary,
 )
@@ -35,7 +36,7 @@ from paceline.world import World
 T = TypeVar("T")
 
 # A rank that waits in a collective gets its own timeout error first, and then a moment to end.
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 
 _thread = threading.local()
 
@@ -140,7 +141,7 @@ def _run_rank(
         group = gloo_group(store, rank, size, timeout_s)
         await_all_connected(store, size, timeout_s)
     except BaseException as error:
-        clear_frames(error)
+        let_go(error)
         ends.errors[rank] = error
         return
     world = World(
@@ -157,7 +158,8 @@ def _run_rank(
     except BaseException as error:
         ends.errors[rank] = error
         say_last_words(group, error)
-        clear_frames(error)
+        let_go(error)
+        drop_unfinished_backward()
     # Peers that still wait for this rank fail at once when its sockets close, which takes the last
     # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
     is_held = weakref.ref(group)
