@@ -194,13 +194,85 @@ def expand_host_list(text: str) -> list[str]:
             continue
         for part in match[2].split(","):
             first, _, last = part.partition("-")
+            if not (first.isdigit() and (last or first).isdigit()):
+                raise SettingError(f"SLURM's node list is {text!r}, which cannot be read.")
             for number in range(int(first), int(last or first) + 1):
                 hosts.append(f"{match[1]}{number:0{len(first)}d}{match[3]}")
     return hosts
 
 
+def worker_environment(
+    place: Placement,
+    *,
+    run_id: str,
+    error_file: str,
+    environ: Mapping[str, str],
+    role: str = "default",
+    restart_count: int = 0,
+    max_restarts: int = 0,
+    cores: int = 1,
+    threads: int | None = None,
+    loopback: str | None = None,
+    virtual_local_rank: bool = False,
+) -> dict[str, str]:
+    """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
+
+    torchrun's variables, plus `PACELINE_RUN_ID`. `loopback` is the interface Gloo is kept on when
+    the whole world is on one machine. What the user has set for threads and Gloo is left alone.
+    """
+    ours = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_NAME": role,
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.agent_has_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "PACELINE_RUN_ID": run_id,
+    }
+    if threads is not None:
+        ours["OMP_NUM_THREADS"] = str(threads)
+    elif "OMP_NUM_THREADS" not in environ and place.local_size > 1:
+        # One worker alone is left to torch, which knows physical cores from logical ones.
+        ours["OMP_NUM_THREADS"] = str(max(1, cores // place.local_size))
+    if loopback is not None and "GLOO_SOCKET_IFNAME" not in environ:
+        ours["GLOO_SOCKET_IFNAME"] = loopback
+    if virtual_local_rank:
+        ours["LOCAL_RANK"] = "0"
+        ours["CUDA_VISIBLE_DEVICES"] = _visible_device(environ, place.local_rank)
+    return ours
+
+
+def _visible_device(environ: Mapping[str, str], local_rank: int) -> str:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = [name.strip() for name in visible.split(",") if name.strip()]
+    if local_rank >= len(devices):
+        raise SettingError(
+            f"CUDA_VISIBLE_DEVICES is {visible!r}: nothing there for local rank {local_rank}.",
+            advice="Start fewer workers, or make more devices visible.",
+        )
+    return devices[local_rank]
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface: `lo`, or `lo0` on macOS and BSD."""
+    return next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
+
+
 def keep_gloo_on_loopback() -> None:
     """Bind Gloo to loopback through the one variable it reads, unless the user chose another."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
+    loopback = loopback_interface()
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,0 +1,160 @@
+"""The command line: a table of commands, each loaded only when it is called.
+
+A command is a module with `add_arguments(parser)` and `main(args) -> exit code`. Listing them
+costs no import, so `paceline --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NoReturn
+
+from paceline import __version__
+from paceline.errors import PacelineError, UsageError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: the module that does it, and a line of help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("paceline.demo", "train a small built-in model on two workers"),
+    "run": Command("paceline.launcher.run", "run a training script on several workers"),
+    "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(arguments)
+    except UsageError as error:
+        _complain(arguments, error)
+        return USAGE_ERROR
+    except PacelineError as error:
+        _complain(arguments, error)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; Python must not complain about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with suggestions, and with everything after a script left to the script."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else list(args)
+        mine, rest = self.split(given)
+        parsed, unknown = super().parse_known_args(mine, namespace)
+        if self._passes_rest_on is not None:
+            setattr(parsed, self._passes_rest_on, rest)
+        return parsed, unknown
+
+    @property
+    def _passes_rest_on(self) -> str | None:
+        """The name under which a script's own arguments are kept, if there is a script."""
+        found = (a.dest for a in self._actions if a.nargs == argparse.REMAINDER)
+        return next(found, None)
+
+    def split(self, arguments: list[str]) -> tuple[list[str], list[str]]:
+        """Our own flags with the script's name, and what follows the script.
+
+        argparse would look for our flags among the script's, and take the value of a misspelt
+        flag for the script.
+        """
+        if self._passes_rest_on is None:
+            self._check_flags(arguments)
+            return arguments, []
+        index = 0
+        while index < len(arguments) and arguments[index].startswith("-"):
+            if arguments[index] == "--":
+                return arguments[:index] + arguments[index + 1 : index + 2], arguments[index + 2 :]
+            self._check_flags(arguments[index : index + 1])
+            index += 2 if self._takes_next(arguments[index]) else 1
+        return arguments[: index + 1], arguments[index + 1 :]
+
+    def _takes_next(self, flag: str) -> bool:
+        """Whether the flag's value is the next argument."""
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs != 0
+
+    def _check_flags(self, arguments: list[str]) -> None:
+        for argument in arguments:
+            name = argument.partition("=")[0]
+            if not name.startswith("--") or name == "--" or name in self._option_string_actions:
+                continue
+            known = [option for option in self._option_string_actions if "_" not in option]
+            near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
+            near = near or [option for option in known if option.startswith(name)][:1]
+            self.error(f"unknown flag {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        text = message[:1].upper() + message[1:]
+        raise UsageError(
+            text if text.endswith("?") else f"{text}.", advice=f"See `{self.prog} --help`."
+        )
+
+
+def _dispatch(arguments: list[str]) -> int:
+    top = _top_parser()
+    if not arguments:
+        top.print_help()
+        return USAGE_ERROR
+    name, *rest = arguments
+    if name.startswith("-"):
+        top.parse_args([name])
+        top.print_help()
+        return USAGE_ERROR
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        raise UsageError(
+            f"There is no command {name!r}" + (f"; did you mean {near[0]}?" if near else "."),
+            advice=f"The commands are {', '.join(COMMANDS)}.",
+        )
+    module = import_module(COMMANDS[name].module)
+    parser = Parser(prog=f"paceline {name}", description=f"{COMMANDS[name].summary}.")
+    module.add_arguments(parser)
+    code: int = module.main(parser.parse_args(rest)) or 0
+    return code
+
+
+def _top_parser() -> Parser:
+    width = max(map(len, COMMANDS)) + 2
+    listing = "\n".join(f"  {name:<{width}}{c.summary}" for name, c in COMMANDS.items())
+    parser = Parser(
+        prog="paceline",
+        usage="paceline COMMAND [flags]",
+        description="Data-parallel training with PyTorch: one model, many devices, every copy "
+        "in step.",
+        epilog=f"commands:\n{listing}\n\n`paceline COMMAND --help` says more about one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    return parser
+
+
+def _complain(arguments: list[str], error: PacelineError) -> None:
+    who = f"paceline {arguments[0]}" if arguments[:1] and arguments[0] in COMMANDS else "paceline"
+    print(f"{who}: {error}", file=sys.stderr)

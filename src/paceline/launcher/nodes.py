@@ -1,0 +1,356 @@
+"""Several machines: they meet at one store, get their ranks, and end together.
+
+Each machine's launcher joins the store at the given address; here, and only here, a launcher
+imports torch. With `--node-rank` the machines bring their numbers; otherwise they are numbered as
+they arrive. The first attempt's workers share that store, later attempts get a fresh one.
+
+    arrive -> everybody is there -> run -> done or failed, told to all -> leave, the host last
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+from paceline.env import is_loopback
+from paceline.errors import PeerError, UsageError
+from paceline.launcher.attempt import Site
+from paceline.launcher.ending import Ending, describe_exit, report, signal_name
+from paceline.launcher.options import RunOptions
+from paceline.launcher.plan import Meeting
+from paceline.launcher.run import restart_line, say, wants_restart
+from paceline.launcher.store import listen
+from paceline.launcher.watch import OtherMachines, SignalInbox
+
+STORE_TIMEOUT_S = 30.0
+BEAT_S = 1.0
+SILENCE_S = 30.0
+LEAVE_S = 5.0
+_LOOK_S = 0.05
+_NOTICE_S = 10.0
+_NOT_OURS = {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
+
+
+class Interrupted(Exception):
+    """A signal came while this machine was waiting for others."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run_with_others(site: Site) -> int:
+    """This machine's part of a run on several; the exit code."""
+    try:
+        with closing(Rendezvous(site.options, site.run_id, site.inbox)) as rendezvous:
+            rendezvous.arrive(site.local_size)
+            return _run_attempts(site, rendezvous)
+    except Interrupted as interrupted:
+        say(f"paceline: ended by {signal_name(interrupted.number)}.\n")
+        return 128 + interrupted.number
+
+
+def _run_attempts(site: Site, rendezvous: Rendezvous) -> int:
+    options = site.options
+    for attempt in range(options.max_restarts + 1):
+        meeting = rendezvous.meet(attempt)
+        others = OtherMachines(options.monitor_interval_s, rendezvous.look)
+        ending = site.run(meeting, attempt, others=others)
+        if ending.succeeded:
+            elsewhere = rendezvous.wait_for_the_others()
+            ending = Ending(workers=ending.workers, elsewhere=elsewhere)
+        else:
+            rendezvous.tell_failure(ending)
+        say(report(ending))
+        if rendezvous.is_over or not wants_restart(options, ending, attempt):
+            break
+        say(restart_line(options, attempt, meeting.size))
+    return ending.exit_code
+
+
+class Rendezvous:
+    """The machines of one run, seen by one of them.
+
+    Invariant: keys are written once and never deleted, under the run's own prefix; what belongs
+    to an attempt has the attempt in its name.
+    """
+
+    def __init__(self, options: RunOptions, run_id: str, inbox: SignalInbox) -> None:
+        self.options = options
+        self.inbox = inbox
+        self.deadline_s = time.monotonic() + options.join_timeout_s
+        self.attempt = 0
+        self.node = -1
+        self.sizes: list[int] = []
+        self.is_over = False
+        """A machine was told to stop, so nobody restarts."""
+        self.beat_at_s = 0.0
+        self.beats = 0
+        self.heard: tuple[int, float] = (-1, 0.0)
+        self.worker_store: Any = None
+        server = self._listen()
+        self.is_host = server is not None
+        import torch.distributed as dist
+
+        self.store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"paceline/{run_id}", self._connect(server)
+        )
+
+    def arrive(self, local_size: int) -> None:
+        """Take a number, and wait until everybody has one."""
+        most = self.options.max_nodes
+        if self.options.node_rank is None:
+            self.node = self.store.add("arrived", 1) - 1
+        else:
+            self.node = self.options.node_rank
+            if self.store.add(f"seat/{self.node}", 1) > 1:
+                raise UsageError(
+                    f"Two machines say that they are number {self.node}.",
+                    advice="Give each machine its own --node-rank.",
+                )
+        self.store.set(f"workers/{self.node}", str(local_size))
+        if self.options.node_rank is None:
+            if self.node == 0:
+                self._close_the_door()
+            self._wait("closed", "the first machine to begin")
+            most = int(self.store.get("closed"))
+            if self.node >= most:
+                raise UsageError(
+                    f"This run has its {most} machines already.",
+                    advice="Raise --nnodes, or give this run another --rdzv-id.",
+                )
+        for node in range(most):
+            self._wait(f"workers/{node}", f"machine {node}")
+        self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(most)]
+
+    def meet(self, attempt: int) -> Meeting:
+        """Wait until every machine is ready for this attempt; which ranks are ours."""
+        self.attempt = attempt
+        self.deadline_s = time.monotonic() + self.options.join_timeout_s
+        self.heard = (-1, 0.0)
+        port = self.options.port
+        if attempt > 0:
+            if self.is_host:
+                self.store.set(f"port/{attempt}", str(self._open_worker_store()))
+            self._wait(f"port/{attempt}", "the machine where all meet")
+            port = int(self.store.get(f"port/{attempt}"))
+        self.store.set(f"ready/{attempt}/{self.node}", "1")
+        for node in range(len(self.sizes)):
+            self._wait(f"ready/{attempt}/{node}", f"machine {node}")
+        return Meeting(
+            host=self.options.host,
+            port=port,
+            size=sum(self.sizes),
+            local_size=self.sizes[self.node],
+            first_rank=sum(self.sizes[: self.node]),
+            node=self.node,
+            nodes=len(self.sizes),
+        )
+
+    def look(self) -> str:
+        """Why this machine should end its workers; empty while all is well elsewhere."""
+        try:
+            if self.store.check([f"failed/{self.attempt}"]):
+                said = json.loads(self.store.get(f"failed/{self.attempt}"))
+                self.is_over = bool(said["is_over"])
+                return str(said["text"])
+            return self._listen_to_neighbour()
+        except RuntimeError:
+            self.is_over = True
+            return f"The launcher at {self._endpoint}, where all machines meet, is gone."
+
+    def tell_failure(self, ending: Ending) -> None:
+        """Tell the others why this machine's workers ended, unless they told us."""
+        first = ending.first_failure
+        self.is_over = self.is_over or ending.signal is not None
+        if ending.signal is not None:
+            text = f"Machine {self.node} was ended by {signal_name(ending.signal)}."
+        elif first is not None:
+            text = f"Rank {first.rank} on machine {self.node} failed: {describe_exit(first)}."
+        else:
+            return
+        said = json.dumps({"text": text, "is_over": self.is_over})
+        try:
+            # The first to tell is the one to believe.
+            self.store.compare_set(f"failed/{self.attempt}", "", said)
+        except RuntimeError:
+            self.is_over = True
+
+    def wait_for_the_others(self) -> str:
+        """Wait until all machines have finished; why not, if one fails after all."""
+        try:
+            self.store.set(f"done/{self.attempt}/{self.node}", "1")
+            waiting = list(range(len(self.sizes)))
+            while waiting:
+                if reason := self.look():
+                    return reason
+                if self.store.check([f"done/{self.attempt}/{waiting[0]}"]):
+                    waiting.pop(0)
+                else:
+                    self._pause(_LOOK_S)
+        except RuntimeError:
+            return f"The launcher at {self._endpoint}, where all machines meet, is gone."
+        return ""
+
+    def close(self) -> None:
+        """Leave. The host stays a moment, so that the others can still read why."""
+        try:
+            left = self.store.add("left", 1)
+            deadline_s = time.monotonic() + LEAVE_S
+            while self.is_host and left < len(self.sizes) and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S)
+                left = self.store.add("left", 0)
+        except RuntimeError:
+            pass
+        self.store = self.worker_store = None
+
+    @property
+    def _endpoint(self) -> str:
+        return f"{self.options.host}:{self.options.port}"
+
+    def _listen(self) -> socket.socket | None:
+        """The store's socket if this machine is the host: the one that owns the address."""
+        options = self.options
+        is_host = options.is_host
+        if options.node_rank is not None:
+            is_host = options.node_rank == 0
+        named_here = options.host in {socket.gethostname(), socket.getfqdn()}
+        if is_host is False:
+            return None
+        try:
+            return listen(_bind_address(options.host), options.port)
+        except UsageError as error:
+            code = getattr(error.__cause__, "errno", None)
+            if is_host or named_here:
+                if code == errno.EADDRNOTAVAIL:  # behind an address that only others see
+                    return listen("0.0.0.0", options.port)
+                raise
+            if code not in _NOT_OURS and not isinstance(error.__cause__, socket.gaierror):
+                raise
+            return None
+
+    def _connect(self, server: socket.socket | None) -> Any:
+        if server is None:
+            self._wait_until_somebody_listens()
+        try:
+            return _tcp_store(self.options.host, self.options.port, server)
+        except RuntimeError as error:
+            raise PeerError(
+                f"What listens at {self._endpoint} does not answer as a store.",
+                advice="Another program may have that port; choose another one on all machines.",
+            ) from error
+
+    def _wait_until_somebody_listens(self) -> None:
+        notice_at_s = time.monotonic() + _NOTICE_S
+        while True:
+            try:
+                socket.create_connection((self.options.host, self.options.port), 2.0).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+            now_s = time.monotonic()
+            if now_s > self.deadline_s:
+                raise PeerError(
+                    f"Nobody listens at {self._endpoint} after "
+                    f"{self.options.join_timeout_s:g} s: {reason}.",
+                    advice="Start the launcher on that machine too, check the address and the "
+                    "firewall, or allow more time with --rdzv-conf join_timeout=S.",
+                )
+            if now_s > notice_at_s:
+                say(f"paceline: waiting for {self._endpoint} ({reason}).\n")
+                notice_at_s = now_s + _NOTICE_S
+            self._pause(0.2)
+
+    def _close_the_door(self) -> None:
+        """As the first to arrive: begin when all are there, or enough and nobody comes any more."""
+        least, most = self.options.min_nodes, self.options.max_nodes
+        last_call_s = float("inf")
+        count = 0
+        while count < most and time.monotonic() < last_call_s:
+            now = self.store.add("arrived", 0)
+            if now >= least and now > count:
+                last_call_s = time.monotonic() + self.options.last_call_s
+            count = now
+            if count < least:
+                self._check_deadline(f"{least} machines; {count} have come")
+            self._pause(_LOOK_S)
+        self.store.set("closed", str(min(count, most)))
+
+    def _open_worker_store(self) -> int:
+        """A fresh store for an attempt's workers: addresses in the old one are stale."""
+        server = listen(_bind_address(self.options.host), 0)
+        port: int = server.getsockname()[1]
+        self.worker_store = _tcp_store(self.options.host, port, server)
+        return port
+
+    def _listen_to_neighbour(self) -> str:
+        """Say that we are alive, and check that the next machine says so too."""
+        now_s = time.monotonic()
+        if now_s < self.beat_at_s:
+            return ""
+        self.beat_at_s = now_s + BEAT_S
+        self.beats += 1
+        self.store.set(f"beat/{self.node}", str(self.beats))
+        neighbour = (self.node + 1) % len(self.sizes)
+        key = f"beat/{neighbour}"
+        beat = int(self.store.get(key)) if self.store.check([key]) else 0
+        if beat != self.heard[0]:
+            self.heard = (beat, now_s)
+        if now_s - self.heard[1] > SILENCE_S:
+            return f"Machine {neighbour} has said nothing for {SILENCE_S:g} s."
+        return ""
+
+    def _wait(self, key: str, whom: str) -> None:
+        while not self.store.check([key]):
+            self._check_deadline(whom)
+            self._pause(_LOOK_S)
+
+    def _check_deadline(self, whom: str) -> None:
+        if time.monotonic() > self.deadline_s:
+            raise PeerError(
+                f"Waited {self.options.join_timeout_s:g} s at {self._endpoint} for {whom}.",
+                advice="Start the launcher on every machine with the same --nnodes and --rdzv-id, "
+                "or allow more time with --rdzv-conf join_timeout=S.",
+            )
+
+    def _pause(self, seconds: float) -> None:
+        ready, _, _ = select.select([self.inbox], [], [], seconds)
+        numbers = self.inbox.read() if ready else []
+        if numbers:
+            raise Interrupted(numbers[0])
+
+
+def _bind_address(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
+    """The address to listen on: the one given, so that no other interface is open.
+
+    A machine's own name often resolves to loopback on that machine, where nobody else could
+    reach it; only then is it every interface.
+    """
+    if is_loopback(host):
+        return host
+    try:
+        return "0.0.0.0" if is_loopback(resolve(host)) else host
+    except OSError:
+        return host
+
+
+def _tcp_store(host: str, port: int, server: socket.socket | None) -> Any:
+    import torch.distributed as dist
+
+    listening: dict[str, Any] = {} if server is None else {"master_listen_fd": server.detach()}
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        None,
+        server is not None,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        **listening,
+    )

@@ -1,0 +1,357 @@
+"""Inside a worker: what happens before, around and after the user's code.
+
+The launcher runs this file by its path, with the user's program as arguments, so it imports only
+the standard library and starts in milliseconds. In particular torch waits for the user to
+import it: scripts set variables such as `OMP_NUM_THREADS` before they do.
+
+    die with the launcher -> wait for torch to be imported -> the user's code -> say what failed
+                                      |
+                                      +-> rank 0 serves the store; --as-torch swaps the classes
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+ORDERS_VARIABLE = "PACELINE_WORKER"
+FAILED, SERVING = b"!", b"s"
+
+_PR_SET_PDEATHSIG = 1
+# What Gloo, NCCL and the store say when the real trouble is another rank's.
+_PEER_WORDS = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (timeout|closed)"
+    r"|timed out waiting|wait timeout|communicator was aborted|remote process exited"
+    r"|failed to (recv|send)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the launcher tells a worker beyond torchrun's variables. Never a secret."""
+
+    parent: int
+    """The launcher's process id; the worker ends when that process does."""
+    kind: str = "script"
+    """`script`, `module` or `program`: what the first argument names."""
+    status_fd: int = -1
+    """Where one byte tells the launcher at once that this worker failed, or serves the store."""
+    listen_fd: int = -1
+    """The store's listening socket; only rank 0 of a single machine has it."""
+    claim_file: str = ""
+    """Whoever creates this file first serves the store."""
+    linger_fd: int = -1
+    """Ends with the last other worker: until then the one that serves the store stays."""
+    as_torch: bool = False
+    numa: str = ""
+
+    @classmethod
+    def take(cls, environ: Mapping[str, str]) -> Orders:
+        """Read the orders and remove them, so that the user's own children do not see them."""
+        return cls(**json.loads(os.environ.pop(ORDERS_VARIABLE, environ[ORDERS_VARIABLE])))
+
+    def as_variable(self) -> dict[str, str]:
+        return {ORDERS_VARIABLE: json.dumps(asdict(self))}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the user's program as if Python had been started with it."""
+    orders = Orders.take(os.environ)
+    die_with(orders.parent)
+    if orders.kind == "program":
+        os.execvp(arguments[0], arguments)
+    worker = Worker(orders)
+    worker.prepare()
+    run = run_module if orders.kind == "module" else run_script
+    return worker.call(lambda: run(arguments[0], arguments[1:]))
+
+
+def die_with(parent: int) -> None:
+    """Make the kernel kill this process when the launcher dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we could ask
+        os._exit(128 + signal.SIGKILL)
+
+
+class Worker:
+    """One worker's side of the bargain with its launcher.
+
+    Invariant: after the user's code has failed, the error file is complete before the launcher
+    hears of it, whether the process then ends or hangs in somebody's clean-up.
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.pid = os.getpid()
+        self.store: Any = None
+        self.failed = False
+
+    def prepare(self) -> None:
+        """Everything that must be in place before the user's code runs."""
+        faulthandler.enable(file=2)
+        for fd in (self.orders.status_fd, self.orders.listen_fd, self.orders.linger_fd):
+            if fd >= 0:
+                os.set_inheritable(fd, False)
+        # Hooks of the user's that call the one before them must not print the traceback either:
+        # the launcher prints it, once.
+        sys.excepthook = _say_nothing
+        # Registered first, so it runs last.
+        atexit.register(self.linger)
+        when_imported("torch", self.on_torch_imported)
+
+    def call(self, user_code: Callable[[], object]) -> int:
+        """Run the user's code; its exit code, with what failed in the error file."""
+        try:
+            user_code()
+        except SystemExit as stop:
+            self.failed = stop.code not in (None, 0)
+            raise
+        except BaseException as error:
+            if os.getpid() != self.pid:  # a child the user forked came back here
+                traceback.print_exception(_without_launcher_frames(error))
+                return 1
+            self.failed = True
+            self.record(error)
+            if sys.excepthook is not _say_nothing:
+                sys.excepthook(type(error), error, _first_user_frame(error))
+            return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        return 0
+
+    def record(self, error: BaseException) -> None:
+        """Write the error where the launcher looks for it, then say so."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        if path:
+            write_record(path, describe(error, int(os.environ.get("RANK", "-1"))))
+        else:
+            traceback.print_exception(_without_launcher_frames(error))
+        self.tell(FAILED)
+
+    def tell(self, word: bytes) -> None:
+        if self.orders.status_fd >= 0:
+            with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
+                os.write(self.orders.status_fd, word)
+
+    def on_torch_imported(self) -> None:
+        """Do what needs torch, at the moment the user's code has imported it."""
+        if self.orders.numa:
+            _bind_to_numa_node(self.orders.numa, int(os.environ["LOCAL_RANK"]))
+        if self.orders.listen_fd >= 0 and os.getpid() == self.pid:
+            self.serve_store()
+        if self.orders.as_torch:
+            from paceline.as_torch import swap_classes
+
+            swap_classes()
+
+    def serve_store(self) -> None:
+        """Serve the store all workers meet at, on the loopback socket the launcher bound.
+
+        A store of torch's own would listen on every interface.
+        """
+        import torch.distributed as dist
+
+        if dist.is_available() and claim_store(self.orders.claim_file):
+            self.store = dist.TCPStore(  # type: ignore[attr-defined]
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                None,
+                True,
+                wait_for_workers=False,
+                master_listen_fd=self.orders.listen_fd,
+            )
+            self.tell(SERVING)
+        else:
+            os.close(self.orders.listen_fd)
+
+    def linger(self) -> None:
+        """Keep serving the store until the other workers have ended."""
+        fd = self.orders.linger_fd
+        if self.store is not None and not self.failed and fd >= 0 and os.getpid() == self.pid:
+            with contextlib.suppress(OSError, KeyboardInterrupt):
+                os.read(fd, 1)
+
+
+def claim_store(path: str) -> bool:
+    """Whether the caller is the first to claim the store of this attempt, and so serves it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a file, folder or zip archive as `python path arguments` does."""
+    sys.argv = [path, *arguments]
+    main_module = _fresh_main()
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        _set_first_path_entry(path, always=True)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    _set_first_path_entry(os.path.dirname(os.path.realpath(path)))
+    main_module.__file__ = path
+    main_module.__loader__ = SourceFileLoader("__main__", path)
+    main_module.__dict__["__cached__"] = None
+    with open(path, "rb") as file:
+        source = file.read()
+    # This file's own `from __future__ import annotations` must not reach the user's code.
+    exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module as `python -m name arguments` does."""
+    sys.argv = ["-m", *arguments]
+    _fresh_main()
+    _set_first_path_entry(os.getcwd())
+    # What `python -m` itself calls; the public run_module() would put back our own __main__
+    # when it returns, while exit handlers and pickling still need the user's.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _fresh_main() -> ModuleType:
+    """Replace this file as `__main__`, so that pickling and spawning find the user's module."""
+    ours = sys.modules["__main__"]
+    module = ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    module.__annotations__ = {}
+    sys.modules["__main__"] = module
+    sys.modules["__paceline_worker__"] = ours
+    return module
+
+
+def _set_first_path_entry(folder: str, *, always: bool = False) -> None:
+    """Put the user's folder where Python put this file's."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    elif always:
+        sys.path.insert(0, folder)
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Call back right after the module has been imported, or now if it already is."""
+    if name in sys.modules:
+        callback()
+    else:
+        sys.meta_path.insert(0, _Watch(name, callback))
+
+
+class _Watch:
+    """A module finder that finds nothing itself, and hears when one module was loaded.
+
+    It leaves no trace: by the time the module's own code runs, the loader is the real one.
+    """
+
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self.name = name
+        self.callback = callback
+        self.real: Any = None
+
+    def find_spec(
+        self, name: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return None
+        self.real = spec.loader
+        spec.loader = self  # type: ignore[assignment]
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self.real.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.real
+        self.real.exec_module(module)
+        self.callback()
+
+
+def describe(error: BaseException, rank: int) -> dict[str, Any]:
+    """The error as JSON data: torch's format, so that its tools read it, plus what we need."""
+    shown = _without_launcher_frames(error)
+    text = "".join(traceback.format_exception(shown))
+    return {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+        },
+        "rank": rank,
+        "time_ns": time.monotonic_ns(),
+        "type": type(error).__name__,
+        "is_secondary": is_secondary(error),
+    }
+
+
+def write_record(path: str, record: Mapping[str, Any]) -> None:
+    """Write all of it or nothing: the launcher may read at any moment."""
+    temporary = f"{path}.{os.getpid()}"
+    with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(record, file)
+    os.replace(temporary, path)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if "paceline.errors.PeerError" in names or "torch.distributed.DistError" in names:
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
+
+
+def _first_user_frame(error: BaseException) -> TracebackType | None:
+    ours = (os.path.dirname(__file__) + os.sep, runpy.__file__, "<frozen runpy>")
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
+        frame = frame.tb_next
+    return frame
+
+
+def _without_launcher_frames(error: BaseException) -> BaseException:
+    return error.with_traceback(_first_user_frame(error))
+
+
+def _say_nothing(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Stands for Python's own hook, which prints."""
+
+
+def _bind_to_numa_node(mode: str, gpu: int) -> None:
+    from torch.numa import binding
+
+    try:
+        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+        binding._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)
+    except Exception as error:
+        print(f"--numa-binding {mode} was not applied: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
