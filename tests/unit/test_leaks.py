@@ -1,13 +1,11 @@
-"""The check in conftest.py sees what a test leaves behind, and costs next to nothing."""
+"""The check in conftest.py sees what a test leaves behind."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -63,17 +61,8 @@ def test_a_file_in_the_working_directory_is_seen(
     assert "stray" in Belongings.now().since(before)[0]
 
 
-def test_a_default_process_group_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_process_group_is_seen() -> None:
     before = Belongings.now()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert any("process groups" in line for line in Belongings.now().since(before))
     dist.destroy_process_group()
-
-
-def test_looking_twice_takes_less_than_two_milliseconds() -> None:
-    best = float("inf")
-    for _ in range(20):
-        started = time.perf_counter()
-        Belongings.now().since(Belongings.now())
-        best = min(best, time.perf_counter() - started)
-    assert best < 0.002, f"{best * 1e3:.2f} ms with {len(os.listdir('/proc/self/fd'))} descriptors"

@@ -21,7 +21,7 @@ from paceline import comm
 from paceline.errors import PeerError
 
 _CONNECTION_WORDS = re.compile(
-    r"gloo|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.I
+    r"connection (closed|reset|refused)|broken pipe|timed out|timeout|connectFullMesh", re.I
 )
 _collecting = threading.Lock()
 
@@ -45,9 +45,10 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
 
 
 def summary(error: BaseException) -> str:
-    """The error in one line: its type and the first line of its message."""
+    """The error in one line that is not too long: its type and how its message begins."""
     first_line, _, _ = str(error).partition("\n")
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {first_line[:1000]}" if first_line else name
 
 
 def let_go(error: BaseException) -> None:

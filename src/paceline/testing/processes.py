@@ -6,9 +6,6 @@ travel by name; arguments and results travel as `wire` bytes. Whatever happens, 
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import importlib
 import math
 import multiprocessing
 import os
@@ -16,29 +13,18 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
-
-from paceline import env, wire
+from paceline import wire
 from paceline.errors import UsageError, WireError, WorkerError
-from paceline.testing.endings import is_secondary, say_last_words, summary
 from paceline.testing.faults import Faults
-from paceline.testing.ranks import await_all_connected, check_size
-from paceline.world import World
+from paceline.testing.ranks import check_size
+from paceline.testing.worker import STACK_SIGNAL, Argument, Call, work
 
 T = TypeVar("T")
 
@@ -46,10 +32,7 @@ _PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
 _READ_BYTES = 2**20
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
-# A worker that gets this writes down where it is.
-_STACK_SIGNAL = signal.SIGUSR1
 _STACK_S = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 @overload
@@ -86,7 +69,7 @@ def run_processes(
     becomes a WorkerError; with `return_exceptions` the others run on, and errors stand in the list.
     """
     check_size(size, timeout_s)
-    call = _Call(
+    call = Call(
         function=_name_of(fn, "fn"),
         args=[_portable(arg, f"args[{i}]") for i, arg in enumerate(args)],
         size=size,
@@ -111,25 +94,10 @@ def run_processes(
         shutil.rmtree(call.folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What every worker of one call is told."""
-
-    function: tuple[str, str]
-    args: list[bytes | tuple[str, str] | Faults]
-    size: int
-    folder: str
-    timeout_s: float
-    environ: Mapping[str, str] = field(repr=False)
-
-    def stack_path(self, rank: int) -> Path:
-        return Path(self.folder, f"stack{rank}")
-
-
 class _Worker:
     """One rank's process, seen from outside, and the bytes it has sent so far."""
 
-    def __init__(self, rank: int, call: _Call) -> None:
+    def __init__(self, rank: int, call: Call) -> None:
         self.rank = rank
         self.result: Any = None
         self.error: WorkerError | None = None
@@ -139,12 +107,13 @@ class _Worker:
         self._timeout_s = call.timeout_s
         self._stack_path = call.stack_path(rank)
         self._received = bytearray()
+        self._has_sent_all = False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_preload())
         self._reader, writer = context.Pipe(duplex=False)
         os.set_blocking(self._reader.fileno(), False)
         self._process: ForkServerProcess = context.Process(
-            target=_work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
+            target=work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
         )
         try:
             self._process.start()
@@ -160,18 +129,20 @@ class _Worker:
 
     @property
     def handles(self) -> list[Any]:
-        """What `wait` can watch: bytes to read, and the end of the process."""
-        return [self._reader, self._process.sentinel] if not self._reader.closed else []
+        """What `wait` can watch: the end of the process, and bytes while there may be more."""
+        sentinel = self._process.sentinel
+        return [sentinel] if self._has_sent_all else [sentinel, self._reader]
 
     def receive(self) -> None:
         """Read what has arrived, and conclude once the process has ended."""
         # Asked before reading: a process that has ended can send nothing after the read.
-        has_ended = self._process.exitcode is not None
+        exitcode = self._process.exitcode
         with suppress(BlockingIOError):
             while chunk := os.read(self._reader.fileno(), _READ_BYTES):
                 self._received += chunk
-        if has_ended:
-            self._conclude(self._process.exitcode or 0)
+            self._has_sent_all = True
+        if exitcode is not None:
+            self._conclude(exitcode)
 
     def expire(self) -> None:
         """Give up on a process that is still running, and say where it is."""
@@ -188,9 +159,17 @@ class _Worker:
             traceback=stack,
         )
 
+    def close(self) -> None:
+        """Kill the process if it still runs, and free everything it used here."""
+        if self._process.exitcode is None:
+            self._process.kill()  # also ends a stopped one
+        self._process.join()
+        self._process.close()
+        self._reader.close()
+
     def _ask_for_stack(self) -> str:
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, _STACK_SIGNAL)
+            os.kill(self._process.pid or 0, STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         stack, before = "", None
         while time.monotonic() < deadline and (not stack or stack != before):
@@ -204,14 +183,6 @@ class _Worker:
             return self._stack_path.read_text(errors="replace").strip()
         except OSError:
             return ""
-
-    def close(self) -> None:
-        """Kill the process if it still runs, and free everything it used here."""
-        if self._process.exitcode is None:
-            self._process.kill()  # also ends a stopped one
-        self._process.join()
-        self._process.close()
-        self._reader.close()
 
     def _conclude(self, exitcode: int) -> None:
         self.ended_at = time.monotonic()
@@ -275,16 +246,10 @@ def _preload() -> list[str]:
     return [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
 
 
-def _portable(arg: Any, what: str) -> bytes | tuple[str, str] | Faults:
+def _portable(arg: Any, what: str) -> Argument:
     if isinstance(arg, Faults):
         return arg
     return _name_of(arg, what) if callable(arg) else wire.encode(arg)
-
-
-def _unpacked(arg: bytes | tuple[str, str] | Faults) -> Any:
-    if isinstance(arg, Faults):
-        return arg
-    return wire.decode(arg) if isinstance(arg, bytes) else _find(arg)
 
 
 def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
@@ -300,90 +265,3 @@ def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
             advice="Define it at the top level of a module; pass what it needs as arguments.",
         )
     return module, name
-
-
-def _find(name: tuple[str, str]) -> Any:
-    found: Any = importlib.import_module(name[0])
-    for part in name[1].split("."):
-        found = getattr(found, part)
-    return found
-
-
-# From here on: inside the worker.
-
-
-def _work(rank: int, call: _Call, writer: Connection) -> None:
-    _die_with_caller()
-    stack_file = call.stack_path(rank).open("w")  # open until the end, for the fault handler
-    faulthandler.enable(stack_file, all_threads=False)
-    faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
-    os.environ.clear()
-    os.environ.update(call.environ)
-    env.keep_gloo_on_loopback()
-    torch.set_num_threads(1)
-    group = None
-    try:
-        store = FileStore(os.path.join(call.folder, "store"), call.size)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=rank,
-            world_size=call.size,
-            timeout=timedelta(seconds=call.timeout_s),
-        )
-        group = dist.group.WORLD
-        await_all_connected(store, call.size, call.timeout_s)
-        world = World(
-            rank=rank,
-            size=call.size,
-            local_rank=rank,
-            local_size=call.size,
-            group=group,
-            source="paceline.testing",
-        )
-        function, args = _find(call.function), [_unpacked(arg) for arg in call.args]
-        result = function(world, *args)
-        message = wire.encode({"ok": True, "at": time.monotonic(), "result": result})
-        say_last_words(group)
-    except BaseException as error:
-        message = wire.encode(
-            {
-                "ok": False,
-                "at": time.monotonic(),
-                "echo": is_secondary(error),
-                "summary": summary(error),
-                "traceback": "".join(traceback.format_exception(error)),
-            }
-        )
-        if group is not None:
-            say_last_words(group, error)
-    _send(writer, message)
-    if group is not None and dist.is_initialized():
-        del group
-        dist.destroy_process_group()
-
-
-def _send(writer: Connection, message: bytes) -> None:
-    with writer:
-        left = memoryview(message)
-        while left:
-            left = left[os.write(writer.fileno(), left) :]
-
-
-def _die_with_caller() -> None:
-    """End with the process that asked for this worker, whatever it dies of.
-
-    The kernel ends a worker with the fork server, and the server ends when the caller's end of its
-    `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    elif caller := multiprocessing.parent_process():
-        watch = threading.Thread(target=_kill_self_after, args=(caller.sentinel,), daemon=True)
-        watch.start()
-
-
-def _kill_self_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)

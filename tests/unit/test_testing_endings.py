@@ -1,0 +1,136 @@
+"""An error that has let go still says what and where, and keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import DesyncError, PeerError
+from paceline.testing.endings import drop_unfinished_backward, is_secondary, let_go
+
+
+class Group:
+    """Stands for a process group: something that must go."""
+
+
+def raise_plainly(group: Group) -> None:
+    local = group
+    raise ValueError(f"with a {type(local).__name__}")
+
+
+def raise_in_closure(group: Group) -> None:
+    def closure() -> None:
+        raise ValueError(f"with a {type(group).__name__}")
+
+    closure()
+
+
+def raise_in_chain(group: Group) -> None:
+    try:
+        raise_in_closure(group)
+    except ValueError as error:
+        raise RuntimeError("later") from error
+
+
+def raise_in_context(group: Group) -> None:
+    try:
+        raise_in_closure(group)
+    finally:
+        raise_plainly(group)
+
+
+def raise_in_group(group: Group) -> None:
+    try:
+        raise_in_closure(group)
+    except ValueError as error:
+        raise ExceptionGroup("several", [error]) from None
+
+
+def raise_for_missing_attribute(group: Any) -> None:
+    _ = group.no_such_attribute
+
+
+def raise_in_generator(group: Group) -> None:
+    def numbers() -> Any:
+        yield 1
+        raise ValueError(f"with a {type(group).__name__}")
+
+    sum(numbers())
+
+
+def raise_in_hook(group: Group) -> None:
+    def on_grad_ready(parameter: torch.Tensor) -> None:
+        raise ValueError(f"with a {type(group).__name__}")
+
+    parameters = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(on_grad_ready)
+    torch.stack(parameters).sum().backward()
+
+
+WAYS = [
+    raise_plainly,
+    raise_in_closure,
+    raise_in_chain,
+    raise_in_context,
+    raise_in_group,
+    raise_for_missing_attribute,
+    raise_in_generator,
+    raise_in_hook,
+]
+
+
+def caught_from(way: Any) -> tuple[Exception, str, weakref.ref[Group]]:
+    group = Group()
+    try:
+        way(group)
+    except Exception as error:
+        before = "".join(traceback.format_exception(error))
+        let_go(error)
+        drop_unfinished_backward()
+        return error, before, weakref.ref(group)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_that_has_let_go_keeps_nothing_alive(way: Any) -> None:
+    error, _, group = caught_from(way)
+    gc.collect()
+    assert group() is None
+    assert str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_that_has_let_go_prints_the_same_lines(way: Any) -> None:
+    error, before, _ = caught_from(way)
+    after = "".join(traceback.format_exception(error))
+    # All but the markers under each line, which need the original code.
+    without_markers = [line for line in before.splitlines() if line.strip(" |^~")]
+    assert [line for line in after.splitlines() if line.strip(" |^~")] == without_markers
+
+
+@pytest.mark.parametrize(
+    ("error", "is_echo"),
+    [
+        (PeerError("rank 1 is gone"), True),
+        (dist.DistBackendError("anything"), True),
+        (dist.DistNetworkError("anything"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (RuntimeError("Timed out waiting 100ms for recv operation to complete"), True),
+        (RuntimeError("[enforce fail at gloo/pair.cc:446] 24 vs 12"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (DesyncError("bucket 3 differs"), False),
+        (ValueError("connection closed"), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=str,
+)
+def test_only_errors_about_lost_peers_are_echoes(error: BaseException, is_echo: bool) -> None:
+    assert is_secondary(error) is is_echo
