@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.buckets import BucketPlan
-from paceline.errors import DeviceError
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
@@ -61,6 +61,7 @@ class Bucket:
         self._buffer: Tensor | None = None
         self._storage_uses = 0
         self._averaged_at: int | None = None
+        self._is_plain = False
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
 
@@ -88,39 +89,51 @@ class Bucket:
     def fill(self, scale: float) -> list[int]:
         """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
+        self._is_plain = self._buffer is not None and self._is_unwatched() and _are_unshared(grads)
+        if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
+            self._copy(grads, self.views, scale)
+            return []
         if self._buffer is None or self._is_watched(grads):
             self._allocate()
-        unused = []
-        fresh_views, fresh_grads = [], []
-        for position, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
-            if grad is None:
-                view.zero_()
-                unused.append(self.indices[position])
-            elif grad is view:
-                if self._is_large and scale != 1.0:
-                    view.mul_(scale)
-            else:
-                if grad.dtype != view.dtype or grad.device != view.device:
-                    raise self._moved(position, grad)
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()
-                fresh_views.append(view)
-                fresh_grads.append(grad)
-        if self._is_large and scale != 1.0:
-            for view, grad in zip(fresh_views, fresh_grads, strict=True):
-                torch.mul(grad, scale, out=view)
+        views = self.views
+        in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
+        if in_place and scale != 1.0:
+            torch._foreach_mul_(in_place, scale)
+        pairs = [
+            (grad, view)
+            for grad, view in zip(grads, views, strict=True)
+            if grad is not None and grad is not view
+        ]
+        if pairs:
+            self._copy([grad for grad, _ in pairs], [view for _, view in pairs], scale)
+        unused = [position for position, grad in enumerate(grads) if grad is None]
+        for position in unused:
+            views[position].zero_()
+        return [self.indices[position] for position in unused]
+
+    def _copy(self, grads: list[Any], views: list[Tensor], scale: float) -> None:
+        try:
+            if self._is_large and scale != 1.0:
+                for grad, view in zip(grads, views, strict=True):
+                    torch.mul(grad, scale, out=view)
+                return
+            torch._foreach_copy_(views, grads)
+        except RuntimeError:
+            for grad, view in zip(grads, views, strict=True):
+                view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
+        if scale == 1.0:
+            return
+        if len(views) == len(self.views):
+            self.flat.mul_(scale)
         else:
-            if fresh_views:
-                torch._foreach_copy_(fresh_views, fresh_grads)
-            if scale != 1.0 and self.plan.numel:
-                self.flat.mul_(scale)
-        return unused
+            torch._foreach_mul_(views, scale)
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
         if self._buffer is None or self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
+        self._is_plain = False
         return self.indices
 
     def hand_out(self, used: Sequence[bool]) -> None:
@@ -129,6 +142,12 @@ class Bucket:
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
         has one for each. A parameter without any keeps `grad is None`.
         """
+        if self._is_plain:
+            for param, view in zip(self.params, self.views, strict=True):
+                if param is not None:
+                    param.grad = view
+            self._averaged_at = self.buffer._version
+            return
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
             if param is None:
                 continue
@@ -138,7 +157,7 @@ class Bucket:
             if grad is None:
                 if used[index]:
                     param.grad = view
-            elif self._always_views or not _is_owned_elsewhere(grad):
+            elif self._always_views or _are_unshared((grad,), held=1):
                 param.grad = view
             else:
                 with torch.no_grad():
@@ -171,27 +190,21 @@ class Bucket:
         self._averaged_at = None
         self._storage_uses = _storage_uses(self._buffer)
 
+    def _is_unwatched(self) -> bool:
+        """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
+        references = max(map(sys.getrefcount, self.views), default=0)
+        is_shared = _storage_uses(self.buffer) > self._storage_uses
+        return references <= _REFERENCES_TO_A_CACHED_VIEW and not is_shared
+
     def _is_watched(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether somebody still holds a gradient of an earlier step that lives in the buffer."""
-        if not self.views:
-            return False
         if _storage_uses(self.buffer) > self._storage_uses:
             return True
         references = list(map(sys.getrefcount, self.views))
-        if max(references) <= _REFERENCES_TO_A_CACHED_VIEW:
-            return False
         return any(
             count > _REFERENCES_TO_A_CACHED_VIEW
             for count, grad, view in zip(references, grads, self.views, strict=True)
             if grad is not view
-        )
-
-    def _moved(self, position: int, grad: Tensor) -> DeviceError:
-        view = self.views[position]
-        return DeviceError(
-            f"The gradient of {self.names[position]!r} is {grad.dtype} on {grad.device}, "
-            f"but it was {view.dtype} on {view.device} when the model was wrapped.",
-            advice="Move or convert the model first, then wrap it.",
         )
 
 
@@ -205,9 +218,14 @@ def _layout(param: Tensor | None) -> tuple[torch.Size, tuple[int, ...]]:
     return param.shape, torch.empty(param.shape, device="meta").stride()
 
 
-def _is_owned_elsewhere(grad: Tensor) -> bool:
-    """Whether anybody but its parameter refers to this gradient or shares its memory."""
-    return sys.getrefcount(grad) > _REFERENCES_TO_A_GRAD or grad._is_view()
+def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:
+    """Whether nobody but their parameters refers to these gradients or shares their memory.
+
+    `held` is how many references the caller itself holds to each, besides the sequence. None is
+    referred to from everywhere, so a parameter without a gradient gives False.
+    """
+    references = max(map(sys.getrefcount, grads), default=0) - held
+    return references <= _REFERENCES_TO_A_GRAD and not any(map(Tensor._is_view, grads))
 
 
 def _storage_uses(tensor: Tensor) -> int:
@@ -219,15 +237,7 @@ def _count_references() -> tuple[int, int]:
     """What `sys.getrefcount` says here of a gradient nobody else knows, and of a cached view."""
     param = Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
-
-    def count(grad: Tensor | None) -> int:
-        return sys.getrefcount(grad)
-
-    for _ in range(1):
-        grad = param.grad
-        of_grad = count(grad)
-    cached = [torch.zeros(1)]
-    return of_grad, max(map(sys.getrefcount, cached))
+    return max(map(sys.getrefcount, (param.grad,))), max(map(sys.getrefcount, [torch.zeros(1)]))
 
 
 _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()

@@ -44,10 +44,12 @@ class Backward:
     """Under `no_sync()`: gradients only accumulate."""
     missing: list[int]
     """By bucket, how many gradients have yet to come; never zero while the order is unknown."""
-    is_alive: Callable[[], object | None]
-    """A weak reference to autograd's end-of-backward callback: dead when backward broke off."""
+    callback: weakref.ref[Callable[[], None]] | None = None
+    """What autograd calls at the end; the reference dies early when backward breaks off."""
     is_outermost: bool = False
     """Known to have been opened by the outermost backward, not by a checkpointed segment's."""
+    is_deferred: bool = False
+    """A checkpointed segment has ended, and the backward around it goes on."""
     is_shadow: bool = False
     """This rank has run out of inputs and only keeps the others company."""
     is_aborting: bool = False
@@ -105,6 +107,9 @@ class Reducer:
         self._has_unweighted = False
         self._late_words: Tensor | None = None
         self._backward: Backward | None = None
+        """The one that is running."""
+        self._unfinished: Backward | None = None
+        """One that ended without its end having been seen: broken off, or deferred."""
         self._rebuild()
 
     def attach(self) -> None:
@@ -116,10 +121,14 @@ class Reducer:
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer):
                     owner.detach()
+        last = len(self._buckets) - 1
         for index, ref in enumerate(self._params):
-            self._attach_dense(index, ref)
-        for param in self._alive(self._sparse):
-            self._attach_sparse(param)
+            if self._fires is None or self._bucket_of[index] != last:
+                self._attach_counted(index, ref)
+            else:
+                self._attach_uncounted(ref)
+        for ref in self._sparse:
+            self._attach_uncounted(ref)
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
@@ -148,7 +157,7 @@ class Reducer:
     def on_output_grad(self, wants_sync: bool) -> None:
         """An output of a forward pass received its gradient, so this is the outermost backward."""
         current = self._backward
-        if current is None or current.is_alive() is None:
+        if current is None:
             self._open(wants_sync).is_outermost = True
         elif wants_sync:
             # Several forwards in one backward: one wish to synchronise is enough. Gradients that
@@ -157,75 +166,85 @@ class Reducer:
 
     def check_not_interrupted(self) -> None:
         """If the last backward broke off half-way on this rank, tell the others and raise."""
-        if self._backward is not None and self._backward.is_alive() is None:
-            self._abandon(self._backward)
+        if self._unfinished is not None:
+            self._abandon(self._unfinished)
 
     def shadow(self, weight: float) -> None:
         """Take part in one backward of the others without gradients of one's own."""
         self.weight = weight
-        self._backward = Backward(False, self._missing_at_start(), _nothing, is_shadow=True)
-        self._finish(self._backward)
+        self._finish(Backward(False, [], is_shadow=True))
 
-    def _attach_dense(self, index: int, ref: ParamRef) -> None:
-        reducer, param = self, ref.get()
-        if param is None:
-            return
-
-        def on_grad_ready(_param: Tensor) -> None:
-            current = reducer._backward
-            if current is None or current.is_alive() is None:
-                current = reducer._open(reducer.wants_sync)
-            if current.skips:
-                return
-            current.ready.append(index)
-            bucket = reducer._bucket_of[index]
-            missing = current.missing
-            missing[bucket] -= 1
-            if missing[bucket] <= 0:
-                reducer._on_bucket_full(current, bucket, index)
-
-        self._hook_up(param, on_grad_ready)
-
-    def _attach_sparse(self, param: Parameter) -> None:
+    def _attach_counted(self, index: int, ref: ParamRef) -> None:
+        """Count this gradient for its bucket."""
         reducer = self
 
         def on_grad_ready(_param: Tensor) -> None:
             current = reducer._backward
-            if current is None or current.is_alive() is None:
+            if current is None:
+                current = reducer._open(reducer.wants_sync)
+            current.ready.append(index)
+            bucket = reducer._bucket_of[index]
+            missing = current.missing
+            left = missing[bucket] = missing[bucket] - 1
+            if left <= 0:
+                reducer._on_bucket_full(current, bucket, index)
+
+        self._hook_up(ref, on_grad_ready)
+
+    def _attach_uncounted(self, ref: ParamRef) -> None:
+        """Only notice that a backward is running; this gradient waits for its end anyway."""
+        reducer = self
+
+        def on_grad_ready(_param: Tensor) -> None:
+            if reducer._backward is None:
                 reducer._open(reducer.wants_sync)
 
-        self._hook_up(param, on_grad_ready)
+        self._hook_up(ref, on_grad_ready)
 
-    def _hook_up(self, param: Parameter, hook: Callable[[Tensor], None]) -> None:
-        hook.reducer = self  # type: ignore[attr-defined]
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    def _hook_up(self, ref: ParamRef, hook: Callable[[Tensor], None]) -> None:
+        param = ref.get()
+        if param is not None and param.requires_grad:
+            hook.reducer = self  # type: ignore[attr-defined]
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def _open(self, wants_sync: bool) -> Backward:
         """Begin to follow a backward pass, and ask autograd to say when it ends."""
-        current = self._backward
-        if current is not None and current.is_alive is not _deferred:
-            self._abandon(current)
+        opened = self._unfinished
+        if opened is not None and not opened.is_deferred:
+            self._abandon(opened)
+        if opened is None:
+            # While skipping no bucket is ever full, so the hooks need not ask.
+            missing = self._missing.copy() if wants_sync else self._never_full()
+            opened = Backward(not wants_sync, missing)
+            self.backwards += 1
+        opened.is_deferred = False
+        self._unfinished = None
+        self._backward = opened
 
         def at_end() -> None:
             self._on_backward_ended(opened)
 
-        # Autograd owns `at_end`: the weak reference dies with the backward pass, however it ends.
-        opened = current or Backward(not wants_sync, self._missing_at_start(), _nothing)
-        opened.is_alive = weakref.ref(at_end)
-        self.backwards += current is None
-        self._backward = opened
+        # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
+        opened.callback = weakref.ref(at_end, self._on_callback_freed)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         return opened
 
     def _on_backward_ended(self, current: Backward) -> None:
         if not current.is_outermost and _backward_depth() > 1:
-            # A checkpointed segment ran its own backward inside the real one, which goes on.
-            current.is_alive = _deferred
+            current.is_deferred = True
+            self._backward, self._unfinished = None, current
         elif current.skips:
             self._backward = None
             self._has_unweighted |= not self.is_weighing
         else:
             self._finish(current)
+
+    def _on_callback_freed(self, callback: weakref.ref[Callable[[], None]]) -> None:
+        """If backward is still thought to be running, it has broken off."""
+        current = self._backward
+        if current is not None and current.callback is callback:
+            self._backward, self._unfinished = None, current
 
     def _on_bucket_full(self, current: Backward, bucket: int, param: int) -> None:
         """Start every full bucket whose predecessors have started.
@@ -348,8 +367,8 @@ class Reducer:
         self._order += reversed(range(known, len(self._params)))
         self._fires = None
         self._rebuild()
-        for index, ref in enumerate(newly, known):
-            self._attach_dense(index, ref)
+        self.detach()
+        self.attach()
 
     def _average_alone(self, ref: ParamRef, factor: float | Tensor) -> None:
         param = ref.get()
@@ -376,6 +395,8 @@ class Reducer:
             self._order = agreed.tolist()
             self._rebuild()
         self._count_missing()
+        self.detach()
+        self.attach()
 
     def _rebuild(self) -> None:
         """Lay the buckets out anew."""
@@ -398,18 +419,18 @@ class Reducer:
         """How many gradients each bucket waits for: more than ever come while that is unknown."""
         fires = self._fires
         if fires is None:
-            self._missing = [sys.maxsize] * len(self._buckets)
+            self._missing = self._never_full()
         else:
             self._missing = [sum(max(1, fires[i]) for i in b.indices) for b in self._buckets]
 
-    def _missing_at_start(self) -> list[int]:
-        return self._missing.copy()
+    def _never_full(self) -> list[int]:
+        return [sys.maxsize] * len(self._buckets)
 
     def _abandon(self, broken: Backward) -> None:
         """Complete a backward that broke off here, so that the others can raise too."""
-        self._backward = None
+        self._unfinished = None
         self.weight = None
-        if broken.is_alive is not _deferred and (broken.skips or not broken.in_flight):
+        if not broken.is_deferred and (broken.skips or not broken.in_flight):
             return  # nothing was sent, so the others still wait for this rank's next backward
         was_complete = len(broken.in_flight) == len(self._buckets)
         broken.is_shadow = broken.is_aborting = True
@@ -462,7 +483,7 @@ class Reducer:
 
     def _late_gradient(self, index: int) -> DesyncError:
         """A gradient came once more often than in the backward the buckets were planned from."""
-        self._fires = None  # from now on wait for the end of backward, which is always right
+        self._fires = None  # the next backward waits for its end, and is learned from again
         self._count_missing()
         return DesyncError(
             f"Step {self.steps}: the gradient of {self._params[index].name!r} came again after its "
@@ -472,8 +493,9 @@ class Reducer:
         )
 
     def _describe(self, number: int) -> str:
-        names = [repr(name) for name in self._buckets[number].names]
-        inside = f" ({' to '.join(dict.fromkeys([names[0], names[-1]]))})" if names else ""
+        names = self._buckets[number].names
+        ends = dict.fromkeys(repr(name) for name in (*names[:1], *names[-1:]))
+        inside = f" ({' to '.join(ends)})" if ends else ""
         return f"Step {self.steps}: the sum of bucket {number}{inside}"
 
 
@@ -486,14 +508,6 @@ class _Alone:
 
 _ALONE = _Alone()
 _NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
-
-
-def _nothing() -> None:
-    """Stands for a weak reference that is dead."""
-
-
-def _deferred() -> None:
-    """Stands for the reference of a backward that goes on in an enclosing one."""
 
 
 def _backward_depth() -> int:

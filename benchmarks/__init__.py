@@ -1,0 +1,1 @@
+"""Measurements of Paceline against its alternatives: `python -m benchmarks --help`."""
