@@ -106,8 +106,9 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("--") or name == "--" or name in self._option_string_actions:
                 continue
             known = [option for option in self._option_string_actions if "_" not in option]
-            near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
-            near = near or [option for option in known if option.startswith(name)][:1]
+            spelled = name.replace("_", "-")
+            near = [option for option in known if option.startswith(spelled)]
+            near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.6)
             self.error(f"unknown flag {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:

@@ -278,8 +278,9 @@ class _Shift:
         self.ending_since_ns = time.monotonic_ns()
         self.deadlines.pop("others", None)
         for worker in self.alive:
-            worker.send(number)
-            worker.send(signal.SIGCONT)
+            if not worker.noticed_ns:  # one that has failed is ending by itself
+                worker.send(number)
+                worker.send(signal.SIGCONT)
         self._later("kill", self.shutdown_timeout_s, self.kill_all)
 
     def kill_all(self) -> None:

@@ -208,6 +208,7 @@ def run_script(path: str, arguments: list[str]) -> None:
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     _set_first_path_entry(os.path.dirname(os.path.realpath(path)))
+    path = os.path.abspath(path)
     main_module.__file__ = path
     main_module.__loader__ = SourceFileLoader("__main__", path)
     main_module.__dict__["__cached__"] = None

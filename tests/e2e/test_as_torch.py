@@ -1,0 +1,109 @@
+"""`paceline run --as-torch`: unmodified torch scripts on our classes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from paceline.as_torch import OURS_BY_TORCHS
+
+SCRIPT = """
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    import model  # a module of the user's own
+
+    def main():
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        net = DDP(model.build())
+        assert isinstance(net, torch.nn.parallel.DistributedDataParallel)
+        assert model.is_wrapped(net)
+        data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+        sampler = DistributedSampler(data, shuffle=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(data, batch_size=2, sampler=sampler):
+                optimizer.zero_grad()
+                F.mse_loss(net(x), y).backward()
+                optimizer.step()
+        weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+        low, high = weights.clone(), weights.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        print("in sync" if torch.equal(low, high) else "out of sync",
+              type(net).__module__, type(sampler).__module__.split(".")[0])
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+MODEL = """
+    import torch
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    def build():
+        return torch.nn.Linear(3, 1)
+
+    def is_wrapped(net):
+        return isinstance(net, DistributedDataParallel)
+"""
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (folder / "model.py").write_text(textwrap.dedent(MODEL))
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--workers", "2", *flags, "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_an_unmodified_script_trains_in_step_on_our_classes(tmp_path: Path) -> None:
+    done = run(tmp_path, "--as-torch")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] in sync paceline.ddp paceline" for rank in range(2)
+    ]
+
+
+def test_without_the_flag_torchs_names_are_torchs(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] in sync torch.nn.parallel.distributed torch" for rank in range(2)
+    ]
+
+
+def test_torchs_own_code_keeps_torchs_classes() -> None:
+    table = repr(sorted({(module, name) for module, name in OURS_BY_TORCHS}))
+    code = f"""
+    import importlib, sys, torch
+    from paceline.as_torch import swap_classes
+    table = {table}
+    originals = [getattr(importlib.import_module(m), n) for m, n in table]
+    swap_classes()
+    for (m, n), original in zip(table, originals):
+        module = importlib.import_module(m)
+        assert getattr(module, n) is not original, (m, n)
+        assert getattr(module, n).__module__.startswith("paceline."), (m, n)
+        assert vars(module)[n] is original, (m, n)
+    import torch._dynamo.convert_frame as frames
+    assert frames.DistributedDataParallel is vars(torch.nn.parallel)["DistributedDataParallel"]
+    torch.nn.parallel.DistributedDataParallel = "patched"
+    assert torch.nn.parallel.DistributedDataParallel == "patched"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)

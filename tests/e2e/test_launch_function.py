@@ -1,0 +1,238 @@
+"""`paceline.launch`: functions and closures on several workers, from this very process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import UsageError, WorkerError
+
+if sys.platform != "linux":
+    pytest.skip("needs fork", allow_module_level=True)
+
+SOON_S = 5.0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_train_together_and_results_come_back_by_rank(workers: int) -> None:
+    def body(scale: float) -> dict[str, object]:
+        with paceline.init_process_group() as world:
+            total = torch.full((2,), scale * (world.rank + 1))
+            dist.all_reduce(total)
+            return {"rank": world.rank, "total": total, "source": world.source}
+
+    results = paceline.launch(body, 2.0, workers=workers)
+    expected = torch.full((2,), float(workers * (workers + 1)))
+    assert [result["rank"] for result in results] == list(range(workers))
+    assert all(result["source"] == "paceline run" for result in results)
+    for result in results:
+        torch.testing.assert_close(result["total"], expected)
+
+
+def test_functions_need_not_be_importable_and_large_results_fit() -> None:
+    captured = torch.arange(300_000)
+    results = paceline.launch(lambda: captured + int(os.environ["RANK"]), workers=2)
+    assert torch.equal(results[1], captured + 1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_of_the_parent_do_not_hang_the_workers() -> None:
+    large = torch.randn(2000, 2000)
+    torch.relu(large).sum()  # starts OpenMP's pool here, which forks inherit broken
+
+    def body() -> tuple[int, bool]:
+        torch.relu(large).sum()
+        return torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+
+    assert paceline.launch(body, workers=2, threads=2) == [(2, True), (2, True)]
+
+
+def test_gradients_work_in_a_fork_of_a_process_that_computed_some() -> None:
+    layer = torch.nn.Linear(3, 1)
+    layer(torch.ones(2, 3)).sum().backward()
+
+    def body() -> float:
+        layer.zero_grad()
+        layer(torch.ones(2, 3)).sum().backward()
+        assert layer.bias.grad is not None
+        return layer.bias.grad.item()
+
+    assert paceline.launch(body, workers=2) == [2.0, 2.0]
+
+
+def test_output_is_labelled_on_the_streams_of_the_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def body() -> None:
+        print("out")
+        print("err", file=sys.stderr)
+        os.write(1, b"raw\n")
+
+    paceline.launch(body, workers=2)
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == [
+        "[rank 0] out",
+        "[rank 0] raw",
+        "[rank 1] out",
+        "[rank 1] raw",
+    ]
+    assert sorted(shown.err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+
+
+def test_a_single_worker_is_not_labelled(capsys: pytest.CaptureFixture[str]) -> None:
+    paceline.launch(lambda: print("out"), workers=1)
+    assert capsys.readouterr().out == "out\n"
+
+
+def test_the_first_real_error_comes_back_with_its_rank_and_traceback() -> None:
+    def fail() -> None:
+        raise ValueError("boom")
+
+    def body() -> None:
+        with paceline.init_process_group() as world:
+            if world.rank == 1:
+                fail()
+            dist.barrier()  # the others fail here, because rank 1 is gone
+
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 3 failed: ValueError: boom") as caught:
+        paceline.launch(body, workers=3)
+    assert time.monotonic() - begin < SOON_S
+    assert caught.value.rank == 1
+    assert "in fail" in caught.value.traceback
+    assert "launcher" not in caught.value.traceback
+    assert "in fail" in str(caught.value)
+
+
+def test_a_killed_worker_ends_all() -> None:
+    def body() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(120)
+
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 failed: killed by signal 9 \(SIGKILL\)"):
+        paceline.launch(body, workers=2)
+    assert time.monotonic() - begin < SOON_S
+
+
+def test_leaving_with_zero_is_no_failure_and_with_another_code_is_one() -> None:
+    assert paceline.launch(lambda: sys.exit(0), workers=2) == [None, None]
+    with pytest.raises(WorkerError, match="exit code 3"):
+        paceline.launch(lambda: sys.exit(3), workers=2)
+
+
+def test_a_result_that_cannot_be_sent_back_is_none_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"rank 1: .*Linear.*\n.*state_dict"):
+        results = paceline.launch(
+            lambda: torch.nn.Linear(1, 1) if os.environ["RANK"] == "1" else 7, workers=2
+        )
+    assert results == [7, None]
+
+
+def test_the_environment_of_the_caller_stays_as_it_was() -> None:
+    before = dict(os.environ)
+    seen = paceline.launch(lambda: (os.environ["RANK"], os.environ["OMP_NUM_THREADS"]), workers=2)
+    assert [rank for rank, _ in seen] == ["0", "1"]
+    assert dict(os.environ) == before
+
+
+def test_data_loaders_with_processes_work_inside() -> None:
+    def body() -> int:
+        data = torch.utils.data.TensorDataset(torch.arange(6))
+        loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1)
+        return sum(int(batch.sum()) for (batch,) in loader)
+
+    assert paceline.launch(body, workers=2) == [15, 15]
+
+
+def test_an_interrupt_ends_everybody(tmp_path: Path) -> None:
+    def body() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(120)
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        paceline.launch(body, workers=2)
+    helper.join()
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
+
+
+def test_killing_the_caller_leaves_nobody_behind(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, subprocess, time, paceline\n"
+        "def body():\n"
+        "    child = subprocess.Popen(['sleep', '120'])\n"
+        "    pathlib.Path(str(child.pid)).touch()\n"
+        "    pathlib.Path(str(os.getpid())).touch()\n"
+        "    time.sleep(120)\n"
+        "paceline.launch(body, workers=2)\n"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    caller.kill()
+    caller.wait()
+    pids = [path.name for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + SOON_S
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+def test_an_impossible_number_of_workers_is_refused(workers: object) -> None:
+    with pytest.raises(UsageError, match="at least one"):
+        paceline.launch(print, workers=workers)  # type: ignore[arg-type]
+
+
+def test_something_that_is_no_function_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        paceline.launch(3, workers=2)  # type: ignore[arg-type]
+
+
+def test_a_process_that_belongs_to_a_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="already belongs to a process group"):
+            paceline.launch(print, workers=2)
+    finally:
+        dist.destroy_process_group()

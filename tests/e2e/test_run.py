@@ -1,0 +1,562 @@
+"""`paceline run` itself, with real processes. Scripts import torch only where they must."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("reads /proc", allow_module_level=True)
+
+# Generous: the promise is a second, on a machine that does nothing else.
+SOON_S = 5.0
+WAITS = "import time\ntime.sleep(120)\n"
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "paceline", "run", *map(str, arguments)]
+
+
+def paceline_run(
+    folder: Path, *arguments: object, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@contextmanager
+def started(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def write(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return name
+
+
+def lines_of(text: str) -> list[str]:
+    return sorted(text.splitlines())
+
+
+def wait_for_files(folder: Path, pattern: str, count: int) -> list[Path]:
+    deadline = time.monotonic() + 30
+    while len(found := sorted(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{count} files {pattern} did not appear"
+        time.sleep(0.01)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> float:
+    begin = time.monotonic()
+    while any(map(is_alive, pids)):
+        assert time.monotonic() - begin < 10, "workers are still there"
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def test_every_worker_runs_the_script_with_its_arguments_and_labelled_output(
+    tmp_path: Path,
+) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv)
+        print("to stderr", file=sys.stderr)
+        """,
+    )
+    done = paceline_run(tmp_path, "--workers", 3, script, "--workers", "9", "--", "-x")
+    assert done.returncode == 0
+    arguments = "['script.py', '--workers', '9', '--', '-x']"
+    assert lines_of(done.stdout) == [f"[rank {r}] {r} 3 {arguments}" for r in range(3)]
+    assert lines_of(done.stderr) == [f"[rank {r}] to stderr" for r in range(3)]
+
+
+def test_a_single_worker_writes_as_if_nobody_were_between(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print('out', end=''); print('err', file=sys.stderr)")
+    done = paceline_run(tmp_path, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out", "err\n")
+
+
+def test_the_script_sees_what_plain_python_shows_it(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import json, sys
+        main = sys.modules["__main__"]
+        names = sorted(name for name in globals() if name.startswith("__"))
+        print(json.dumps([
+            __name__, __file__, __spec__, __package__, __annotations__, names, sys.argv,
+            sys.path[0], main.__file__, main.__dict__ is globals(), "torch" in sys.modules,
+        ]))
+        """,
+    )
+    plain = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert paceline_run(tmp_path, script).stdout == plain.stdout
+    # The launcher postpones annotations in its own files; the script must not notice.
+    script = write(tmp_path, "x: undefined_name = 1")
+    assert "NameError" in paceline_run(tmp_path, script).stderr
+
+
+def test_a_module_runs_as_under_python_m(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    write(package, "", "__init__.py")
+    write(
+        package,
+        """
+        import sys
+        print(__name__, __package__, __spec__.name, sys.argv[1:], sys.argv[0] == __file__)
+        """,
+        "train.py",
+    )
+    done = paceline_run(tmp_path, "-m", "pkg.train", "--lr", "1")
+    assert done.stdout == "__main__ pkg pkg.train ['--lr', '1'] True\n", done.stderr
+
+
+def test_functions_of_the_script_reach_spawned_children(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing, os
+
+        def double(x):
+            return 2 * x
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+        """,
+    )
+    done = paceline_run(tmp_path, script)
+    assert done.stdout == "[2, 4]\n", done.stderr
+
+
+def test_the_first_real_traceback_is_printed_once_and_everyone_ends(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+
+        def work(rank):
+            if rank == 1:
+                while not all(pathlib.Path(f"up{r}").exists() for r in (0, 2)):
+                    time.sleep(0.01)
+                raise ValueError("boom")
+            pathlib.Path(f"up{rank}").touch()
+            time.sleep(120)
+
+        work(int(os.environ["RANK"]))
+        """,
+    )
+    begin = time.monotonic()
+    done = paceline_run(tmp_path, "--workers", 3, script)
+    assert time.monotonic() - begin < SOON_S
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.startswith("paceline: rank 1 failed:\nTraceback (most recent call last):\n")
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert [Path(frame.split('"')[1]).name for frame in frames] == ["script.py", "script.py"]
+    assert "ValueError: boom\n" in done.stderr
+    assert done.stderr.endswith(
+        "  rank 0: ended by the launcher\n  rank 2: ended by the launcher\n"
+    )
+
+
+def test_a_failure_shows_even_if_the_worker_hangs_while_it_ends(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import atexit, os, time
+        if os.environ["RANK"] == "0":
+            atexit.register(time.sleep, 120)
+            raise ValueError("boom")
+        time.sleep(120)
+        """,
+    )
+    begin = time.monotonic()
+    done = paceline_run(tmp_path, "--workers", 2, script)
+    assert time.monotonic() - begin < SOON_S
+    assert (done.returncode, done.stderr.count("ValueError: boom")) == (1, 1)
+
+
+def test_hooks_of_the_users_run_and_print_no_second_traceback(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import sys
+        before = sys.excepthook
+        def hook(kind, error, frames):
+            print("hook saw", kind.__name__)
+            before(kind, error, frames)
+        sys.excepthook = hook
+        raise ValueError("boom")
+        """,
+    )
+    done = paceline_run(tmp_path, script)
+    assert done.stdout == "hook saw ValueError\n"
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 1, "rank 0 failed: exit code 3"),
+        ("sys.exit('no data')", 1, "no data\n"),
+        ("os._exit(7)", 1, "rank 0 failed: exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 0 failed: killed by signal 9 (SIGKILL)"),
+        ("os.abort()", 134, "rank 0 failed: killed by signal 6 (SIGABRT)"),
+        ("1 +", 1, "SyntaxError"),
+    ],
+)
+def test_exit_codes_of_a_worker(tmp_path: Path, ending: str, code: int, words: str) -> None:
+    script = write(tmp_path, f"import os, sys\n{ending}\n")
+    done = paceline_run(tmp_path, script)
+    assert done.returncode == code
+    assert words in done.stderr
+    if "Fatal Python error" not in done.stderr:  # the fault handler shows every frame there is
+        assert "launcher/" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_workers_and_what_they_started(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, subprocess, time
+        child = subprocess.Popen(["sleep", "120"])
+        pathlib.Path(f"pid{child.pid}").touch()
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        time.sleep(120)
+        """,
+    )
+    with started(tmp_path, "--workers", 2, script) as launcher:
+        pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 4)]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=SOON_S) == 128 + number
+        wait_until_gone(pids)
+        _, said = launcher.communicate()
+    assert said == f"paceline: ended by {number.name}.\n"
+
+
+def test_a_worker_may_use_the_grace_it_is_given(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import pathlib, signal, sys, time
+        def on_term(number, frame):
+            time.sleep(1)
+            pathlib.Path("saved").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, on_term)
+        pathlib.Path("up").touch()
+        time.sleep(120)
+        """,
+    )
+    with started(tmp_path, "--shutdown-timeout", 20, script) as launcher:
+        wait_for_files(tmp_path, "up", 1)
+        launcher.terminate()
+        assert launcher.wait(timeout=20) == 143
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_worker_that_ignores_everything_is_killed(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        time.sleep(120)
+        """,
+    )
+    with started(tmp_path, "--workers", 2, script) as launcher:
+        pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 2)]
+        launcher.terminate()
+        assert launcher.wait(timeout=SOON_S) == 143
+        wait_until_gone(pids)
+
+
+def test_killing_the_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, subprocess, time
+        child = subprocess.Popen(["sleep", "120"])
+        pathlib.Path(f"pid{child.pid}").touch()
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        time.sleep(120)
+        """,
+    )
+    with started(tmp_path, "--workers", 2, script) as launcher:
+        pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 4)]
+        launcher.kill()
+        launcher.wait()
+        assert wait_until_gone(pids) < SOON_S
+
+
+def test_what_a_finished_worker_left_running_is_ended(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import pathlib, subprocess
+        child = subprocess.Popen(["sleep", "120"])
+        pathlib.Path(f"pid{child.pid}").touch()
+        """,
+    )
+    begin = time.monotonic()
+    done = paceline_run(tmp_path, "--workers", 2, script)
+    assert done.returncode == 0
+    assert time.monotonic() - begin < SOON_S
+    wait_until_gone([int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 2)])
+
+
+def test_restarts_begin_afresh_and_say_what_was_lost(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, time
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
+        if attempt == "0":
+            if os.environ["RANK"] == "1":
+                raise ValueError("boom")
+            time.sleep(120)
+        """,
+    )
+    done = paceline_run(tmp_path, "--workers", 2, "--max-restarts", 2, script)
+    assert done.returncode == 0
+    assert done.stderr.count("ValueError: boom") == 1
+    assert "restarting all 2 workers (restart 1 of 2)" in done.stderr
+    assert {"[rank 0] 1 2", "[rank 1] 1 2"} <= set(done.stdout.splitlines())
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
+    script = write(tmp_path, "raise ValueError('boom')")
+    done = paceline_run(tmp_path, "--max-restarts", 1, script)
+    assert (done.returncode, done.stderr.count("ValueError: boom")) == (1, 2)
+
+
+def test_logs_go_where_the_flags_say(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import sys; print('apple'); print('pear'); print('error', file=sys.stderr)",
+    )
+    done = paceline_run(
+        *(tmp_path, "--workers", 2, "--log-dir", "logs", "--tee", 1, "--redirects", "1:2"),
+        *("--local-ranks-filter", 0, "--duplicate-stdout-filters", "app", "--rdzv-id", "job"),
+        script,
+    )
+    assert done.returncode == 0
+    assert lines_of(done.stdout) == ["[rank 0] apple", "[rank 0] pear"]
+    assert "[rank 0] error" in done.stderr
+    assert "[rank 1]" not in done.stderr
+    (attempt,) = (tmp_path / "logs").glob("job_*/attempt_0")
+    assert (attempt / "0" / "stdout.log").read_text() == "apple\npear\n"
+    assert (attempt / "1" / "stdout.log").read_text() == "apple\npear\n"
+    assert (attempt / "1" / "stderr.log").read_text() == "error\n"
+    assert not (attempt / "0" / "stderr.log").exists()
+    assert (attempt / "filtered_stdout.log").read_text() == "apple\napple\n"
+
+
+def test_binary_output_passes_through(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os; os.write(1, bytes([255, 0, 128, 10]))")
+    done = subprocess.run(
+        command("--workers", 2, script), cwd=tmp_path, capture_output=True, timeout=60, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == [b"[rank 0] \xff\x00\x80", b"[rank 1] \xff\x00\x80"]
+
+
+def test_the_end_of_a_reader_ends_the_run(tmp_path: Path) -> None:
+    script = write(tmp_path, "while True: print('y' * 1000)")
+    with started(tmp_path, "--workers", 2, script) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(timeout=SOON_S) == 141
+        launcher.stdout = None
+
+
+def test_a_port_that_is_taken_is_a_usage_error(tmp_path: Path) -> None:
+    script = write(tmp_path, WAITS)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = paceline_run(tmp_path, "--master-port", port, script)
+    assert done.returncode == 2
+    assert f"Cannot listen on 127.0.0.1, port {port}: Address already in use." in done.stderr
+
+
+def test_a_master_nobody_can_reach_is_said_in_time(tmp_path: Path) -> None:
+    script = write(tmp_path, WAITS)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    done = paceline_run(
+        *(tmp_path, "--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1"),
+        *("--master-port", port, "--rdzv-conf", "join_timeout=1", script),
+    )
+    assert done.returncode == 1
+    assert f"Nobody listens at 127.0.0.1:{port} after 1 s" in done.stderr
+
+
+ALL_REDUCE = """
+    import os, subprocess, sys
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    print("sum", int(total))
+    if dist.get_rank() == 0:
+        listeners = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"],
+                                   capture_output=True, text=True).stdout.splitlines()
+        inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                  if os.path.islink(f"/proc/self/fd/{fd}")}
+        rows = [row.split() for row in listeners]
+        mine = {row[1].rpartition(":")[0] for row in rows
+                if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+        print("listens on", mine)
+    dist.destroy_process_group()
+"""
+
+
+def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first(
+    tmp_path: Path,
+) -> None:
+    script = write(
+        tmp_path,
+        textwrap.dedent(ALL_REDUCE)
+        + textwrap.dedent("""
+            if os.environ["RANK"] == "1":
+                import time
+                time.sleep(0.5)
+                dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                              is_master=False).set("still", "there")
+            """),
+    )
+    done = paceline_run(tmp_path, "--workers", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout) == [
+        "[rank 0] listens on {'0100007F'}",
+        "[rank 0] sum 3",
+        "[rank 1] sum 3",
+    ]
+
+
+def test_a_program_that_is_not_python_trains_too(tmp_path: Path) -> None:
+    write(tmp_path, ALL_REDUCE.replace("listens on", "ignored"))
+    shell = tmp_path / "train.sh"
+    shell.write_text(f"#!/bin/sh\nexec {sys.executable} script.py\n")
+    shell.chmod(0o700)
+    done = paceline_run(tmp_path, "--workers", 2, "--no-python", "./train.sh")
+    assert done.returncode == 0, done.stderr
+    assert {"[rank 0] sum 3", "[rank 1] sum 3"} <= set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines_make_one_world(tmp_path: Path, backend: str) -> None:
+    script = write(tmp_path, ALL_REDUCE.replace("listens on", "ignored"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def flags(node: int) -> list[object]:
+        if backend == "static":
+            return ["--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
+        return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
+
+    with started(tmp_path, "--nnodes", 2, *flags(1), script) as second:
+        first = paceline_run(tmp_path, "--nnodes", 2, "--workers", 2, *flags(0), script)
+        out, err = second.communicate(timeout=60)
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, err
+    sums = [line for line in (first.stdout + out).splitlines() if "sum" in line]
+    assert sorted(sums) == [f"[rank {r}] sum 6" for r in range(3)]
+
+
+def test_a_failure_on_one_machine_ends_and_restarts_both(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, time
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                raise ValueError("boom")
+            time.sleep(120)
+        print("done", os.environ["MASTER_PORT"])
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    flags += ["--max-restarts", 1, script]
+    with started(tmp_path, *flags) as second:
+        first = paceline_run(tmp_path, *flags)
+        out, err = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + err
+    told, failed = sorted([first.stderr, err], key=lambda text: text.count("Traceback"))
+    assert "Rank 1 on machine 1 failed: ValueError: boom." in told
+    assert failed.startswith("paceline: rank 1 failed:\nTraceback")
+    ports = {line.rpartition(" ")[2] for line in (first.stdout + out).splitlines()}
+    assert len(ports) == 1
+    assert str(port) not in ports
+
+
+def test_errors_recorded_by_torchs_decorator_are_shown_once(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            raise ValueError("boom")
+
+        main()
+        """,
+    )
+    done = paceline_run(tmp_path, script)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: boom") == 1
+    assert done.stderr.count("Traceback") == 1

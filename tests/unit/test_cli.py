@@ -1,0 +1,178 @@
+"""The command line: its surface is frozen, its mistakes are explained, and it starts quickly."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from paceline import __version__
+from paceline.cli import COMMANDS, Parser, main
+from paceline.launcher import run
+
+# Change this on purpose only: scripts of users depend on it.
+SURFACE = {
+    "run": {
+        "--nproc-per-node --nproc_per_node --workers",
+        "--threads",
+        "--as-torch --as_torch",
+        "--virtual-local-rank --virtual_local_rank",
+        "--numa-binding --numa_binding",
+        "--role",
+        "--module -m",
+        "--no-python --no_python",
+        "--nnodes",
+        "--node-rank --node_rank",
+        "--master-addr --master_addr",
+        "--master-port --master_port",
+        "--rdzv-backend --rdzv_backend",
+        "--rdzv-endpoint --rdzv_endpoint",
+        "--rdzv-id --rdzv_id",
+        "--rdzv-conf --rdzv_conf",
+        "--standalone",
+        "--local-addr --local_addr",
+        "--max-restarts --max_restarts",
+        "--shutdown-timeout --shutdown_timeout",
+        "--signals-to-handle --signals_to_handle",
+        "--monitor-interval --monitor_interval",
+        "--no-label --no_label",
+        "--log-dir --log_dir",
+        "--redirects -r",
+        "--tee -t",
+        "--local-ranks-filter --local_ranks_filter",
+        "--duplicate-stdout-filters --duplicate_stdout_filters",
+        "--duplicate-stderr-filters --duplicate_stderr_filters",
+        "--run-path --run_path",
+        "--start-method --start_method",
+        "--event-log-handler --event_log_handler",
+        "--logs-specs --logs_specs",
+        "script",
+        "script_args",
+    },
+    "doctor": {"--json", "--no-test", "--workers"},
+}
+
+
+def parser_of(command: str) -> Parser:
+    parser = Parser(prog=f"paceline {command}")
+    import_module(COMMANDS[command].module).add_arguments(parser)
+    return parser
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", sorted(SURFACE))
+def test_the_surface_changes_on_purpose_only(command: str) -> None:
+    found = {
+        " ".join(action.option_strings) or action.dest
+        for action in parser_of(command)._actions
+        if action.dest != "help"
+    }
+    assert found == SURFACE[command]
+
+
+@pytest.mark.parametrize("command", sorted(SURFACE))
+def test_every_flag_has_a_line_of_help(command: str) -> None:
+    assert all(action.help for action in parser_of(command)._actions)
+
+
+def test_the_commands_change_on_purpose_only() -> None:
+    assert {"run", "doctor", "demo"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_and_the_launcher_do_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys, paceline.cli, paceline.launcher.run\n"
+        "try: paceline.cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = run_python("-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = run_python("-m", "paceline", "--version")
+    assert (done.returncode, done.stdout) == (0, f"paceline {__version__}\n")
+
+
+def test_no_command_prints_help_and_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rnu"], ["no command 'rnu'", "did you mean run?"]),
+        (["xyzzy"], ["no command 'xyzzy'", "The commands are"]),
+        (["--verson"], ["'--verson'", "did you mean --version?"]),
+        (["run"], ["script", "paceline run --help"]),
+        (["run", "--wrokers", "2", "x.py"], ["'--wrokers'", "did you mean --workers?"]),
+        (["run", "--nproc", "2", "x.py"], ["did you mean --nproc-per-node?"]),
+        (["run", "--nproc_per_nod=2", "x.py"], ["did you mean --nproc-per-node?"]),
+        (["run", "--workers"], ["expected one argument"]),
+        (["run", "--workers", "0", "x.py"], ["is 0", "at least one worker"]),
+        (["run", "--workers", "-3", "x.py"], ["--workers"]),
+        (["run", "--workers=-3", "x.py"], ["is -3", "at least one worker"]),
+        (["run", "no/such/script.py"], ["no script 'no/such/script.py'", "Looked for it in"]),
+        (["run", "-m", "no_such_module_here"], ["no module 'no_such_module_here'"]),
+        (["run", "--no-python", "no-such-program"], ["no program 'no-such-program'"]),
+        (["doctor", "--jsn"], ["did you mean --json?"]),
+        (["doctor", "--workers", "0"], ["--workers is 0"]),
+        (["doctor", "--workers", "x"], ["'x'"]),
+    ],
+)
+def test_a_mistake_is_explained_and_exits_with_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("paceline")
+    assert all(word in said for word in words), said
+    assert len(said.rstrip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "script_args"),
+    [
+        (["x.py"], "x.py", []),
+        (["x.py", "--workers", "3"], "x.py", ["--workers", "3"]),
+        (["--workers", "2", "x.py", "--", "-m", "--no-such"], "x.py", ["--", "-m", "--no-such"]),
+        (["--workers=2", "-t", "3", "-r3", "x.py", "-h"], "x.py", ["-h"]),
+        (["--standalone", "--nproc_per_node", "2", "x.py", "y"], "x.py", ["y"]),
+        (["-m", "pkg.train", "--lr", "1"], "pkg.train", ["--lr", "1"]),
+        (["--workers", "2", "--", "x.py", "--", "a"], "x.py", ["--", "a"]),
+    ],
+)
+def test_what_follows_the_script_goes_to_the_script_untouched(
+    given: list[str], script: str, script_args: list[str]
+) -> None:
+    parser = Parser(prog="paceline run")
+    run.add_arguments(parser)
+    args = parser.parse_args(given)
+    assert (args.script, args.script_args) == (script, script_args)
+
+
+def test_help_is_complete_and_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "exit codes" in shown
+    assert "--as-torch" in shown
+
+
+def test_a_parser_without_a_script_is_plain_argparse() -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--size", type=int)
+    assert parser.parse_args(["--size", "3"]) == argparse.Namespace(size=3)

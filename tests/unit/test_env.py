@@ -1,0 +1,238 @@
+"""What a launcher's environment says, read back; and what ours writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.env import (
+    Placement,
+    expand_host_list,
+    expand_repeats,
+    is_slurm_step,
+    read_placement,
+    worker_environment,
+)
+from paceline.errors import SettingError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "3",
+    "SLURM_NODELIST": "gpu[07-09]",
+    "SLURM_TASKS_PER_NODE": "2(x3)",
+}
+
+
+def test_without_a_launcher_there_is_no_placement() -> None:
+    assert read_placement({"PATH": "/bin"}) is None
+
+
+def test_torchruns_variables_are_read() -> None:
+    assert read_placement(TORCHRUN) == Placement(
+        rank=5,
+        size=8,
+        local_rank=1,
+        local_size=4,
+        node=1,
+        nodes=2,
+        master_addr="node0",
+        master_port=29400,
+        agent_has_store=True,
+        source="torchrun",
+    )
+
+
+def test_our_run_id_tells_our_launcher_from_torchrun() -> None:
+    place = read_placement({**TORCHRUN, "PACELINE_RUN_ID": "abc"})
+    assert place is not None
+    assert place.source == "paceline run"
+
+
+def test_rank_and_size_alone_mean_one_machine() -> None:
+    place = read_placement({"RANK": "1", "WORLD_SIZE": "3"})
+    assert place is not None
+    assert (place.local_rank, place.local_size, place.nodes) == (1, 3, 1)
+    assert place.is_single_node
+    assert place.source == "environment"
+    assert not place.agent_has_store
+
+
+def test_a_slurm_step_is_read() -> None:
+    place = read_placement(SLURM)
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 6, 1, 2)
+    assert (place.node, place.nodes, place.master_addr) == (1, 3, "gpu07")
+    assert place.source == "slurm"
+
+
+def test_slurms_own_step_numbers_differ_between_neighbouring_jobs() -> None:
+    first = read_placement(SLURM)
+    second = read_placement({**SLURM, "SLURM_JOB_ID": "4712"})
+    assert first is not None
+    assert second is not None
+    assert first.master_port != second.master_port
+
+
+@pytest.mark.parametrize("step", ["", "4294967294", "4294967291", "batch"])
+def test_a_slurm_batch_script_is_not_a_worker(step: str) -> None:
+    environ = {**SLURM, "SLURM_STEP_ID": step}
+    assert not is_slurm_step(environ)
+    assert read_placement(environ) is None
+
+
+def test_a_batch_script_without_a_step_is_not_a_worker() -> None:
+    environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert read_placement(environ) is None
+
+
+def test_a_launcher_inside_a_slurm_step_wins_over_slurm() -> None:
+    place = read_placement({**SLURM, **TORCHRUN})
+    assert place is not None
+    assert (place.rank, place.source) == (5, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"RANK": "one"}, "RANK is 'one'"),
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"RANK": "-1"}, "rank -1 of 8"),
+        ({"WORLD_SIZE": "0"}, "of 0 workers"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "8"}, "9 workers on this machine"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
+    ],
+)
+def test_an_impossible_value_names_the_variable(change: dict[str, str], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        read_placement({**TORCHRUN, **change})
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
+def test_half_an_environment_is_an_error_that_says_what_is_missing(missing: str) -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(SettingError, match=f"{missing} is not set"):
+        read_placement(environ)
+
+
+def test_repeats_are_expanded() -> None:
+    assert expand_repeats("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(SettingError, match="cannot be read"):
+        expand_repeats("2(x")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("login", ["login"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+    ],
+)
+def test_host_lists_are_expanded(text: str, hosts: list[str]) -> None:
+    assert expand_host_list(text) == hosts
+
+
+def test_a_host_list_that_cannot_be_read_is_an_error_of_ours() -> None:
+    with pytest.raises(SettingError, match="cannot be read"):
+        expand_host_list("gpu[a-b]")
+
+
+PLACE = Placement(
+    rank=2,
+    size=4,
+    local_rank=0,
+    local_size=2,
+    node=1,
+    nodes=2,
+    master_addr="127.0.0.1",
+    master_port=4567,
+    agent_has_store=True,
+    source="paceline run",
+)
+
+
+def written(environ: dict[str, str] | None = None, **options: object) -> dict[str, str]:
+    return worker_environment(
+        PLACE,
+        run_id="r1",
+        error_file="/tmp/e.json",
+        environ=environ or {},
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_what_the_launcher_writes_is_what_a_worker_reads() -> None:
+    assert read_placement(written()) == PLACE
+
+
+def test_all_of_torchruns_variables_are_written() -> None:
+    assert written(role="trainer", restart_count=1, max_restarts=3, cores=8) == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "2",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4567",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "r1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/e.json",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PACELINE_RUN_ID": "r1",
+        "OMP_NUM_THREADS": "4",
+    }
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (5, "2"), (64, "32")])
+def test_cores_are_divided_among_workers_but_nobody_gets_none(cores: int, threads: str) -> None:
+    assert written(cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_user_has_set_is_left_alone() -> None:
+    environ = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0"}
+    ours = written(environ, cores=8, loopback="lo")
+    assert "OMP_NUM_THREADS" not in ours
+    assert "GLOO_SOCKET_IFNAME" not in ours
+
+
+def test_a_flag_for_threads_wins_over_the_environment() -> None:
+    assert written({"OMP_NUM_THREADS": "7"}, threads=3)["OMP_NUM_THREADS"] == "3"
+
+
+def test_gloo_is_kept_on_loopback_when_asked() -> None:
+    assert written(loopback="lo")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in written()
+
+
+def test_a_virtual_local_rank_sees_one_device_of_those_visible() -> None:
+    ours = written({"CUDA_VISIBLE_DEVICES": "3, 5"}, virtual_local_rank=True)
+    assert (ours["LOCAL_RANK"], ours["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
+    with pytest.raises(SettingError, match="local rank 0"):
+        written({"CUDA_VISIBLE_DEVICES": ""}, virtual_local_rank=True)

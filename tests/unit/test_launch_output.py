@@ -1,0 +1,82 @@
+"""Output of many workers: whole lines, each with its rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines, wants_colour
+
+
+def test_lines_come_out_whole_however_the_bytes_arrive() -> None:
+    lines = Lines(1.0)
+    assert lines.feed(b"one\ntw", 0.0) == [b"one"]
+    assert lines.feed(b"o\n\nthree\r\n", 0.0) == [b"two", b"", b"three"]
+    assert lines.close() == []
+
+
+def test_the_last_line_needs_no_newline() -> None:
+    lines = Lines(1.0)
+    lines.feed(b"end", 0.0)
+    assert lines.close() == [b"end"]
+
+
+def test_a_progress_bar_shows_its_last_state_once_per_interval() -> None:
+    lines = Lines(1.0)
+    assert lines.feed(b"\r10%", 0.0) == []
+    assert lines.feed(b"\r20%\r30%", 0.5) == []
+    assert lines.due_s == 1.0
+    assert lines.overdue(0.9) == []
+    assert lines.overdue(1.0) == [b"30%"]
+    assert lines.overdue(9.0) == []
+    assert lines.feed(b"\r100%\n", 2.0) == [b"100%"]
+
+
+def test_a_progress_bar_that_ends_as_it_was_shown_is_not_shown_twice() -> None:
+    lines = Lines(1.0)
+    lines.feed(b"\r100%", 0.0)
+    assert lines.overdue(1.0) == [b"100%"]
+    assert lines.feed(b"\nnext\n", 1.5) == [b"next"]
+
+
+def test_an_unfinished_line_is_shown_after_a_while_and_continued_on_the_next() -> None:
+    lines = Lines(1.0)
+    lines.feed(b"loading...", 0.0)
+    assert lines.overdue(1.0) == [b"loading..."]
+    assert lines.due_s is None
+    assert lines.feed(b" done\n", 5.0) == [b" done"]
+
+
+def test_binary_garbage_and_endless_lines_pass_in_bounded_memory() -> None:
+    lines = Lines(1.0)
+    garbage = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"")
+    assert lines.feed(garbage + b"\n", 0.0) == [garbage]
+    shown = [line for _ in range(10) for line in lines.feed(b"x" * MAX_LINE_BYTES, 0.0)]
+    assert len(b"".join(shown) + lines.rest) == 10 * MAX_LINE_BYTES
+    assert len(lines.rest) <= MAX_LINE_BYTES
+
+
+def test_labels_carry_the_rank_and_colour_only_the_label() -> None:
+    written: list[bytes] = []
+    console = Console({1: written.append, 2: written.append}, {1: False, 2: True})
+    console.show(1, 3, b"text")
+    console.show(1, None, b"bare")
+    console.show(2, 3, b"text")
+    assert written[:2] == [b"[rank 3] text\n", b"bare\n"]
+    assert written[2].startswith(b"\x1b[")
+    assert written[2].endswith(b"[rank 3] \x1b[0mtext\n")
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "colour"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {}, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(
+    is_terminal: bool, environ: dict[str, str], colour: bool
+) -> None:
+    assert wants_colour(is_terminal, environ) is colour
