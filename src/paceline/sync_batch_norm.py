@@ -7,6 +7,7 @@ backward. Everything else is the arithmetic of plain batch normalisation, by the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline import comm
 from paceline.errors import UsageError
+
+# The layouts the kernels know, by number of dimensions.
+_LAYOUTS = defaultdict(
+    lambda: [torch.contiguous_format],
+    {
+        4: [torch.contiguous_format, torch.channels_last],
+        5: [torch.contiguous_format, torch.channels_last_3d],
+    },
+)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -49,13 +59,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         normalized: tuple[Tensor, Tensor, Tensor, Tensor] = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, group, what
         )
-        output, *statistics = normalized
+        output, mean, variance, count = normalized
         if self.track_running_stats:
-            self._track(*statistics)
+            self._track(mean, variance, count, has_rows=input.numel() > 0)
         return output
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor, has_rows: bool) -> None:
         """Move the running statistics towards those of this batch."""
         if (
             self.num_batches_tracked is None
@@ -64,16 +74,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         ):
             return
         self.num_batches_tracked.add_(1)
-        # A batch without any row on any rank says nothing. Weights are float64 numbers without a
-        # dimension: exact, and they leave the dtype of what they multiply as it is.
-        has_rows = (count > 0).double()
+        weight: Tensor | float
         if self.momentum is None:
-            momentum = has_rows / self.num_batches_tracked
+            weight = self.num_batches_tracked.double().reciprocal()
         else:
-            momentum = has_rows * self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))
+            weight = self.momentum
+        if not has_rows:  # perhaps nobody has any: then the batch says nothing
+            weight = count.clamp(max=1) * weight
+        # Plain batch normalisation keeps the unbiased variance: count / (count - 1) times as much.
+        unbiased = torch.addcdiv(variance, variance, (count - 1).clamp_(min=1).to(variance.dtype))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running.copy_(running * (1 - momentum) + new * momentum)
+            share = weight.to(running.dtype) if isinstance(weight, Tensor) else weight
+            running.lerp_(new.to(running.dtype), share)
 
     def _group(self) -> comm.Group | None:
         if self.process_group is not None:
@@ -154,6 +166,8 @@ class _Normalize(torch.autograd.Function):
         what: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
+        if not any(input.is_contiguous(memory_format=layout) for layout in _LAYOUTS[input.dim()]):
+            input = input.contiguous()
         mean, variance, count = _reduce_moments(input, wide, group, what)
         output = F.batch_norm(
             input, mean, variance, _to(weight, wide), _to(bias, wide), training=False, eps=eps
@@ -169,72 +183,108 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance, count = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sum_dy, sum_dy_xhat = _gradient_sums(grad_output, input, mean, variance, ctx.eps)
+        inverse = (variance + ctx.eps).rsqrt()
+        grad_output = _laid_out_like(input, grad_output)
+        sum_dy, sum_dy_xmu, sum_dy_xhat = _sum_gradients(
+            grad_output, input, mean, variance, inverse, ctx.eps
+        )
+        grad_input = None
+        if needs_input:
+            sums = torch.stack([sum_dy, sum_dy_xmu])
+            comm.all_reduce(ctx.group, sums, f"{ctx.what}, in backward,")
+            wide_weight = _to(weight, mean.dtype)
+            grad_input = _input_gradient(
+                grad_output, input, wide_weight, mean, inverse, sums, count
+            )
         grad_weight = sum_dy_xhat.to(weight.dtype) if needs_weight else None
         grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
-        if not needs_input:
-            return None, grad_weight, grad_bias, None, None, None
-        sums = torch.stack([sum_dy, sum_dy_xhat])
-        comm.all_reduce(ctx.group, sums, f"{ctx.what}, in backward,")
-        mean_dy, mean_dy_xhat = sums / count.clamp(min=1).to(sums.dtype)
-        inverse = (variance + ctx.eps).rsqrt()
-        scale = inverse if weight is None else inverse * weight
-        # d input = scale * (dy - mean(dy) - xhat * mean(dy * xhat)), as dy * scale + x * slope + c
-        slope = -scale * inverse * mean_dy_xhat
-        constant = -scale * mean_dy - slope * mean
-        per_channel = [1, -1] + [1] * (input.dim() - 2)
-        grad_input = torch.addcmul(
-            torch.addcmul(constant.view(per_channel), grad_output, scale.view(per_channel)),
-            input,
-            slope.view(per_channel),
-        )
-        return grad_input.to(input.dtype), grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _reduce_moments(
     input: Tensor, wide: torch.dtype, group: comm.Group, what: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of rows per channel, over all ranks.
+    """Mean and biased variance per channel, and the number of rows, over all ranks.
 
     Sums and sums of squares lose digits where the mean is large, so they travel in float64: a few
     numbers per channel, and one message of a size that does not depend on the number of ranks.
     """
     channels = input.size(1)
-    message = input.new_zeros(2 * channels + 1, dtype=torch.float64)
-    if input.numel() > 0:
-        scratch = input.new_zeros(channels, dtype=wide)
-        mean, variance = torch.batch_norm_update_stats(input, scratch, scratch.clone(), 0.0)
-        mean, variance = mean.double(), variance.double()
-        count = input.numel() // channels
-        torch.cat([mean * count, (variance + mean * mean) * count], out=message[:-1])
-        message[-1] = count
+    rows = input.numel() // channels
+    message = input.new_full((2 * channels + 1,), rows, dtype=torch.float64)
+    if rows > 0:
+        mean, variance = _local_moments(input, wide)
+        mean = mean.double()
+        message[:channels].mul_(mean)
+        message[channels:-1].mul_(variance.double().addcmul_(mean, mean))
     comm.all_reduce(group, message, what)
-    count_all = message[-1]
-    means = message[:-1] / count_all.clamp(min=1)
-    mean, square = means[:channels], means[channels:]
-    variance = (square - mean * mean).clamp(min=0)
-    return mean.to(wide), variance.to(wide), count_all
+    count = message[-1]
+    moments = (message[:-1] / (count if rows > 0 else count.clamp(min=1))).view(2, channels)
+    moments[1].addcmul_(moments[0], moments[0], value=-1).clamp_(min=0)
+    mean, variance = moments.to(wide)
+    return mean, variance, count
 
 
-def _gradient_sums(
-    grad_output: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Per channel, over this rank's rows: the sums of dy and of dy * xhat."""
-    if input.numel() == 0:  # the kernel divides by the number of rows
-        return torch.zeros_like(mean), torch.zeros_like(mean)
+def _local_moments(input: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel of this rank's rows."""
+    if input.is_cuda:
+        return torch.batch_norm_update_stats(input, None, None, 0.0)
+    # The CPU's kernel answers in the dtype of the running statistics it is given.
+    running = input.new_zeros(2, input.size(1), dtype=wide)
+    return torch.batch_norm_update_stats(input, running[0], running[1], 0.0)
+
+
+def _sum_gradients(
+    grad_output: Tensor, input: Tensor, mean: Tensor, variance: Tensor, inverse: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per channel, over this rank's rows: the sums of dy, of dy * (x - mean), of dy * xhat."""
+    if input.numel() == 0:  # the kernels divide by the number of rows
+        return torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
+    if input.is_cuda:
+        sum_dy, sum_dy_xmu, sum_dy_xhat, _ = torch.batch_norm_backward_reduce(
+            grad_output, input, mean, inverse, mean, True, True, False
+        )
+        return sum_dy, sum_dy_xmu, sum_dy_xhat
+    ones, only_sums = torch.ones_like(mean), [False, True, True]
     _, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
-        grad_output,
-        input,
-        torch.ones_like(mean),
-        mean,
-        variance,
-        None,
-        None,
-        False,
-        eps,
-        [False, True, True],
+        grad_output, input, ones, mean, variance, mean, inverse, False, eps, only_sums
     )
-    return sum_dy, sum_dy_xhat
+    return sum_dy, sum_dy_xhat / inverse, sum_dy_xhat
+
+
+def _input_gradient(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    sums: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """weight * inverse * (dy - mean(dy) - (x - mean) * inverse^2 * mean(dy * (x - mean)))."""
+    if input.numel() == 0:
+        return torch.empty_like(input)
+    if input.is_cuda:
+        return torch.batch_norm_backward_elemt(
+            grad_output, input, mean, inverse, weight, sums[0], sums[1], count.int().view(1)
+        )
+    # The same, as dy * scale + x * slope + constant: one pass over the rows less.
+    mean_dy, mean_dy_xmu = sums / count.to(sums.dtype)
+    scale = inverse if weight is None else inverse * weight
+    slope = -scale * inverse.square() * mean_dy_xmu
+    constant = -scale * mean_dy - slope * mean
+    scale, slope, constant = (
+        each.view([1, -1] + [1] * (input.dim() - 2)) for each in (scale, slope, constant)
+    )
+    grad = torch.addcmul(torch.addcmul(constant, grad_output, scale), input, slope)
+    return grad.to(input.dtype)
+
+
+def _laid_out_like(input: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient with the strides of the input, which the kernels take for granted."""
+    if grad_output.stride() == input.stride():
+        return grad_output
+    return torch.empty_like(input).copy_(grad_output)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
