@@ -86,8 +86,9 @@ class HookCall:
     def __init__(self, hook: Hook, state: Any, bucket: Bucket, index: int, last: int) -> None:
         self._bucket = bucket
         self._what = f"Communication hook on bucket {index}"
+        self._future: Any = None
         future = hook(state, GradBucket(bucket, index, is_last=index == last))
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # collectives return the base class
             raise HookError(
                 f"{self._what}: it returned {type(future).__name__}, not a future.",
                 advice="Return a torch.futures.Future whose value is the reduced buffer.",
@@ -95,7 +96,10 @@ class HookCall:
         self._future = future
 
     def wait(self) -> None:
+        if self._future is None:
+            return
         result = self._future.wait()
+        self._future = None
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]
         target = self._bucket.flat

@@ -105,6 +105,7 @@ class Reducer:
         self.is_weighing = False
         """Whether this is inside a `weighted()` block."""
         self._has_unweighted = False
+        self._is_weighted_run = False
         self._late_words: Tensor | None = None
         self._backward: Backward | None = None
         """The one that is running."""
@@ -170,8 +171,11 @@ class Reducer:
             self._abandon(self._unfinished)
 
     def shadow(self, weight: float) -> None:
-        """Take part in one backward of the others without gradients of one's own."""
-        self.weight = weight
+        """Take part in one backward of the others without gradients of one's own.
+
+        Where losses are weighted, a rank without inputs has no items.
+        """
+        self.weight = 0.0 if self._is_weighted_run else weight
         self._finish(Backward(False, [], is_shadow=True))
 
     def _attach_counted(self, index: int, ref: ParamRef) -> None:
@@ -267,6 +271,10 @@ class Reducer:
             current.unused += bucket.fill(1.0 if self._hook else 1.0 / self.size)
         if bucket.plan.trailer:
             self._trailer.write(bucket.trailer, current.unused, self._words(current))
+        if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
+            # Hooks may communicate again when their first sum has arrived. Gloo does that on two
+            # threads in any order, so two buckets at once could block each other for good.
+            current.in_flight[-1].wait()
         current.in_flight.append(self._start(number, bucket))
 
     def _start(self, number: int, bucket: Bucket) -> Reduction:
@@ -294,6 +302,7 @@ class Reducer:
             self._settle(current)
         finally:
             self._backward = None
+            self._is_weighted_run |= self.is_weighing
             self.weight = None
             self._has_unweighted = False
         self.steps += 1
