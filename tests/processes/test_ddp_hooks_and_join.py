@@ -146,9 +146,14 @@ def test_join_works_with_batch_norm_and_no_sync() -> None:
 
 def joined_or_raise(world: World) -> None:
     model = DistributedDataParallel(small())
-    with pytest.raises(RuntimeError), model.join(throw_on_early_termination=True):
-        for _ in range(1 + world.rank):
-            model(X[:2]).square().mean().backward()
+
+    def train() -> None:
+        with model.join(throw_on_early_termination=True):
+            for _ in range(1 + world.rank):
+                model(X[:2]).square().mean().backward()
+
+    with pytest.raises(RuntimeError):
+        train()
 
 
 def test_join_can_raise_on_early_termination() -> None:

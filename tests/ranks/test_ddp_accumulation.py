@@ -108,8 +108,10 @@ def test_as_in_torch_the_forward_pass_decides() -> None:
             outside.backward()  # the forward pass was outside: averages
         averaged = copied(model)
         expected = whole_gradients(slice(12))
-        return [torch.allclose(grads["0.weight"], expected["0.weight"], atol=1e-6)
-                for grads in (local, averaged)]
+        return [
+            torch.allclose(grads["0.weight"], expected["0.weight"], atol=1e-6)
+            for grads in (local, averaged)
+        ]
 
     assert run_ranks(2, body) == [[False, True], [False, True]]
 

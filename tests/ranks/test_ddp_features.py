@@ -226,7 +226,9 @@ def test_checks_for_forgotten_models_leave_nothing_behind() -> None:
     def body(world: World) -> None:
         model = wrap(world)
         step(model, world)
-        references.extend([weakref.ref(model), weakref.ref(model.module), weakref.ref(model._reducer)])
+        references.extend(
+            [weakref.ref(model), weakref.ref(model.module), weakref.ref(model._reducer)]
+        )
 
     run_ranks(2, body)
     gc.collect()

@@ -42,7 +42,9 @@ def test_gradients_match_one_process_on_the_whole_batch(
             case.build(), process_group=world.group, bucket_cap_mb=bucket_mb
         )
         seen = []
-        for _ in range(3):  # the first learns the order, the second uses it, the third reuses memory
+        for _ in range(
+            3
+        ):  # the first learns the order, the second uses it, the third reuses memory
             model.zero_grad()
             case.loss(model, shard(case.batch(ROWS), world.rank, world.size)).backward()
             seen.append(dense(gradients(model)))
@@ -61,9 +63,7 @@ def test_gradients_match_one_process_on_the_whole_batch(
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replicas_stay_equal_to_the_last_bit(case: Case) -> None:
     def body(world: World) -> dict[str, Any]:
-        model = DistributedDataParallel(
-            case.build(), process_group=world.group, bucket_cap_mb=1e-4
-        )
+        model = DistributedDataParallel(case.build(), process_group=world.group, bucket_cap_mb=1e-4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0)
         for _ in range(6):
             optimizer.zero_grad()

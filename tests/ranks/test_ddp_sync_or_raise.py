@@ -150,8 +150,7 @@ def test_a_backward_that_broke_off_on_one_rank_stops_all_ranks_and_the_next_work
             except MemoryError:
                 heard.append("memory")
             except DesyncError as error:
-                heard.append("desync")
-                assert "Step 2" in str(error)
+                heard.append("desync" if "Step 2" in str(error) else str(error))
             tries += 1
         return heard, gradients(model)
 
@@ -234,7 +233,9 @@ def test_parameters_on_several_devices_are_refused() -> None:
         assert "2 devices" in str(error)
 
 
-@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"output_device": 0}, {"device_ids": [0, 1]}])
+@pytest.mark.parametrize(
+    "options", [{"device_ids": [0]}, {"output_device": 0}, {"device_ids": [0, 1]}]
+)
 def test_device_arguments_for_a_cpu_model_are_refused(options: dict[str, Any]) -> None:
     def body(world: World) -> None:
         wrap(small(), world, **options)
