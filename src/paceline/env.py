@@ -86,9 +86,16 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
         nodes=nodes,
         master_addr=master_addr,
         master_port=read_int(environ, "MASTER_PORT", default=29500),
-        agent_has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_has_store=_agent_has_store(environ),
         source=source,
     )
+
+
+def _agent_has_store(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher serves the store: not if a script has chosen a port of its own since."""
+    chosen = environ.get("PACELINE_STORE_PORT", environ.get("MASTER_PORT"))
+    is_launchers = environ.get("MASTER_PORT") == chosen
+    return is_launchers and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
@@ -217,7 +224,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
 
-    torchrun's variables, plus `PACELINE_RUN_ID`. `loopback` is the interface Gloo is kept on when
+    torchrun's variables, plus two of ours. `loopback` is the interface Gloo is kept on when
     the whole world is on one machine. What the user has set for threads and Gloo is left alone.
     """
     ours = {
@@ -239,6 +246,7 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "PACELINE_RUN_ID": run_id,
+        "PACELINE_STORE_PORT": str(place.master_port),
     }
     if threads is not None:
         ours["OMP_NUM_THREADS"] = str(threads)

@@ -88,6 +88,43 @@ def test_without_the_flag_torchs_names_are_torchs(tmp_path: Path) -> None:
     ]
 
 
+SPAWNS = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def train(rank, size, port):
+        os.environ["MASTER_ADDR"] = "localhost"
+        os.environ["MASTER_PORT"] = port
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        net = DDP(torch.nn.Linear(2, 1))
+        net(torch.ones(1, 2)).sum().backward()
+        os.write(1, f"{rank} of {dist.get_world_size()} {type(net).__module__}\\n".encode())
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        import socket
+        with socket.create_server(("localhost", 0)) as free:
+            port = str(free.getsockname()[1])
+        torch.multiprocessing.spawn(train, args=(2, port), nprocs=2)
+"""
+
+
+def test_a_script_that_spawns_its_own_world_gets_our_classes_there(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SPAWNS))
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--as-torch", "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 of 2 paceline.ddp", "1 of 2 paceline.ddp"]
+
+
 def test_torchs_own_code_keeps_torchs_classes() -> None:
     table = repr(sorted({(module, name) for module, name in OURS_BY_TORCHS}))
     code = f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -21,6 +22,11 @@ if sys.platform != "linux":
 # Generous: the promise is a second, on a machine that does nothing else.
 SOON_S = 5.0
 WAITS = "import time\ntime.sleep(120)\n"
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def command(*arguments: object) -> list[str]:
@@ -430,6 +436,24 @@ def test_a_port_that_is_taken_is_a_usage_error(tmp_path: Path) -> None:
     assert f"Cannot listen on 127.0.0.1, port {port}: Address already in use." in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--log-dir", "script.py/logs"], {}, "Cannot write log files in 'script.py/logs'"),
+        ([], {"PYTHON_EXEC": "/no/such/python"}, "Cannot start '/no/such/python' for rank 0"),
+        (["--master-addr", "192.0.2.1"], {}, "Cannot listen on 192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_started_is_a_usage_error(
+    tmp_path: Path, flags: list[str], environ: dict[str, str], words: str
+) -> None:
+    script = write(tmp_path, WAITS)
+    done = paceline_run(tmp_path, *flags, script, **environ)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_master_nobody_can_reach_is_said_in_time(tmp_path: Path) -> None:
     script = write(tmp_path, WAITS)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -560,3 +584,38 @@ def test_errors_recorded_by_torchs_decorator_are_shown_once(tmp_path: Path) -> N
     assert done.returncode == 1
     assert done.stderr.count("ValueError: boom") == 1
     assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_at_a_terminal_ends_the_run_without_a_traceback(
+    tmp_path: Path, workers: int
+) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        time.sleep(120)
+        """,
+    )
+    ours, its = pty.openpty()
+    try:
+        launcher = subprocess.Popen(
+            # A session of its own, with the terminal as the one that controls it.
+            [sys.executable, "-c", TAKE_TERMINAL, *command("--workers", workers, script)[1:]],
+            cwd=tmp_path,
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+        )
+        pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", workers)]
+        os.write(ours, b"\x03")
+        assert launcher.wait(timeout=SOON_S) == 130
+        wait_until_gone(pids)
+        said = os.read(ours, 10_000).decode()
+    finally:
+        os.close(ours)
+        os.close(its)
+    assert "paceline: ended by SIGINT." in said
+    assert "Traceback" not in said

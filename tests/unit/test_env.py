@@ -186,6 +186,12 @@ def test_what_the_launcher_writes_is_what_a_worker_reads() -> None:
     assert read_placement(written()) == PLACE
 
 
+def test_a_script_that_chooses_its_own_port_serves_its_own_store() -> None:
+    place = read_placement({**written(), "MASTER_PORT": "12355"})
+    assert place is not None
+    assert not place.agent_has_store
+
+
 def test_all_of_torchruns_variables_are_written() -> None:
     assert written(role="trainer", restart_count=1, max_restarts=3, cores=8) == {
         "RANK": "2",
@@ -206,6 +212,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "TORCHELASTIC_ERROR_FILE": "/tmp/e.json",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PACELINE_RUN_ID": "r1",
+        "PACELINE_STORE_PORT": "4567",
         "OMP_NUM_THREADS": "4",
     }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from paceline import env
+from paceline.errors import UsageError
 from paceline.launcher import output
 from paceline.launcher.ending import Ending
 from paceline.launcher.machine import count_cores
@@ -53,9 +54,7 @@ class Site:
     def __post_init__(self) -> None:
         self.console = output.file_console(os.environ)
         if writes_logs(self.options):
-            root = self.options.log_dir or tempfile.mkdtemp(prefix="paceline-logs-")
-            os.makedirs(root, exist_ok=True)
-            self.log_root = tempfile.mkdtemp(prefix=f"{self.run_id}_", dir=root)
+            self.log_root = _make_log_folder(self.options.log_dir, self.run_id)
 
     def claim_file(self, attempt: int) -> str:
         return os.path.join(self._attempt_folder(attempt), "store-claimed")
@@ -101,6 +100,18 @@ class Site:
         return folder
 
 
+def _make_log_folder(root: str, run_id: str) -> str:
+    try:
+        root = root or tempfile.mkdtemp(prefix="paceline-logs-")
+        os.makedirs(root, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write log files in {root!r}: {error.strerror}.",
+            advice="Pass another --log-dir.",
+        ) from error
+
+
 class _Starter:
     """Starts workers one by one; if one cannot start, ends those that did."""
 
@@ -126,13 +137,13 @@ class _Starter:
         linger_reader, linger_writer = os.pipe()
         try:
             for spec in specs:
-                serves = door is not None and spec.rank == 0
+                served = door if spec.rank == 0 else None
                 orders = Orders(
                     parent=os.getpid(),
                     kind=self.options.kind,
-                    listen_fd=door.fileno() if serves and door is not None else -1,
-                    claim_file=door.claim_file if serves and door is not None else "",
-                    linger_fd=linger_reader if serves else -1,
+                    listen_fd=-1 if served is None else served.fileno(),
+                    claim_file="" if served is None else served.claim_file,
+                    linger_fd=-1 if served is None else linger_reader,
                     as_torch=self.options.as_torch,
                     numa=self.options.numa,
                 )

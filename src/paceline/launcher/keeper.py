@@ -10,7 +10,7 @@ from paceline.launcher.worker import Orders, die_with
 
 def main() -> None:
     """Serve until the launcher kills this process, or dies."""
-    orders = Orders.take(os.environ)
+    orders = Orders.take()
     die_with(orders.parent)
     import torch.distributed as dist
 

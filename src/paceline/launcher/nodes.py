@@ -15,12 +15,11 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 from paceline.env import is_loopback
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.launcher.attempt import Site
 from paceline.launcher.ending import Ending, describe_exit, report, signal_name
 from paceline.launcher.options import RunOptions
@@ -48,13 +47,28 @@ class Interrupted(Exception):
 
 def run_with_others(site: Site) -> int:
     """This machine's part of a run on several; the exit code."""
+    rendezvous: Rendezvous | None = None
     try:
-        with closing(Rendezvous(site.options, site.run_id, site.inbox)) as rendezvous:
-            rendezvous.arrive(site.local_size)
-            return _run_attempts(site, rendezvous)
+        rendezvous = Rendezvous(site.options, site.run_id, site.inbox)
+        rendezvous.arrive(site.local_size)
+        return _run_attempts(site, rendezvous)
     except Interrupted as interrupted:
-        say(f"paceline: ended by {signal_name(interrupted.number)}.\n")
-        return 128 + interrupted.number
+        stopped = Ending(workers=(), signal=interrupted.number)
+        if rendezvous is not None:
+            rendezvous.tell_failure(stopped)
+        say(report(stopped))
+        return stopped.exit_code
+    except PacelineError:
+        raise
+    except RuntimeError as error:  # what torch's store raises
+        raise PeerError(
+            f"The launcher at {site.options.host}:{site.options.port}, where all machines meet, "
+            "is gone.",
+            advice="See what it printed; it is the one that serves the store.",
+        ) from error
+    finally:
+        if rendezvous is not None:
+            rendezvous.close()
 
 
 def _run_attempts(site: Site, rendezvous: Rendezvous) -> int:
@@ -69,7 +83,7 @@ def _run_attempts(site: Site, rendezvous: Rendezvous) -> int:
         else:
             rendezvous.tell_failure(ending)
         say(report(ending))
-        if rendezvous.is_over or not wants_restart(options, ending, attempt):
+        if rendezvous.is_over or not wants_restart(site, ending, attempt):
             break
         say(restart_line(options, attempt, meeting.size))
     return ending.exit_code
@@ -309,6 +323,8 @@ class Rendezvous:
 
     def _wait(self, key: str, whom: str) -> None:
         while not self.store.check([key]):
+            if self.store.check([f"failed/{self.attempt}"]):
+                raise PeerError(self.look())
             self._check_deadline(whom)
             self._pause(_LOOK_S)
 

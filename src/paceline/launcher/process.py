@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.errors import UsageError
 from paceline.launcher.output import Source
 from paceline.launcher.worker import Orders
 
@@ -76,9 +77,12 @@ def start_program(
             stderr=stderr,
             process_group=0 if leads_group else None,
         )
-    except BaseException:
+    except OSError as error:
         os.close(status_reader)
-        raise
+        raise UsageError(
+            f"Cannot start {argv[0]!r} for rank {rank}: {error.strerror}.",
+            advice="PYTHON_EXEC chooses the interpreter, if it is set.",
+        ) from error
     finally:
         os.close(status_writer)
     return Running(rank, process.pid, process.poll, error_file, status_reader, [], leads_group)

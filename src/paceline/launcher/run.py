@@ -113,14 +113,16 @@ def run_alone(site: Site) -> int:
             meeting = Meeting(host=door.host, port=door.port, size=size, local_size=size)
             ending = site.run(meeting, attempt, door=door)
         say(report(ending))
-        if not wants_restart(options, ending, attempt):
+        if not wants_restart(site, ending, attempt):
             break
         say(restart_line(options, attempt, site.local_size))
     return ending.exit_code
 
 
-def wants_restart(options: RunOptions, ending: Ending, attempt: int) -> bool:
-    return not ending.succeeded and ending.signal is None and attempt < options.max_restarts
+def wants_restart(site: Site, ending: Ending, attempt: int) -> bool:
+    """Whether to try again: not after a signal, even one that came while a failure ended."""
+    site.inbox.read()
+    return not (ending.succeeded or site.inbox.seen or attempt == site.options.max_restarts)
 
 
 def restart_line(options: RunOptions, attempt: int, size: int) -> str:

@@ -33,6 +33,8 @@ from paceline.launcher.worker import FAILED, SERVING
 BLAME_PATIENCE_S = 0.2
 # How long output may still come after the last worker has ended.
 DRAIN_S = 0.25
+# The same Ctrl-C may arrive twice; one that comes later is another one.
+REPEAT_NS = 200_000_000
 _POLL_S = 0.05
 
 
@@ -43,6 +45,8 @@ class SignalInbox:
         self.numbers = list(numbers)
         self.reader, self.writer = socket.socketpair()
         self.before: dict[int, Any] = {}
+        self.seen: list[int] = []
+        """All that ever came: after one of them nothing is started any more."""
 
     def __enter__(self) -> SignalInbox:
         self.reader.setblocking(False)
@@ -68,9 +72,11 @@ class SignalInbox:
 
     def read(self) -> list[int]:
         try:
-            return [number for number in self.reader.recv(64) if number in self.before]
+            numbers = [number for number in self.reader.recv(64) if number in self.before]
         except BlockingIOError:
             return []
+        self.seen += numbers
+        return numbers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The number arrives through the wakeup descriptor."""
@@ -175,19 +181,25 @@ class _Shift:
         now_s = time.monotonic()
         due = [when for when, _ in self.deadlines.values()]
         due += [stream.due_s for stream in self.streams if stream.due_s is not None]
-        if len(self.pidfds) < len(self.alive):
+        must_poll = len(self.pidfds) < len(self.alive)
+        if must_poll:
             due.append(now_s + _POLL_S)
         timeout_s = max(0.0, min(due) - now_s) if due else None
-        for key, _ in self.selector.select(timeout_s):
-            key.data()
+        events = self.selector.select(timeout_s)
+        # A Ctrl-C at the terminal reaches a worker that shares it too: it is no failure then.
+        self.on_signal()
+        for key, _ in events:
+            if self.selector.get_map().get(key.fd) is key:  # not closed by an event before it
+                key.data()
         now_s = time.monotonic()
         for name, (when, act) in list(self.deadlines.items()):
             if now_s >= when and self.deadlines.pop(name, None) is not None:
                 act()
         for stream in self.streams:
             stream.tick(now_s)
-        for worker in self.alive[:] if len(self.pidfds) < len(self.alive) else ():
-            self.on_exit(worker)
+        if must_poll:
+            for worker in list(self.alive):
+                self.on_exit(worker)
 
     def on_output(self, stream: Source) -> None:
         if not stream.read(time.monotonic()):
@@ -249,13 +261,12 @@ class _Shift:
             self.end_all()
 
     def on_signal(self) -> None:
-        assert self.inbox is not None
-        for number in self.inbox.read():
-            if self.signal is None and not self.ending_since_ns:
+        for number in self.inbox.read() if self.inbox is not None else ():
+            if not self.ending_since_ns:
                 self.signal = number
                 self.end_all(number)
-            else:  # asked twice
-                self.kill_all()
+            elif number == signal.SIGINT and time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
+                self.kill_all()  # somebody presses Ctrl-C again
 
     def on_knock(self) -> None:
         """Somebody calls the store. Unless rank 0 opens soon, a keeper must."""

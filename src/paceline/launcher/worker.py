@@ -65,9 +65,9 @@ class Orders:
     numa: str = ""
 
     @classmethod
-    def take(cls, environ: Mapping[str, str]) -> Orders:
+    def take(cls) -> Orders:
         """Read the orders and remove them, so that the user's own children do not see them."""
-        return cls(**json.loads(os.environ.pop(ORDERS_VARIABLE, environ[ORDERS_VARIABLE])))
+        return cls(**json.loads(os.environ.pop(ORDERS_VARIABLE)))
 
     def as_variable(self) -> dict[str, str]:
         return {ORDERS_VARIABLE: json.dumps(asdict(self))}
@@ -75,8 +75,11 @@ class Orders:
 
 def main(arguments: list[str]) -> int:
     """Run the user's program as if Python had been started with it."""
-    orders = Orders.take(os.environ)
+    orders = Orders.take()
     die_with(orders.parent)
+    for fd in (orders.status_fd, orders.listen_fd, orders.linger_fd):
+        if fd >= 0:
+            os.set_inheritable(fd, False)
     if orders.kind == "program":
         os.execvp(arguments[0], arguments)
     worker = Worker(orders)
@@ -103,21 +106,20 @@ class Worker:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.pid = os.getpid()
+        self.store_port = int(os.environ.get("MASTER_PORT", "0"))
         self.store: Any = None
         self.failed = False
 
     def prepare(self) -> None:
         """Everything that must be in place before the user's code runs."""
         faulthandler.enable(file=2)
-        for fd in (self.orders.status_fd, self.orders.listen_fd, self.orders.linger_fd):
-            if fd >= 0:
-                os.set_inheritable(fd, False)
         # Hooks of the user's that call the one before them must not print the traceback either:
         # the launcher prints it, once.
         sys.excepthook = _say_nothing
         # Registered first, so it runs last.
         atexit.register(self.linger)
         when_imported("torch", self.on_torch_imported)
+        when_imported("multiprocessing.spawn", self.on_spawning_imported)
 
     def call(self, user_code: Callable[[], object]) -> int:
         """Run the user's code; its exit code, with what failed in the error file."""
@@ -157,10 +159,14 @@ class Worker:
             _bind_to_numa_node(self.orders.numa, int(os.environ["LOCAL_RANK"]))
         if self.orders.listen_fd >= 0 and os.getpid() == self.pid:
             self.serve_store()
-        if self.orders.as_torch:
-            from paceline.as_torch import swap_classes
+        from paceline.launcher import spawned
 
-            swap_classes()
+        spawned.on_torch_imported(self.store_port, self.orders.as_torch)
+
+    def on_spawning_imported(self) -> None:
+        from paceline.launcher import spawned
+
+        spawned.watch_for_spawning(self.store_port, self.orders.as_torch)
 
     def serve_store(self) -> None:
         """Serve the store all workers meet at, on the loopback socket the launcher bound.
@@ -256,40 +262,50 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Watch:
-    """A module finder that finds nothing itself, and hears when one module was loaded.
-
-    It leaves no trace: by the time the module's own code runs, the loader is the real one.
-    """
+    """A module finder that finds nothing itself, but hears when one module is loaded."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
         self.callback = callback
-        self.real: Any = None
+        self.is_looking = False
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return None
-        self.real = spec.loader
-        spec.loader = self  # type: ignore[assignment]
+        self.is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_looking = False
+        # Libraries look for a module without loading it, so the watch goes on until it is loaded.
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WatchedLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self.real.create_module(spec)
-        return made
+    def on_loaded(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.callback()
+
+
+class _WatchedLoader:
+    """Stands for the real loader until the module's own code runs, and leaves no trace."""
+
+    def __init__(self, real: Any, watch: _Watch) -> None:
+        self.real = real
+        self.watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real
         self.real.exec_module(module)
-        self.callback()
+        self.watch.on_loaded()
 
 
 def describe(error: BaseException, rank: int) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""What a worker does around the user's code, as far as it needs no worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from paceline.launcher.worker import Orders, claim_store, when_imported
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = "seldom_imported"
+    (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders = list(sys.meta_path)
+    yield name
+    sys.meta_path[:] = finders
+    sys.modules.pop(name, None)
+
+
+def test_an_import_is_heard_of_once_and_after_the_modules_own_code(module: str) -> None:
+    heard: list[int] = []
+    when_imported(module, lambda: heard.append(sys.modules[module].value))
+    assert heard == []
+    import_module(module)
+    import_module(module)
+    assert heard == [1]
+
+
+def test_looking_for_a_module_without_loading_it_does_not_end_the_watch(module: str) -> None:
+    heard: list[str] = []
+    when_imported(module, lambda: heard.append(module))
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.loader is not None
+    assert spec.loader.get_source(module) == "value = 1\n"  # type: ignore[attr-defined]
+    assert heard == []
+    import_module(module)
+    assert heard == [module]
+
+
+def test_a_watched_module_shows_no_trace_of_it(module: str) -> None:
+    before = list(sys.meta_path)
+    when_imported(module, lambda: None)
+    loaded = import_module(module)
+    assert sys.meta_path == before
+    assert type(loaded.__loader__) is SourceFileLoader
+    assert loaded.__spec__ is not None
+    assert loaded.__spec__.loader is loaded.__loader__
+
+
+def test_a_module_that_is_there_already_is_heard_of_at_once(module: str) -> None:
+    import_module(module)
+    heard: list[str] = []
+    when_imported(module, lambda: heard.append(module))
+    assert heard == [module]
+
+
+def test_orders_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = Orders(parent=7, kind="module", listen_fd=3, as_torch=True)
+    for name, value in orders.as_variable().items():
+        monkeypatch.setenv(name, value)
+    assert Orders.take() == orders
+    assert not any(name in os.environ for name in orders.as_variable())
+
+
+def test_only_the_first_claims_the_store(tmp_path: Path) -> None:
+    path = str(tmp_path / "claimed")
+    assert [claim_store(path), claim_store(path)] == [True, False]
