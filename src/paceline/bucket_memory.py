@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,13 +18,9 @@ from torch.nn import Parameter
 
 from paceline.buckets import BucketPlan
 
-# From about this mean size on, one fused copy-and-scale per gradient beats a batched copy and a
+# From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
 _LARGE_NUMEL = 32_768
-
-# Up to about this mean size, letting autograd add into zeroed memory beats copying afterwards:
-# adding costs memory traffic, copying a Python object for every gradient.
-_SMALL_NUMEL = 2_048
 
 
 class ParamRef:
@@ -48,7 +43,6 @@ class Bucket:
     """One flat buffer and the gradients in it.
 
         empty --(fill)--> local gradients --(reduced by the owner)--> averages --(hand_out)--> empty
-              --(place, then backward itself, then fill)-->
 
     `views[i]` is the place of the i-th gradient, with its parameter's own strides.
     With `always_views` even a gradient tensor that somebody else owns is replaced by its view.
@@ -68,11 +62,8 @@ class Bucket:
         self._storage_uses = 0
         self._averaged_at: int | None = None
         self._is_plain = False
-        self._is_in_place = False
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
-        self._is_small = plan.device.type == "cpu" and mean_numel <= _SMALL_NUMEL
-        self._is_placed = False
 
     @property
     def params(self) -> list[Parameter | None]:
@@ -94,44 +85,10 @@ class Bucket:
     def trailer(self) -> Tensor:
         return self.buffer[self.plan.numel :]
 
-    def place(self) -> None:
-        """Before backward, let autograd add small gradients straight into the buffer."""
-        if not self._is_small or self._buffer is None or not self._is_unwatched():
-            return
-        params = self.params
-        if any(param is None or param.grad is not None for param in params):
-            return
-        self.flat.zero_()
-        for param, view in zip(params, self.views, strict=True):
-            param.grad = view  # type: ignore[union-attr]
-        self._averaged_at = None
-        self._is_placed = True
-
-    def unplace(self, ready: set[int]) -> None:
-        """Take back what was placed for parameters that got no gradient."""
-        if not self._is_placed:
-            return
-        self._is_placed = False
-        if ready.issuperset(self.indices):
-            return
-        for index, param, view in zip(self.indices, self.params, self.views, strict=True):
-            if param is not None and index not in ready and param.grad is view:
-                param.grad = None
-
     @torch.no_grad()
-    def fill(self, scale: float, ready: set[int]) -> list[int]:
-        """Bring every local gradient into the buffer, times `scale`; list the unused parameters.
-
-        `ready` names the parameters that got a gradient in this backward.
-        """
-        was_placed = self._is_placed
-        self.unplace(ready)
+    def fill(self, scale: float) -> list[int]:
+        """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
-        self._is_in_place = was_placed and all(map(is_, grads, self.views))
-        if self._is_in_place:
-            if scale != 1.0:
-                self.flat.mul_(scale)
-            return []
         self._is_plain = self._buffer is not None and self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views, scale)
@@ -176,7 +133,7 @@ class Bucket:
         if self._buffer is None or self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
-        self._is_plain = self._is_in_place = False
+        self._is_plain = False
         return self.indices
 
     def hand_out(self, used: Sequence[bool]) -> None:
@@ -185,13 +142,11 @@ class Bucket:
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
         has one for each. A parameter without any keeps `grad is None`.
         """
-        self._averaged_at = self.buffer._version
-        if self._is_in_place:
-            return
         if self._is_plain:
             for param, view in zip(self.params, self.views, strict=True):
                 if param is not None:
                     param.grad = view
+            self._averaged_at = self.buffer._version
             return
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
             if param is None:
@@ -207,6 +162,7 @@ class Bucket:
             else:
                 with torch.no_grad():
                     grad.copy_(view)
+        self._averaged_at = self.buffer._version
 
     def release(self) -> None:
         """Give the memory up to the gradients that are views of it."""

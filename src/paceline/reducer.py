@@ -54,7 +54,7 @@ class Backward:
     """This rank has run out of inputs and only keeps the others company."""
     is_aborting: bool = False
     ready: list[int] = field(default_factory=list)
-    """Parameters in the order in which their gradients came."""
+    """Parameters in the order their gradients came."""
     in_flight: list[Reduction] = field(default_factory=list)
     """One entry for every bucket that has started, in order."""
     unused: list[int] = field(default_factory=list)
@@ -127,9 +127,9 @@ class Reducer:
             if self._fires is None or self._bucket_of[index] != last:
                 self._attach_counted(index, ref)
             else:
-                self._attach_uncounted(index, ref)
-        for index, ref in enumerate(self._sparse, len(self._params)):
-            self._attach_uncounted(index, ref)
+                self._attach_uncounted(ref)
+        for ref in self._sparse:
+            self._attach_uncounted(ref)
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
@@ -160,9 +160,6 @@ class Reducer:
         current = self._backward
         if current is None:
             self._open(wants_sync).is_outermost = True
-            if wants_sync:
-                for bucket in self._buckets:
-                    bucket.place()
         elif wants_sync:
             # Several forwards in one backward: one wish to synchronise is enough. Gradients that
             # came while skipping were not counted; their buckets start at the end of backward.
@@ -198,15 +195,13 @@ class Reducer:
 
         self._hook_up(ref, on_grad_ready)
 
-    def _attach_uncounted(self, index: int, ref: ParamRef) -> None:
-        """Only note that this gradient came: it waits for the end of backward anyway."""
+    def _attach_uncounted(self, ref: ParamRef) -> None:
+        """Only notice that a backward is running; this gradient waits for its end anyway."""
         reducer = self
 
         def on_grad_ready(_param: Tensor) -> None:
-            current = reducer._backward
-            if current is None:
-                current = reducer._open(reducer.wants_sync)
-            current.ready.append(index)
+            if reducer._backward is None:
+                reducer._open(reducer.wants_sync)
 
         self._hook_up(ref, on_grad_ready)
 
@@ -254,8 +249,6 @@ class Reducer:
         current = self._backward
         if current is not None and current.callback is callback:
             self._backward, self._unfinished = None, current
-            for bucket in self._buckets:
-                bucket.unplace(set(current.ready))
 
     def _on_bucket_full(self, current: Backward, bucket: int, param: int) -> None:
         """Start every full bucket whose predecessors have started.
@@ -275,9 +268,7 @@ class Reducer:
             current.unused += bucket.fill_zeros()
         else:
             self._refuse_second_average(bucket)
-            current.unused += bucket.fill(
-                1.0 if self._hook else 1.0 / self.size, set(current.ready)
-            )
+            current.unused += bucket.fill(1.0 if self._hook else 1.0 / self.size)
         if bucket.plan.trailer:
             self._trailer.write(bucket.trailer, current.unused, self._words(current))
         if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
@@ -316,7 +307,7 @@ class Reducer:
             self._has_unweighted = False
         self.steps += 1
         if self._fires is None:
-            self._learn_order([index for index in current.ready if index < len(self._params)])
+            self._learn_order(current.ready)
         if self.after_sync is not None:
             self.after_sync()
 
