@@ -53,6 +53,7 @@ SURFACE = {
         "script_args",
     },
     "doctor": {"--json", "--no-test", "--workers"},
+    "demo": {"--workers", "--epochs", "--seed", "--json"},
 }
 
 
@@ -87,7 +88,9 @@ def test_the_commands_change_on_purpose_only() -> None:
     assert {"run", "doctor", "demo"} <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["demo", "--help"], ["--version"]]
+)
 def test_help_and_the_launcher_do_not_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys, paceline.cli, paceline.launcher.run\n"
