@@ -1,0 +1,62 @@
+# Everything a stranger needs, from a machine that has Python, pip and make.
+# The environment lives in .venv; nothing is written outside this folder.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --no-cache-dir --disable-pip-version-check \
+	--constraint constraints.txt
+
+.PHONY: help demo test lint types unit bench clean
+
+help:  ## show this list (the default)
+	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+
+demo: $(VENV)/.installed  ## set up, then train a small model on two CPU workers
+	@$(BIN)/paceline demo
+
+test: $(VENV)/.installed-dev  ## set up, then lint, check types and run every test
+	@$(MAKE) --no-print-directory lint types
+	$(BIN)/pytest -q
+
+lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(VENV)/.installed-dev  ## mypy --strict
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev  ## the tests that need no second rank: seconds
+	$(BIN)/pytest -q tests/unit
+
+bench: $(VENV)/.installed-dev  ## measure the step and the engine's own cost: minutes, keep quiet
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks step
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems have pip but not the module that puts pip into new environments.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("Paceline needs Python 3.11 \
+	or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Choose another: make PYTHON=...")'
+	@echo "Creating $(VENV) with $(PYTHON) ..."
+	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-cache-dir pip; }
+	@touch $@
+
+# The build tools are installed first and pinned, so that building fetches nothing by itself.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing Paceline and torch into $(VENV) ..."
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools ..."
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
