@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
+    "DDPOptions": "paceline.ddp",
+    "DistributedBatchSampler": "paceline.sampler",
     "DistributedDataParallel": "paceline.ddp",
     "DistributedSampler": "paceline.sampler",
-    "DistributedBatchSampler": "paceline.sampler",
+    "EpochNotSetWarning": "paceline.sampler",
+    "SyncBatchNorm": "paceline.sync_batch_norm",
     "World": "paceline.world",
     "init_process_group": "paceline.world",
     "launch": "paceline.launcher",
@@ -22,10 +25,13 @@ _HOME_BY_NAME = {
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
+    from paceline.ddp import DDPOptions as DDPOptions
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
     from paceline.launcher import launch as launch
     from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
     from paceline.sampler import DistributedSampler as DistributedSampler
+    from paceline.sampler import EpochNotSetWarning as EpochNotSetWarning
+    from paceline.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from paceline.world import World as World
     from paceline.world import init_process_group as init_process_group
 

@@ -19,10 +19,11 @@ OURS_BY_TORCHS = {
         "paceline.ddp",
         "DistributedDataParallel",
     ),
-    ("torch.utils.data", "DistributedSampler"): ("paceline.sampler", "DistributedSampler"),
+    ("torch.nn", "SyncBatchNorm"): ("paceline.sync_batch_norm", "SyncBatchNorm"),
+    ("torch.utils.data", "DistributedSampler"): ("paceline.sampler", "PaddedDistributedSampler"),
     ("torch.utils.data.distributed", "DistributedSampler"): (
         "paceline.sampler",
-        "DistributedSampler",
+        "PaddedDistributedSampler",
     ),
 }
 

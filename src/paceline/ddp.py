@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from paceline import agreement, comm, tree
 from paceline.comm_hook import Hook, check_hook
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
+from paceline.low_precision import LowPrecision
 from paceline.reducer import Reducer
 from paceline.uneven import UnevenInputs
 from paceline.world import default_group
@@ -90,7 +91,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> None:
         group = _pick_group(process_group, device_mesh)
         named = _named_parameters(module)
-        problem = _find_problem(named, device_ids, output_device, mixed_precision)
+        problem = _find_problem(named, device_ids, output_device)
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         device = named[0][1].device if named else torch.device("cpu")
         if init_sync and group.size() > 1:
@@ -115,6 +116,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             self.broadcast_buffers, sync_buffers_now = forward_sync_buffers, True
         self._ddp_options = options
         self._bucket_capacities = capacities
+        self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
         self._forwards = 0
         self._syncs_buffers_next = True
         self.module = module
@@ -126,12 +128,16 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
-        if self._is_alone:
-            return self.module(*inputs, **kwargs)
-        self._before_forward()
+        if not self._is_alone:
+            self._before_forward()
         if self.device_ids:
             inputs, kwargs = tree.map_tensors(self._to_device, (inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
+        if self._low_precision is not None:
+            output = self._low_precision(self.module, inputs, kwargs)
+        else:
+            output = self.module(*inputs, **kwargs)
+        if self._is_alone:
+            return output
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._mark_outputs(output)
         return output
@@ -390,7 +396,6 @@ def _find_problem(
     named: Sequence[tuple[str, nn.Parameter]],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-    mixed_precision: Any,
 ) -> PacelineError | None:
     """What is wrong with this rank's arguments, if anything; all ranks hear of it."""
     for name, param in named:
@@ -416,11 +421,6 @@ def _find_problem(
         return DeviceError(
             "The model's parameters lie on the meta device, which holds no values.",
             advice="Give the model memory with to_empty() and fill it before wrapping it.",
-        )
-    if mixed_precision is not None:
-        return UsageError(
-            "mixed_precision is a private option of torch's class and is not supported.",
-            advice="Use torch.autocast, or convert the model before wrapping it.",
         )
     return _find_device_problem(device, list(device_ids or []), output_device)
 

@@ -7,9 +7,7 @@ one process, so the same script runs under plain `python`.
 
 from __future__ import annotations
 
-import socket
 import warnings
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -228,9 +226,9 @@ def _connect(place: Placement) -> Store:
     address = env.LOOPBACK if place.is_single_node else place.master_addr
     if place.agent_has_store:
         address = place.master_addr
-    listen: dict[str, Any] = {}
+    serve: dict[str, Any] = {}
     if is_server:
-        listen = {"master_listen_fd": listening_socket(address, place.master_port).detach()}
+        serve = {"master_listen_fd": listen(address, place.master_port).detach()}
     return TCPStore(
         address,
         place.master_port,
@@ -238,23 +236,5 @@ def _connect(place: Placement) -> Store:
         is_server,
         timeout=STORE_TIMEOUT,
         wait_for_workers=False,
-        **listen,
+        **serve,
     )
-
-
-def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket bound to one address only: torch's own store would listen on every interface."""
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(where)
-        server.listen(4096)
-    except OSError as error:
-        with closing(server):
-            raise UsageError(
-                f"Cannot listen on {address}, port {port}: {error.strerror}.",
-                advice="Another program has that port, or the address is not this machine's. "
-                "Set MASTER_PORT to a free one, or use `paceline run`, which picks one.",
-            ) from error
-    return server

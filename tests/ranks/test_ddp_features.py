@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from paceline import DistributedDataParallel, World
 from paceline.testing import gradients, run_ranks, seeded
@@ -265,3 +266,19 @@ def test_a_gradient_penalty_with_double_backward_is_averaged() -> None:
 
     for got in run_ranks(2, body):
         torch.testing.assert_close(got, gradients(whole))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mixed_precision_computes_low_and_averages_high(size: int) -> None:
+    config = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+    def body(world: World) -> Any:
+        model = wrap(world, mixed_precision=config)
+        output = model(X[world.rank :: world.size])
+        assert output.dtype is torch.bfloat16
+        output.float().square().mean().backward()
+        return gradients(model)
+
+    for got in run_ranks(size, body):
+        assert got["0.weight"].dtype is torch.float32
+        torch.testing.assert_close(got, whole_gradients(), rtol=0.05, atol=0.01)

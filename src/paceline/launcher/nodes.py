@@ -25,8 +25,8 @@ from paceline.launcher.ending import Ending, describe_exit, report, signal_name
 from paceline.launcher.options import RunOptions
 from paceline.launcher.plan import Meeting
 from paceline.launcher.run import restart_line, say, wants_restart
-from paceline.launcher.store import listen
 from paceline.launcher.watch import OtherMachines, SignalInbox
+from paceline.sockets import listen
 
 STORE_TIMEOUT_S = 30.0
 BEAT_S = 1.0

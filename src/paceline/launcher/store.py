@@ -9,37 +9,15 @@ caller knocks. Whoever creates the claim file first is the one who serves.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 from paceline.env import LOOPBACK
-from paceline.errors import UsageError
 from paceline.launcher.worker import Orders, claim_store
+from paceline.sockets import listen
 
 # A rank 0 that is still importing torch must not lose the store to a keeper.
 SCRIPT_PATIENCE_S = 5.0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address only; port 0 is any free one."""
-    server: socket.socket | None = None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        server = socket.socket(family, socket.SOCK_STREAM)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-        server.listen(4096)
-    except OSError as error:
-        if server is not None:
-            server.close()
-        raise UsageError(
-            f"Cannot listen on {host}, port {port}: {error.strerror or error}.",
-            advice="Another program has that port, or the address is not this machine's. Leave "
-            "--master-addr and --master-port out to get a free port on loopback.",
-        ) from error
-    return server
 
 
 class StoreDoor:

@@ -12,6 +12,11 @@ cards, and the only thing to remember is how many cards are gone:
 
 from paceline.sampler.batches import DistributedBatchSampler
 from paceline.sampler.dealer import EpochNotSetWarning
-from paceline.sampler.samples import DistributedSampler
+from paceline.sampler.samples import DistributedSampler, PaddedDistributedSampler
 
-__all__ = ["DistributedBatchSampler", "DistributedSampler", "EpochNotSetWarning"]
+__all__ = [
+    "DistributedBatchSampler",
+    "DistributedSampler",
+    "EpochNotSetWarning",
+    "PaddedDistributedSampler",
+]

@@ -131,6 +131,26 @@ class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
         return bool(self.shuffle)
 
 
+class PaddedDistributedSampler(DistributedSampler):
+    """Pads by default in evaluation too, for scripts that were written for torch's class.
+
+    Such a script may communicate once per batch, and then every rank must have as many.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool | None = True,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last, pad=pad)
+
+
 class _SamplerOfSampler(DistributedSampler):
     """What `DistributedSampler.of()` returns: the order is what another sampler yields."""
 
