@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --no-cache-dir --disable-pip-version-check \
+PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-check \
 	--constraint constraints.txt
 
 .PHONY: help demo test lint types unit bench clean
@@ -46,7 +46,7 @@ $(VENV)/.created:
 	@echo "Creating $(VENV) with $(PYTHON) ..."
 	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
-		$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-cache-dir pip; }
+		$(PYTHON) -m pip --python $(BIN)/python install -qq --no-cache-dir pip; }
 	@touch $@
 
 # The build tools are installed first and pinned, so that building fetches nothing by itself.

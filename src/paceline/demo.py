@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
@@ -107,7 +109,10 @@ def main(args: argparse.Namespace) -> int:
     options = Options(args.workers, args.epochs, args.seed)
     if not args.json:
         print(introduction(options), flush=True)  # importing torch takes a moment
-    outcome = train(options)
+    with warnings.catch_warnings():
+        # torch without NumPy says so once; nothing here needs it.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        outcome = train(options)
     print(json.dumps({**asdict(options), **asdict(outcome)}) if args.json else report(outcome))
     return 0 if outcome.is_as_promised else 1
 
@@ -282,21 +287,19 @@ def report(outcome: Outcome) -> str:
 def _picture(workers: int) -> list[str]:
     """How a batch is cut, and where the gradients meet."""
     share, longer = divmod(BATCH_ROWS, workers)
-    shown = list(range(workers)) if workers <= 4 else [0, 1, None, workers - 1]
-    left = [
-        "..."
-        if rank is None
-        else f"worker {rank}: {share + (rank < longer)} rows -> forward -> backward"
-        for rank in shown
+    paths = [
+        f"worker {rank}: {_count(share + (rank < longer), 'row')} -> forward -> backward"
+        for rank in range(workers)
     ]
-    width = max(map(len, left))
-    right = ["gradients summed,", f"divided by {BATCH_ROWS},", "the same step on all"]
+    if workers > 4:
+        paths = [*paths[:2], "...", paths[-1]]
+    width = max(map(len, paths))
+    goals = ["gradients summed,", f"divided by {BATCH_ROWS},", "same step on all"]
     lines = []
-    for number in range(max(len(left), len(right))):
-        batch = f"  {BATCH_ROWS} rows -" if number == 0 else " " * 12
-        part = f"+-> {left[number]:<{width}} -+" if number < len(left) else " " * (width + 7)
-        joined = "-> " if number == 0 else "   "
-        lines.append(f"{batch}{part}{joined}{right[number] if number < 3 else ''}".rstrip())
+    for path, goal in zip_longest(paths, goals, fillvalue=""):
+        batch, arrow = ("  ", "  ") if lines else (f"  {BATCH_ROWS} rows -", "->")
+        middle = f"+-> {path:<{width}} -+" if path else ""
+        lines.append(f"{batch:<12}{middle:<{width + 7}}{arrow} {goal}".rstrip())
     return lines
 
 
