@@ -295,7 +295,7 @@ def _picture(workers: int) -> list[str]:
         paths = [*paths[:2], "...", paths[-1]]
     width = max(map(len, paths))
     goals = ["gradients summed,", f"divided by {BATCH_ROWS},", "same step on all"]
-    lines = []
+    lines: list[str] = []
     for path, goal in zip_longest(paths, goals, fillvalue=""):
         batch, arrow = ("  ", "  ") if lines else (f"  {BATCH_ROWS} rows -", "->")
         middle = f"+-> {path:<{width}} -+" if path else ""
