@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,35 +18,64 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in the tree, in the order of its containers."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif is_container(value):
+        for _, item in children(value):
             yield from tensors(item)
+
+
+def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in the tree with the expression that finds it, such as `batch['x'][0]`."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, item in children(value):
+        yield from named_tensors(item, path + key)
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each with what follows the container's name to get there."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield f"[{name!r}]", item
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name, item in zip(value._fields, value, strict=True):
+            yield f".{name}", item
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors(item)
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name, None))
+            if hasattr(value, field.name):
+                yield f".{field.name}", getattr(value, field.name)
+
+
+def with_children(value: Any, items: Sequence[Any]) -> Any:
+    """The container rebuilt around other items, in the order of `children`."""
+    if isinstance(value, Mapping):
+        return _same_mapping(value, dict(zip(value, items, strict=True)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value)(items)
+    clone = copy.copy(value)
+    fields = (f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+    for name, item in zip(fields, items, strict=True):
+        object.__setattr__(clone, name, item)  # frozen dataclasses too
+    return clone
+
+
+def is_container(value: Any) -> bool:
+    """Whether the value is something that holds other values, rather than a leaf."""
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same tree with `function` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, Mapping):
-        changed = {key: map_tensors(function, item) for key, item in value.items()}
-        return _same_mapping(value, changed)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                item = map_tensors(function, getattr(value, field.name))
-                object.__setattr__(clone, field.name, item)  # frozen dataclasses too
-        return clone
+    if is_container(value):
+        return with_children(value, [map_tensors(function, item) for _, item in children(value)])
     return value
 
 

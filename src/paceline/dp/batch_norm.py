@@ -1,0 +1,160 @@
+"""Batch normalisation over the chunks of all replicas, which meet in every layer.
+
+The statistics are those of the whole batch, so N replicas normalise as one would. Each replica
+brings its chunk's mean and variance and takes everybody's; autograd follows them across replicas
+by itself, because all of this is one process and one graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.dp.devices import Place
+from paceline.errors import UsageError
+
+Moments = tuple[Tensor, Tensor, int]
+"""Mean and biased variance per channel, and over how many elements they are taken."""
+
+
+class AbsentError(UsageError):
+    """A replica waits for one that will not come, which mostly has an error of its own."""
+
+
+class Meeting:
+    """Lets the replicas of one forward pass wait for each other, layer after layer.
+
+    A replica that is finished, or has failed, leaves. Those that still wait for it then fail too,
+    so that nobody waits forever.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._changed = threading.Condition()
+        self._expected: list[int] = []
+        self._brought: dict[int, tuple[str, Moments]] = {}
+        self._answer: list[tuple[str, Moments]] = []
+        self._round = 0
+        self._left: int | None = None
+
+    def open(self, replicas: Sequence[int]) -> None:
+        self._expected, self._brought, self._left = list(replicas), {}, None
+
+    def leave(self, replica: int) -> None:
+        with self._changed:
+            self._left = replica if self._left is None else self._left
+            self._changed.notify_all()
+
+    def exchange(self, replica: int, layer: str, moments: Moments) -> list[Moments]:
+        """Everybody's moments, in the order of the replicas, once all have brought theirs."""
+        with self._changed:
+            self._brought[replica] = (layer, moments)
+            if len(self._brought) == len(self._expected):
+                self._answer = [self._brought[number] for number in self._expected]
+                self._brought = {}
+                self._round += 1
+                self._changed.notify_all()
+            else:
+                this_round = self._round
+                self._changed.wait_for(lambda: self._round != this_round or self._left is not None)
+                if self._round == this_round:
+                    self._brought.pop(replica, None)
+                    self._raise_for_absent(replica, layer)
+            answer = self._answer
+        for number, (other, _) in zip(self._expected, answer, strict=True):
+            if other != layer:
+                raise UsageError(
+                    f"Replica {replica} normalises in {layer!r} while replica {number} does in "
+                    f"{other!r}.",
+                    advice="With batch_norm='whole' all replicas must pass the same layers in the "
+                    "same order; use batch_norm='first' for this model.",
+                )
+        return [theirs for _, theirs in answer]
+
+    def _raise_for_absent(self, replica: int, layer: str) -> None:
+        assert self._left is not None  # that is why the wait ended
+        raise AbsentError(
+            f"Replica {replica} on {self._places[replica].name} waits in {layer!r} for the batch "
+            f"statistics of replica {self._left} on {self._places[self._left].name}.",
+            "That one is done: it failed, or it left this layer out.",
+            "With batch_norm='whole' all replicas must pass the same layers; use "
+            "batch_norm='first' for this model.",
+        )
+
+
+class WholeBatch:
+    """Mixed into a BatchNorm class: normalises by the moments of all replicas' chunks."""
+
+    meeting: Meeting
+    replica: int
+    layer: str
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not self.training:
+            plain: Tensor = super().forward(input)  # type: ignore[misc]
+            return plain
+        self._check_input_dim(input)
+        wide = torch.promote_types(input.dtype, torch.float32)
+        values = input.to(wide)
+        dims = [d for d in range(input.dim()) if d != 1]
+        variance, mean = torch.var_mean(values, dims, correction=0)
+        elements = input.numel() // input.size(1)
+        everybody = self.meeting.exchange(self.replica, self.layer, (mean, variance, elements))
+        mean, variance, elements = _combine(everybody, input.device)
+        self._track(mean.detach(), variance.detach(), elements)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scale = (variance + self.eps).rsqrt()
+        output = (values - mean.view(shape)) * scale.view(shape)
+        if self.weight is not None:
+            output = output * self.weight.to(wide).view(shape)
+        if self.bias is not None:
+            output = output + self.bias.to(wide).view(shape)
+        normalised: Tensor = output.to(input.dtype)
+        return normalised
+
+    @torch.no_grad()
+    def _track(self: Any, mean: Tensor, variance: Tensor, elements: int) -> None:
+        if not self.track_running_stats or self.running_mean is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum
+        if weight is None:
+            weight = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
+        unbiased = variance * (elements / max(1, elements - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+
+def _combine(everybody: Sequence[Moments], device: torch.device) -> Moments:
+    """The moments of all chunks together."""
+    total = sum(elements for _, _, elements in everybody)
+    shares = [
+        (mean.to(device), variance.to(device), elements / total)
+        for mean, variance, elements in everybody
+    ]
+    mean = torch.stack([mean * share for mean, _, share in shares]).sum(0)
+    variance = torch.stack(
+        [(variance + (own - mean).square()) * share for own, variance, share in shares]
+    ).sum(0)
+    return mean, variance, total
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    return any(is_replaced(layer) for layer in module.modules())
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a replica's copy of this layer would meet the others; SyncBatchNorm meets ranks."""
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+@cache
+def whole_batch_class(kind: type[Any]) -> type[nn.Module]:
+    """The BatchNorm class with `WholeBatch` before it."""
+    return type(kind.__name__, (WholeBatch, kind), {})

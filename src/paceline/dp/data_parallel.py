@@ -1,0 +1,289 @@
+"""DataParallel: one process, one model, a replica on each device.
+
+A forward pass is scatter, replicate, parallel apply, gather, in the files of these names; this one
+puts them in order. `backward()` computes the loss on the replicas too, so that only numbers
+come together on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import tree
+from paceline.dp.batch_norm import (
+    AbsentError,
+    Meeting,
+    has_batch_norm,
+    is_replaced,
+    whole_batch_class,
+)
+from paceline.dp.devices import (
+    Device,
+    Place,
+    check_tensors_at_home,
+    find_place,
+    find_places,
+    group_into_lanes,
+)
+from paceline.dp.gather import gather
+from paceline.dp.loss import Count, Reduction, check_loss, plan_factors, total_loss
+from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_split
+from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame
+from paceline.dp.parameters import ParameterSets
+from paceline.dp.replicate import Replica, as_it_is
+from paceline.dp.scatter import Chunk, scatter
+from paceline.errors import UsageError
+from paceline.wrapper import Wrapper
+
+Work = Callable[[Chunk, nn.Module], Any]
+
+
+class DataParallel(Wrapper):
+    """Runs a module on several devices at once, each on a part of the batch.
+
+    Takes torch's arguments and gives torch's outputs and gradients. Devices may also be parts of
+    the CPU, `["cpu:0", "cpu:1"]`, each a thread. `split` shares the rows out by weight, for devices
+    of unequal speed; `options` holds what else torch's class has no argument for.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        split: Sequence[float] | None = None,
+        options: DPOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        places = find_places(device_ids)
+        check_split(split, len(places))
+        nn.Module.__init__(self)
+        # Set before `module`: from then on, names that the module has are set on the module.
+        self.dim = dim
+        self.device_ids = [place.torch_id for place in places]
+        self.split = None if split is None else list(split)
+        self._places = places
+        self._dp_options = options
+        first = places[0] if output_device is None else find_place(output_device, "output_device")
+        self._output_place = first
+        self.output_device = first.torch_id
+        self.src_device_obj = places[0].device
+        self._engine: _Engine | None = None
+        if len(places) == 1:
+            module = module.to(places[0].device)
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on the replicas' parts of the inputs, and join their outputs."""
+        if len(self._places) == 1:
+            return self._run_alone(inputs, kwargs)
+        chunks = scatter(inputs, kwargs, self._places, self.dim, self.split)
+        outputs = self._ready_engine().forward(chunks)
+        places = [self._places[chunk.replica] for chunk in chunks]
+        return gather(outputs, places, self._output_place.device, self.dim)
+
+    # A graph captured by torch.compile cannot contain threads.
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def backward(
+        self,
+        loss_fn: Callable[..., Tensor],
+        inputs: Any,
+        targets: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        reduction: Reduction = "mean",
+        count: Count | None = None,
+    ) -> Tensor:
+        """Forward, loss and backward on the replicas; returns the loss of the whole batch.
+
+            loss = model.backward(F.cross_entropy, images, labels)
+
+        Each replica computes `loss_fn(module(*inputs, **kwargs), targets)` for its chunk, without
+        `targets` if there are none, and its gradients. A tuple of `inputs` is several arguments.
+        With reduction "mean" the chunks' losses are weighed by their rows, or by `count(targets)`,
+        such as the number of tokens that are not padding. With "sum" they are added up, and
+        divided by the sum of `count(targets)` if that is given.
+        Gradients are added to the parameters' own when all replicas have succeeded.
+        """
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        chunks = scatter((args, targets), kwargs or {}, self._places, self.dim, self.split)
+        factors = plan_factors(chunks, reduction, count, self._places)
+        losses = self._ready_engine().backward(chunks, loss_fn, factors)
+        return total_loss(losses, factors, self._output_place.device)
+
+    def _run_alone(self, inputs: Any, kwargs: Any) -> Any:
+        device = self._places[0].device
+        inputs, kwargs = tree.map_tensors(
+            lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs)
+        )
+        output = self.module(*inputs, **kwargs)
+        target = self._output_place.device
+        return output if target == device else tree.map_tensors(lambda t: t.to(target), output)
+
+    def _ready_engine(self) -> _Engine:
+        engine = self._engine
+        if engine is None or not engine.is_usable(self.module):
+            engine = _Engine(self.module, self._places, self._dp_options)
+            self.__dict__["_engine"] = engine
+        return engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
+        clone.__dict__ |= state
+        return clone
+
+
+class _Engine:
+    """Replicas and the threads they run in: everything that is not part of the model's state."""
+
+    def __init__(self, module: nn.Module, places: list[Place], options: DPOptions) -> None:
+        self._source = module
+        self._places = places
+        # Replicas that wait for each other in a layer cannot take turns.
+        self._meeting = (
+            Meeting(places) if options.batch_norm == "whole" and has_batch_norm(module) else None
+        )
+        self._lanes = group_into_lanes(places, one_each=self._meeting is not None)
+        self._parameters = ParameterSets(places, self._lanes, options.share_parameters)
+        self._replicas = [self._build(number) for number in range(len(places))]
+        self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
+        self._lock = threading.Lock()
+
+    def is_usable(self, module: nn.Module) -> bool:
+        """Whether module, submodules and threads are still those this engine was built with."""
+        is_manned = self._crew is None or self._crew.is_alive
+        return is_manned and module is self._source and self._replicas[0].is_current()
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """The replicas' outputs, in the order of the chunks."""
+        used = [chunk.replica for chunk in chunks]
+        with self._lock:
+            params = self._check_home()
+            tables = self._parameters.link(params, used)
+            for number in used:
+                self._replicas[number].refresh(tables[number])
+            return self._apply(chunks, lambda chunk, module: module(*chunk.args, **chunk.kwargs))
+
+    def backward(
+        self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Any]
+    ) -> list[Tensor]:
+        """The chunks' losses; their gradients, times the factors, are added to the parameters'."""
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "backward() was called where gradients are switched off.",
+                advice="Call it outside torch.no_grad() and torch.inference_mode().",
+            )
+        used = [chunk.replica for chunk in chunks]
+        factor_by_replica = dict(zip(used, factors, strict=True))
+        is_joint = self._meeting is not None  # one graph for all replicas
+
+        def work(chunk: Chunk, module: nn.Module) -> Tensor:
+            args, targets = chunk.args
+            output = module(*args, **chunk.kwargs)
+            loss = loss_fn(output) if targets is None else loss_fn(output, targets)
+            check_loss(loss)
+            if is_joint:
+                return loss
+            loss.backward(factor_by_replica[chunk.replica].to(loss.dtype))  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        with self._lock:
+            params = self._check_home()
+            tables = self._parameters.detach(params, used)
+            for number in used:
+                self._replicas[number].refresh(tables[number])
+            try:
+                losses = self._apply(chunks, work)
+                if is_joint:
+                    weights = [f.to(loss.dtype) for f, loss in zip(factors, losses, strict=True)]
+                    torch.autograd.backward(losses, weights)
+            except BaseException:
+                self._parameters.forget_gradients()
+                raise
+            self._parameters.collect(params)
+        return losses
+
+    def _check_home(self) -> list[Tensor]:
+        """The parameters, which all lie where the first replica is, or it is an error."""
+        params = self._replicas[0].parameters()
+        home = self._places[0]
+        tensors = [*params, *self._replicas[0].buffers()]
+        if any(tensor.device != home.device for tensor in tensors):
+            check_tensors_at_home(self._source.named_parameters(), home)
+            check_tensors_at_home(self._source.named_buffers(), home)
+        return params
+
+    def _apply(self, chunks: Sequence[Chunk], work: Work) -> list[Any]:
+        """Do the work on every chunk, each lane's chunks one after the other."""
+        climate = Climate(self._places)
+        chunk_by_replica = {chunk.replica: chunk for chunk in chunks}
+        if self._meeting is not None:
+            self._meeting.open(list(chunk_by_replica))
+
+        def lane_job(members: Sequence[int]) -> Callable[[], dict[int, Any]] | None:
+            own = [chunk_by_replica[number] for number in members if number in chunk_by_replica]
+            return (lambda: self._run_lane(own, work, climate)) if own else None
+
+        jobs = [lane_job(members) for members in self._lanes]
+        if self._crew is None:
+            assert jobs[0] is not None  # a batch has at least one chunk
+            results = jobs[0]()
+        else:
+            results = _merge(self._crew.run(jobs))
+        return [results[chunk.replica] for chunk in chunks]
+
+    def _run_lane(self, chunks: Sequence[Chunk], work: Work, climate: Climate) -> dict[int, Any]:
+        results = {}
+        for chunk in chunks:
+            replica = self._replicas[chunk.replica]
+            try:
+                with climate.around(replica.place):
+                    results[chunk.replica] = work(chunk, replica.module)
+            except BaseException as error:
+                blame(error, chunk.replica, self._places, chunk.describe())
+                raise
+            finally:
+                if self._meeting is not None:
+                    self._meeting.leave(chunk.replica)
+        return results
+
+    def _build(self, number: int) -> Replica:
+        meeting = self._meeting
+
+        def meet(name: str, module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+            if not is_replaced(module):
+                return as_it_is(name, module)
+            extras = {"meeting": meeting, "replica": number, "layer": name}
+            return whole_batch_class(type(module)), extras  # type: ignore[arg-type]
+
+        specialise = as_it_is if meeting is None else meet
+        place = self._places[number]
+        return Replica(self._source, place, is_first=number == 0, specialise=specialise)
+
+    def _hire(self, cpu_threads: int | None) -> Crew:
+        cpu_lanes = sum(place.device.type == "cpu" for place in self._places)
+        available = torch.get_num_threads()
+        share = max(1, available // cpu_lanes) if cpu_lanes else available
+        names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
+        return Crew(names, cpu_threads or share)
+
+
+def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:
+    """All lanes' results; or the first lane's error that is not the echo of another's."""
+    errors = [outcome.error for outcome in outcomes if outcome and outcome.error is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, AbsentError)), errors[0])
+    return {k: v for outcome in outcomes if outcome for k, v in outcome.value.items()}

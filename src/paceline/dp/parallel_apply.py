@@ -1,0 +1,151 @@
+"""Running replicas at the same time: a standing thread per lane, and what it is told to carry.
+
+torch keeps much of its state per thread: whether gradients are recorded, autocast, the current
+stream. A replica must not notice that it runs elsewhere, so a `Climate` is taken from the calling
+thread and put around the replica in its own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.dp.devices import Place
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one job: its value, or the exception it ended with."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Crew:
+    """Standing threads, one per lane, that do what they are given and wait again.
+
+        waiting --(run)--> working --(outcome)--> waiting ... --(crew collected)--> ended
+
+    A thread refers to its queue only. So the crew, and the model that owns it, can be collected
+    while threads wait, and that ends them.
+    """
+
+    def __init__(self, names: Sequence[str], cpu_threads: int) -> None:
+        self._pid = os.getpid()
+        self._names, self._cpu_threads = names, cpu_threads
+        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
+        self._unfinished: list[queue.SimpleQueue[Any]] = []
+        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        before = torch.get_num_threads()
+        for name, inbox in zip(names, self._queues, strict=True):
+            args = (inbox, ready, cpu_threads)
+            threading.Thread(target=_stand_by, args=args, name=name, daemon=True).start()
+        for _ in names:
+            ready.get()
+        # The number is one per thread, but new threads start with the one that was set last.
+        torch.set_num_threads(before)
+        weakref.finalize(self, _dismiss, self._queues)
+
+    @property
+    def is_alive(self) -> bool:
+        """Threads do not come along into a forked process."""
+        return self._pid == os.getpid()
+
+    def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
+        """Do one job per lane, all at once; their outcomes in the order of the lanes."""
+        self._finish_interrupted()
+        outcomes: list[Outcome | None] = [None] * len(jobs)
+        inboxes: list[queue.SimpleQueue[Any]] = []
+        for job, inbox in zip(jobs, self._queues, strict=True):
+            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            inboxes.append(done)
+            if job is not None:
+                inbox.put((job, contextvars.copy_context(), done))
+        self._unfinished = [done for job, done in zip(jobs, inboxes, strict=True) if job]
+        for lane, (job, done) in enumerate(zip(jobs, inboxes, strict=True)):
+            if job is not None:
+                outcomes[lane] = done.get()
+                self._unfinished.pop(0)
+        return outcomes
+
+    def _finish_interrupted(self) -> None:
+        """A call that Ctrl-C broke off left its replicas working: they must not meet ours."""
+        while self._unfinished:
+            self._unfinished[0].get()
+            self._unfinished.pop(0)
+
+
+def _stand_by(
+    inbox: queue.SimpleQueue[Any], ready: queue.SimpleQueue[None], cpu_threads: int
+) -> None:
+    torch.set_num_threads(cpu_threads)
+    ready.put(None)
+    del ready
+    while True:
+        order = inbox.get()
+        if order is None:
+            return
+        job, context, done = order
+        try:
+            outcome = Outcome(value=context.run(job))
+        except BaseException as error:
+            outcome = Outcome(error=error)
+        done.put(outcome)
+        # Nothing of this batch may stay alive while the thread waits for the next.
+        del order, job, context, done, outcome
+
+
+def _dismiss(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
+    for inbox in queues:
+        inbox.put(None)
+
+
+class Climate:
+    """What the calling thread has switched on, to be put around a replica in another thread."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        devices = {place.device for place in places if place.device.type != "cpu"}
+        types = ["cpu", *sorted({device.type for device in devices})]
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._streams = {device: torch.accelerator.current_stream(device) for device in devices}
+        self._caches = torch.is_autocast_cache_enabled()
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in types
+        }
+
+    def around(self, place: Place) -> ExitStack:
+        """A context like the calling thread's, for the replica at `place`."""
+        stack = ExitStack()
+        stream = self._streams.get(place.device)
+        if stream is not None:
+            stack.enter_context(torch.accelerator.device_index(place.device.index))
+            stack.enter_context(stream)
+        stack.enter_context(torch.inference_mode(self._inference))
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, (enabled, dtype) in self._autocast.items():
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled, cache_enabled=self._caches)
+                )
+        return stack
+
+
+def blame(error: BaseException, replica: int, places: Sequence[Place], what: str) -> None:
+    """Note on the exception which replica raised it; its own traceback shows where."""
+    error.add_note(
+        f"Replica {replica} of {len(places)} on {places[replica].name} raised this, working on "
+        f"{what}.\nThe other replicas finished or were not started; the model can be called again."
+    )

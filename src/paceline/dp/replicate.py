@@ -1,0 +1,179 @@
+"""Copies of a module that persist: built once, brought up to date before every forward pass.
+
+A replica has module objects of its own, because a forward pass may set attributes on them. They
+hold the module's own parameters where both are in one memory: nothing is copied, and gradients
+reach the parameters by autograd alone. In another memory they hold views of one flat buffer per
+dtype; see `flat`.
+
+Buffers are written to in forward passes. The first replica has the module's own, so that they are
+updated once, as by `nn.DataParallel`; every other replica has copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.dp.devices import Place
+from paceline.dp.flat import copy_flat
+from paceline.errors import UsageError
+
+Parameters = Mapping[int, Tensor]
+"""What a replica uses in place of a parameter, by the parameter's `id`."""
+
+Specialise = Callable[[str, nn.Module], tuple[type[nn.Module], dict[str, Any]]]
+"""The class of a module's copy, by the module and its name, and attributes of the copy alone."""
+
+
+def as_it_is(_name: str, module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    return type(module), {}
+
+
+class Replica:
+    """One copy of `source`, at `place`.
+
+        built --(refresh)--> like the source --(forward)--> used --(refresh)--> like the source ...
+
+    Invariant: a replica keeps nothing from one refresh to the next but its module objects and its
+    copies of buffers. Whatever else a forward pass set on it is gone, as torch's replicas are.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        place: Place,
+        *,
+        is_first: bool,
+        specialise: Specialise = as_it_is,
+    ) -> None:
+        self.place = place
+        self._is_first = is_first
+        self._links = _link(source, specialise)
+        self._with_buffers = [link for link in self._links if link.source._buffers]
+        self._buffers_seen: list[tuple[int, int]] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self._links[0].copy
+
+    def parameters(self) -> list[Tensor]:
+        """What the source learns: its parameters, and buffers that require gradients, each once."""
+        found: dict[int, Tensor] = {}
+        for link in self._links:
+            for param in link.source._parameters.values():
+                if param is not None:
+                    found[id(param)] = param
+        found.update({id(buffer): buffer for buffer in self.buffers() if buffer.requires_grad})
+        return list(found.values())
+
+    def buffers(self) -> list[Tensor]:
+        """The source's buffers; one that is used in several places several times."""
+        dictionaries = (link.source._buffers for link in self._with_buffers)
+        return [b for buffers in dictionaries for b in buffers.values() if b is not None]
+
+    def is_current(self) -> bool:
+        """Whether the source still has the submodules that were copied."""
+        return all(link.source._modules == link.children_seen for link in self._links)
+
+    def refresh(self, parameters: Parameters | None) -> None:
+        """Take over the source's attributes, buffers, and parameters or what stands for them."""
+        for link in self._links:
+            link.refresh(parameters)
+        if self._is_first:
+            for link in self._with_buffers:  # the dictionary itself: assignments count too
+                link.copy.__dict__["_buffers"] = link.source._buffers
+        else:
+            self._refresh_buffers(parameters or {})
+        for link in self._links:
+            link.rebind(self._links)
+
+    def _refresh_buffers(self, parameters: Parameters) -> None:
+        named = [
+            (link, name, buffer)
+            for link in self._with_buffers
+            for name, buffer in link.source._buffers.items()
+        ]
+        buffers = [buffer for _, _, buffer in named if buffer is not None]
+        seen = _stamps(buffers)
+        is_training = any(link.source.training for link in self._with_buffers)
+        if is_training or seen is None or seen != self._buffers_seen:
+            # Batch normalisation writes to its statistics without a trace in their versions.
+            self._buffers_seen = None if is_training else seen
+            copied = iter(copy_flat(buffers, self.place.device))
+            for link, name, buffer in named:
+                link.buffers[name] = None if buffer is None else next(copied)
+        for link, name, buffer in named:
+            if buffer is not None and buffer.requires_grad:
+                link.buffers[name] = parameters.get(id(buffer), buffer)
+        for link in self._with_buffers:
+            link.copy.__dict__["_buffers"] = dict(link.buffers)
+
+
+class _Link:
+    """One module of the source and its copy."""
+
+    def __init__(self, name: str, source: nn.Module, specialise: Specialise) -> None:
+        if isinstance(source, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{type(source).__name__} is a compiled script, of which no replica can be made.",
+                advice="Wrap the Python module, and script its parts or nothing.",
+            )
+        kind, self.extras = specialise(name, source)
+        self.source = source
+        self.copy: nn.Module = kind.__new__(kind)
+        self.children_seen = dict(source._modules)
+        self.children: dict[str, nn.Module | None] = {}
+        self.buffers: dict[str, Tensor | None] = {}
+        self.is_recurrent = isinstance(source, nn.RNNBase)
+        self.bound = [
+            name
+            for name, value in source.__dict__.items()
+            if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
+        ]
+
+    def refresh(self, parameters: Parameters | None) -> None:
+        state, copied = self.source.__dict__, self.copy.__dict__
+        copied.clear()
+        copied.update(state)
+        copied.update(self.extras)
+        copied["_modules"] = self.children
+        if parameters is None:
+            copied["_parameters"] = dict(state["_parameters"])
+            return
+        copied["_parameters"] = own = {
+            name: None if param is None else parameters[id(param)]
+            for name, param in state["_parameters"].items()
+        }
+        if self.is_recurrent:  # keeps a list of them for its kernel
+            names = cast(nn.RNNBase, self.source)._flat_weights_names
+            copied["_flat_weights"] = [own.get(name) for name in names]
+
+    def rebind(self, links: Sequence[_Link]) -> None:
+        """Let methods that the source keeps as attributes work on the copy."""
+        for name in self.bound:
+            method = self.source.__dict__.get(name)
+            if isinstance(method, MethodType):
+                owner = next((link for link in links if link.source is method.__self__), None)
+                if owner is not None:
+                    self.copy.__dict__[name] = MethodType(method.__func__, owner.copy)
+
+
+def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
+    """The module and all its submodules, each once, linked with a copy."""
+    links = [_Link(name, module, specialise) for name, module in source.named_modules()]
+    copy_by_source = {id(link.source): link.copy for link in links}
+    for link in links:
+        for name, child in link.children_seen.items():
+            link.children[name] = None if child is None else copy_by_source[id(child)]
+    return links
+
+
+def _stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
+    """What changes when a tensor is replaced or written to; None where that cannot be told."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
