@@ -19,10 +19,12 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from paceline import env
 from paceline.env import Placement
-from paceline.errors import DeviceError, NotInitializedError, UsageError
+from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
+from paceline.sockets import listen
 
 CPU = torch.device("cpu")
-STORE_TIMEOUT = timedelta(seconds=300)
+STORE_TIMEOUT = timedelta(seconds=120)
+"""How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ def init_process_group(
         options |= {"store": HashStore(), "world_size": 1, "rank": 0}
         source = "alone"
     else:
-        options |= {"store": _connect(place), "world_size": place.size, "rank": place.rank}
+        options |= {"store": _connect(place, timeout), "world_size": place.size, "rank": place.rank}
         source = place.source
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
@@ -218,23 +220,32 @@ def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> 
     return place
 
 
-def _connect(place: Placement) -> Store:
+def _connect(place: Placement, timeout: timedelta | None) -> Store:
     """The store the workers meet at: served by rank 0 unless the launcher serves it."""
     if place.size == 1 and not place.agent_has_store:
         return HashStore()
     is_server = place.rank == 0 and not place.agent_has_store
-    address = env.LOOPBACK if place.is_single_node else place.master_addr
-    if place.agent_has_store:
-        address = place.master_addr
+    is_local = place.is_single_node and not place.agent_has_store
+    address = env.LOOPBACK if is_local else place.master_addr
     serve: dict[str, Any] = {}
     if is_server:
         serve = {"master_listen_fd": listen(address, place.master_port).detach()}
-    return TCPStore(
-        address,
-        place.master_port,
-        place.size,
-        is_server,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        **serve,
-    )
+    patience = min(timeout or STORE_TIMEOUT, STORE_TIMEOUT)
+    try:
+        return TCPStore(
+            address,
+            place.master_port,
+            place.size,
+            is_server,
+            timeout=patience,
+            wait_for_workers=False,
+            **serve,
+        )
+    except dist.DistError as error:
+        raise PeerError(
+            f"Rank {place.rank} of {place.size} found no store at {address}, "
+            f"port {place.master_port}, within {patience.total_seconds():.0f} s.",
+            f"The address comes from {place.source}; rank 0 serves it there.",
+            "Look for an error on rank 0, and check that MASTER_ADDR and MASTER_PORT are the same "
+            "on every rank and can be reached.",
+        ) from error
