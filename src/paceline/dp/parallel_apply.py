@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Crew:
         self._pid = os.getpid()
         self._names, self._cpu_threads = names, cpu_threads
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
-        self._unfinished: list[queue.SimpleQueue[Any]] = []
+        self._unfinished: deque[queue.SimpleQueue[Outcome | None]] = deque()
         ready: queue.SimpleQueue[None] = queue.SimpleQueue()
         before = torch.get_num_threads()
         for name, inbox in zip(names, self._queues, strict=True):
@@ -65,31 +66,31 @@ class Crew:
     def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
         """Do one job per lane, all at once; their outcomes in the order of the lanes."""
         self._finish_interrupted()
-        outcomes: list[Outcome | None] = [None] * len(jobs)
-        inboxes: list[queue.SimpleQueue[Any]] = []
         for job, inbox in zip(jobs, self._queues, strict=True):
-            done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            inboxes.append(done)
-            if job is not None:
+            done: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+            if job is None:
+                done.put(None)
+            else:
                 inbox.put((job, contextvars.copy_context(), done))
-        self._unfinished = [done for job, done in zip(jobs, inboxes, strict=True) if job]
-        for lane, (job, done) in enumerate(zip(jobs, inboxes, strict=True)):
-            if job is not None:
-                outcomes[lane] = done.get()
-                self._unfinished.pop(0)
-        return outcomes
+            self._unfinished.append(done)
+        return [self._next_outcome() for _ in jobs]
+
+    def _next_outcome(self) -> Outcome | None:
+        outcome = self._unfinished[0].get()
+        self._unfinished.popleft()
+        return outcome
 
     def _finish_interrupted(self) -> None:
         """A call that Ctrl-C broke off left its replicas working: they must not meet ours."""
         while self._unfinished:
-            self._unfinished[0].get()
-            self._unfinished.pop(0)
+            self._next_outcome()
 
 
 def _stand_by(
     inbox: queue.SimpleQueue[Any], ready: queue.SimpleQueue[None], cpu_threads: int
 ) -> None:
     torch.set_num_threads(cpu_threads)
+    torch.get_num_threads()  # the first look in a thread adopts what was set last, anywhere: ours
     ready.put(None)
     del ready
     while True:

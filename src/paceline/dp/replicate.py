@@ -169,6 +169,10 @@ def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
     for link in links:
         for name, child in link.children_seen.items():
             link.children[name] = None if child is None else copy_by_source[id(child)]
+        compiler = link.source.__dict__.get("dynamo_ctx")
+        if compiler is not None:  # made by torch.compile: its forward is tied to the original
+            inner = copy_by_source[id(link.source._modules["_orig_mod"])]
+            link.extras["forward"] = compiler(inner.__call__)
     return links
 
 

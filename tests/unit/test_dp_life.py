@@ -1,0 +1,141 @@
+"""Threads and memory: a thousand steps leave nothing, and a model that is dropped is gone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.dp import DataParallel, DPOptions
+from paceline.dp.parallel_apply import Crew
+
+TWO = ["cpu:0", "cpu:1"]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def replica_threads() -> int:
+    return sum(thread.name.startswith("paceline replica") for thread in threading.enumerate())
+
+
+def wait_until(claim: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not claim() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return claim()
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
+def test_a_thousand_steps_leak_no_thread_and_no_memory(share: bool) -> None:
+    model = DataParallel(network(), device_ids=TWO, options=DPOptions(share_parameters=share))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.rand(6, 8), torch.arange(6) % 4
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.backward(F.cross_entropy, x, y)
+
+    for _ in range(50):
+        step()
+    gc.collect()
+    threads, tensors, memory = threading.active_count(), count_tensors(), resident_bytes()
+    for _ in range(1000):
+        step()
+    gc.collect()
+    assert threading.active_count() == threads
+    assert count_tensors() == tensors
+    assert resident_bytes() - memory < 8 * 2**20
+
+
+def count_tensors() -> int:
+    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+def test_a_dropped_model_is_freed_at_once_and_its_threads_end() -> None:
+    before = replica_threads()
+    model = DataParallel(network(), device_ids=TWO)
+    model(torch.rand(6, 8)).sum().backward()
+    model.backward(lambda output: output.mean(), torch.rand(6, 8))
+    assert replica_threads() == before + 2
+    weight = weakref.ref(model.module[0].weight)
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+    assert wait_until(lambda: replica_threads() == before)
+
+
+def test_outputs_live_no_longer_than_the_caller_wants() -> None:
+    model = DataParallel(network(), device_ids=TWO)
+    alive: list[weakref.ref[Tensor]] = []
+    model.module.register_forward_hook(
+        lambda module, inputs, output: alive.append(weakref.ref(output))
+    )
+    output = model(torch.rand(6, 8))
+    del output
+    assert wait_until(lambda: all(ref() is None for ref in alive))
+
+
+def test_threads_end_after_an_error_too() -> None:
+    before = replica_threads()
+    model = DataParallel(network(), device_ids=TWO)
+    with pytest.raises(RuntimeError):
+        model(torch.rand(6, 7))
+    del model
+    gc.collect()
+    assert wait_until(lambda: replica_threads() == before)
+
+
+def test_a_call_broken_off_by_ctrl_c_does_not_confuse_the_next() -> None:
+    crew = Crew(["paceline replica a", "paceline replica b"], cpu_threads=1)
+    may_end = threading.Event()
+    done = []
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        may_end.wait(5)
+        done.append("first")
+
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([interrupt, None])
+    may_end.set()
+    crew.run([lambda: done.append("second"), lambda: None])
+    assert done == ["first", "second"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_gets_threads_of_its_own() -> None:
+    model = DataParallel(nn.Linear(2, 1), device_ids=TWO)
+    expected = model(torch.ones(4, 2)).detach()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            same = torch.equal(model(torch.ones(4, 2)).detach(), expected)
+            os.write(writer, b"y" if same else b"n")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        assert file.read() == b"y"
+    os.waitpid(pid, 0)

@@ -1,0 +1,179 @@
+"""The loss on the replicas is the loss of the whole batch, however the batch is split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.dp import DataParallel, DPOptions
+from paceline.errors import UsageError
+from paceline.testing import gradients, seeded
+
+IGNORED = -100
+
+
+def classifier() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))).double()
+
+
+def cpus(count: int) -> list[str]:
+    return [f"cpu:{number}" for number in range(count)]
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(5, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 2, 7, 12])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
+def test_a_mean_over_uneven_chunks_is_the_mean_over_the_batch(
+    replicas: int, rows: int, share: bool
+) -> None:
+    bare = classifier()
+    options = DPOptions(share_parameters=share)
+    model = DataParallel(classifier(), device_ids=cpus(replicas), options=options)
+    x, y = batch(rows)
+    expected = F.cross_entropy(bare(x), y)
+    expected.backward()
+    loss = model.backward(F.cross_entropy, x, y)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(bare))
+    assert not loss.requires_grad
+
+
+def test_a_weighted_split_is_exact_too() -> None:
+    bare = classifier()
+    model = DataParallel(classifier(), device_ids=cpus(3), split=[5, 1, 2])
+    x, y = batch(11)
+    F.cross_entropy(bare(x), y).backward()
+    model.backward(F.cross_entropy, x, y)
+    torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_tokens_are_counted_where_padding_is_uneven(reduction: str) -> None:
+    bare, model = classifier(), DataParallel(classifier(), device_ids=cpus(3))
+    x, y = batch(12)
+    y[:3] = IGNORED  # the first chunk keeps one token of four
+    y[8:] = IGNORED  # the last one none: its mean would be 0 / 0
+    expected = F.cross_entropy(bare(x), y)
+    expected.backward()
+    loss = model.backward(
+        lambda output, target: F.cross_entropy(output, target, reduction=reduction),
+        x,
+        y,
+        reduction=reduction,  # type: ignore[arg-type]
+        count=lambda target: (target != IGNORED).sum(),
+    )
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+def test_sums_are_added_up() -> None:
+    bare, model = classifier(), DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(5)
+    expected = F.cross_entropy(bare(x), y, reduction="sum")
+    expected.backward()
+    loss = model.backward(
+        lambda output, target: F.cross_entropy(output, target, reduction="sum"),
+        x,
+        y,
+        reduction="sum",
+    )
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+def test_several_inputs_and_keywords_and_targets_in_containers_are_split() -> None:
+    bilinear = seeded(nn.Bilinear(4, 4, 2)).double()
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = bilinear
+
+        def forward(self, a: Tensor, *, b: Tensor) -> dict[str, Tensor]:
+            return {"out": self.body(a, b)}
+
+    model = DataParallel(Named(), device_ids=cpus(2))
+    a, _ = batch(5)
+    target = {"y": a[:, :2]}
+
+    def loss_fn(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(output["out"], target["y"])
+
+    loss = model.backward(loss_fn, (a,), target, {"b": a.flip(1)})
+    torch.testing.assert_close(loss, loss_fn(model.module(a, b=a.flip(1)), target).detach())
+
+
+def test_an_empty_batch_gives_gradients_of_zero() -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(3)
+    model.backward(
+        lambda output, target: F.cross_entropy(output, target, reduction="sum"), x[:0], y[:0]
+    )
+    assert all(grad is not None and not grad.any() for grad in gradients(model).values())
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    class OnlyA(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.a(x)
+            return out
+
+    model = DataParallel(OnlyA(), cpus(2))
+    model.backward(lambda output: output.mean(), torch.ones(4, 4))
+    assert model.module.a.weight.grad is not None
+    assert model.module.b.weight.grad is None
+
+
+def test_autocast_holds_for_the_loss_too() -> None:
+    model = DataParallel(classifier().float(), device_ids=cpus(2))
+    x, y = batch(4)
+    seen = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.cross_entropy(output.float(), target)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model.backward(loss_fn, x.float(), y)
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_a_failed_replica_leaves_all_gradients_as_they_were() -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(4)
+    model.backward(F.cross_entropy, x, y)
+    before = gradients(model)
+    with pytest.raises(IndexError):
+        model.backward(F.cross_entropy, x, torch.tensor([0, 1, 2, 50]))
+    torch.testing.assert_close(gradients(model), before, rtol=0, atol=0)
+    model.backward(F.cross_entropy, x, y)
+    doubled = {name: 2 * grad for name, grad in before.items() if grad is not None}
+    torch.testing.assert_close(gradients(model), doubled)
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(4)
+    with pytest.raises(UsageError, match=r"shape \(2, 5\), but a loss is one number"):
+        model.backward(lambda output, target: output, x, y)
+    with pytest.raises(UsageError, match=r"returned 3\.0"):
+        model.backward(lambda output, target: 3.0, x, y)
+    with pytest.raises(UsageError, match="does not depend on any parameter"):
+        model.backward(lambda output, target: output.detach().mean(), x, y)
+    with pytest.raises(UsageError, match="reduction is 'max'"):
+        model.backward(F.cross_entropy, x, y, reduction="max")  # type: ignore[arg-type]
+    with torch.no_grad(), pytest.raises(UsageError, match="gradients are switched off"):
+        model.backward(F.cross_entropy, x, y)
+    model.backward(F.cross_entropy, x, y)
