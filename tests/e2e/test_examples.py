@@ -7,12 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
 
-FOLDER = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
 
 # What each prints, whatever the number of workers.
 SHOWN = {
@@ -51,6 +53,23 @@ def test_an_example_runs_on_any_number_of_workers(
 
     paceline.launch(run, workers=workers, label=False)
     assert_shown(capsys.readouterr().out, name)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_code_of_the_readme_runs(workers: int) -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    begin = lines.index("```python") + 1
+    assert begin < 25
+    code = "\n".join(lines[begin : lines.index("```", begin)])
+
+    def run() -> float:
+        names: dict[str, Any] = {}
+        exec(code, names)
+        names["model"].check_in_sync()
+        names["world"].close()
+        return float(names["loss"])
+
+    assert len(paceline.launch(run, workers=workers)) == workers
 
 
 def test_the_plain_loop_runs_under_the_launcher() -> None:

@@ -1,0 +1,150 @@
+"""What users may rely on: names and arguments change on purpose only.
+
+The command line is frozen in `test_cli.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+import paceline
+from paceline import DistributedDataParallel, DistributedSampler
+from paceline.dp import DataParallel
+
+# Change these on purpose only, together with CHANGELOG.md: programs of users depend on them.
+NAMES_BY_MODULE = {
+    "paceline": [
+        "DDPOptions",
+        "DistributedBatchSampler",
+        "DistributedDataParallel",
+        "DistributedSampler",
+        "EpochNotSetWarning",
+        "SyncBatchNorm",
+        "World",
+        "__version__",
+        "init_process_group",
+        "launch",
+    ],
+    "paceline.dp": ["DPOptions", "DataParallel"],
+    "paceline.sampler": [
+        "DistributedBatchSampler",
+        "DistributedSampler",
+        "EpochNotSetWarning",
+        "PaddedDistributedSampler",
+    ],
+    "paceline.testing": [
+        "Fault",
+        "Faults",
+        "PlannedFault",
+        "assert_replicas_equal",
+        "gradients",
+        "run_processes",
+        "run_ranks",
+        "seeded",
+    ],
+}
+ERRORS = [
+    "DesyncError",
+    "DeviceError",
+    "HookError",
+    "NotInitializedError",
+    "PacelineError",
+    "PeerError",
+    "ReplicaError",
+    "SettingError",
+    "UsageError",
+    "WireError",
+    "WorkerError",
+]
+# Beyond what torch's classes and torch.nn.Module have.
+OWN_METHODS = {
+    # The last two are for `uneven`, the other side of join().
+    DistributedDataParallel: {"check_in_sync", "weighted", "shadow_step", "take_final_model"},
+    DistributedSampler: {"advance", "consumed", "load_state_dict", "of", "state_dict"},
+}
+# Undocumented steps of torch's own forward pass, and an attribute that ours sets per instance.
+TORCHS_INSIDES = {"broadcast_buffers", "gather", "scatter", "to_kwargs", "will_sync_module_buffers"}
+OWN_ARGUMENTS = {
+    DistributedDataParallel: ["options"],
+    DistributedSampler: ["pad"],
+    DataParallel: ["split", "options"],
+    paceline.init_process_group: [],
+}
+
+
+def positional(function: Any) -> list[tuple[str, Any]]:
+    """Names and defaults of everything that can be passed by position; torch's private ones not."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        (p.name, p.default) for p in parameters if p.kind in kinds and not p.name.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(NAMES_BY_MODULE))
+def test_a_modules_public_names_are_these(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert sorted(imported.__all__) == sorted(NAMES_BY_MODULE[module])
+    assert all(hasattr(imported, name) for name in imported.__all__)
+
+
+def test_every_public_name_is_listed_by_dir_and_an_unknown_one_is_an_attribute_error() -> None:
+    assert set(paceline.__all__) <= set(dir(paceline))
+    with pytest.raises(AttributeError, match="no attribute 'DataParalel'"):
+        _ = paceline.DataParalel
+
+
+def test_the_errors_are_these() -> None:
+    errors = importlib.import_module("paceline.errors")
+    classes = [n for n, value in vars(errors).items() if inspect.isclass(value)]
+    assert sorted(classes) == ERRORS
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (DistributedDataParallel, TorchDDP),
+        (DistributedSampler, TorchSampler),
+        (DataParallel, nn.DataParallel),
+        (paceline.init_process_group, dist.init_process_group),
+    ],
+    ids=["DistributedDataParallel", "DistributedSampler", "DataParallel", "init_process_group"],
+)
+def test_positional_arguments_and_defaults_are_torchs_and_ours_are_keywords(
+    ours: Any, torchs: Any
+) -> None:
+    assert positional(ours) == positional(torchs)
+    parameters = inspect.signature(ours).parameters.values()
+    keywords = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert keywords == OWN_ARGUMENTS[ours]
+
+
+def test_the_page_for_torch_users_explains_every_argument() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ddp.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("|")]
+    names = inspect.signature(DistributedDataParallel).parameters
+    assert [name for name in names if not any(f"`{name}" in row for row in rows)] == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [(DistributedDataParallel, TorchDDP), (DistributedSampler, TorchSampler)],
+    ids=["DistributedDataParallel", "DistributedSampler"],
+)
+def test_torchs_public_methods_are_there_and_ours_beyond_them_are_these(
+    ours: type, torchs: type
+) -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert public(torchs) - public(ours) <= TORCHS_INSIDES
+    assert public(ours) - public(torchs) == OWN_METHODS[ours]
