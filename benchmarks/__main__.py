@@ -6,10 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import overhead, step
+from benchmarks import data_parallel, overhead, single_gpu, step
 from benchmarks.tables import circumstances, save
 
-MEASUREMENTS = {"overhead": overhead, "step": step}
+MEASUREMENTS = {
+    "data_parallel": data_parallel,
+    "overhead": overhead,
+    "single_gpu": single_gpu,
+    "step": step,
+}
 
 
 def main() -> None:

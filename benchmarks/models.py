@@ -1,4 +1,4 @@
-"""The models that are measured: each is built from a name, with a batch and a loss to go with it."""
+"""The models that are measured: each by name, with a batch and a loss to go with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        wider: Tensor = F.gelu(self.up(self.norm2(x)))
+        return x + self.down(wider)
 
 
 class GPT(nn.Module):

@@ -58,7 +58,7 @@ class ManyParameters(nn.Module):
         self.all = nn.ParameterList(torch.zeros(numel) for _ in range(count))
 
     def forward(self) -> Tensor:
-        total: Tensor = Given.apply(*self.all)
+        total: Tensor = Given.apply(*self.all)  # type: ignore[no-untyped-call]
         return total
 
 
@@ -67,7 +67,7 @@ def contestants(count: int, numel: int) -> dict[str, nn.Module]:
         return ManyParameters(count, numel)
 
     two = PretendTwo(dist.group.WORLD)
-    tuned = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+    tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
     return {
         "bare": build(),
         "paceline": DistributedDataParallel(build(), init_sync=False, process_group=two),

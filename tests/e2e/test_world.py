@@ -17,9 +17,10 @@ total = torch.ones(1) * (world.rank + 1)
 dist.all_reduce(total)
 inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
           if os.path.exists(f"/proc/self/fd/{fd}")}
-mine = [line.split()[1].split(":")[0] for name in ("tcp", "tcp6") if os.path.exists(f"/proc/net/{name}")
-        for line in open(f"/proc/net/{name}").readlines()[1:]
-        if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes]
+tables = [name for name in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(name)]
+rows = [line.split() for name in tables for line in open(name).readlines()[1:]]
+mine = [row[1].split(":")[0] for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 print(world.rank, world.size, world.local_rank, world.source.replace(" ", "-"), total.item(),
       ",".join(sorted(set(mine))) or "none", flush=True)
 world.barrier()
