@@ -36,7 +36,8 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         wider: Tensor = F.gelu(self.up(self.norm2(x)))
-        return x + self.down(wider)
+        out: Tensor = x + self.down(wider)
+        return out
 
 
 class GPT(nn.Module):

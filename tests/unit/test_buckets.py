@@ -1,0 +1,82 @@
+"""The bucket plan: pure arithmetic, the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.buckets import CONTROL_WORDS, Gradient, plan_buckets
+from paceline.errors import UsageError
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+gradient = st.builds(Gradient, st.integers(0, 5000), st.sampled_from(DTYPES), st.just(CPU))
+capacities = st.lists(st.integers(1, 20_000), min_size=1, max_size=3)
+
+
+def floats(*numels: int) -> list[Gradient]:
+    return [Gradient(numel, torch.float32, CPU) for numel in numels]
+
+
+@given(st.lists(gradient, max_size=30), capacities, st.randoms(), st.booleans())
+def test_every_gradient_has_one_slot_and_slots_do_not_overlap(
+    gradients: list[Gradient], caps: list[int], random: object, apart: bool
+) -> None:
+    order = list(range(len(gradients)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    plans = plan_buckets(gradients, order, caps, trailer_apart=apart)
+    placed = [slot.param for plan in plans for slot in plan.slots]
+    assert sorted(placed) == sorted(order)
+    for plan in plans:
+        stops = [0, *(slot.stop for slot in plan.slots)]
+        assert [slot.start for slot in plan.slots] == stops[:-1]
+        for slot in plan.slots:
+            assert slot.stop - slot.start == gradients[slot.param].numel
+            assert gradients[slot.param].dtype == plan.dtype
+
+
+@given(st.lists(gradient, min_size=1, max_size=30), capacities)
+def test_a_bucket_is_over_its_capacity_only_for_a_single_gradient(
+    gradients: list[Gradient], caps: list[int]
+) -> None:
+    for plan in plan_buckets(gradients, range(len(gradients)), caps):
+        filled = [gradients[s.param].nbytes for s in plan.slots if gradients[s.param].numel]
+        if len(filled) > 1:
+            assert sum(filled[1:]) <= max(caps)
+
+
+@given(st.lists(gradient, max_size=30), capacities)
+def test_one_trailer_stands_in_the_last_bucket_and_can_count(
+    gradients: list[Gradient], caps: list[int]
+) -> None:
+    plans = plan_buckets(gradients, range(len(gradients)), caps)
+    assert [plan.trailer for plan in plans[:-1]] == [0] * (len(plans) - 1)
+    assert plans[-1].trailer == len(gradients) + CONTROL_WORDS
+    assert plans[-1].dtype in (torch.float32, torch.float64)
+
+
+def test_the_first_bucket_is_small_so_that_it_leaves_early() -> None:
+    plans = plan_buckets(floats(10, 10, 10, 10, 10, 10), range(6), [40, 120])
+    assert [[slot.param for slot in plan.slots] for plan in plans] == [[0], [1, 2, 3], [4, 5]]
+
+
+def test_buckets_are_listed_in_the_order_they_become_full() -> None:
+    half = Gradient(4, torch.bfloat16, CPU)
+    full = Gradient(4, torch.float32, CPU)
+    plans = plan_buckets([half, full, full, half], range(4), [32])
+    assert [plan.dtype for plan in plans[:2]] == [torch.float32, torch.bfloat16]
+    assert plans[2].slots == ()  # half precision cannot count, so the trailer stands alone
+
+
+def test_an_oversized_gradient_gets_a_bucket_to_itself() -> None:
+    plans = plan_buckets(floats(1, 1000, 1), range(3), [100])
+    assert [[slot.param for slot in plan.slots] for plan in plans] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("caps", [[], [0], [-1], [10, 0]])
+def test_impossible_capacities_are_refused(caps: list[int]) -> None:
+    with pytest.raises(UsageError, match="positive"):
+        plan_buckets(floats(1), [0], caps)
