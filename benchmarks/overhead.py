@@ -58,7 +58,7 @@ class ManyParameters(nn.Module):
         self.all = nn.ParameterList(torch.zeros(numel) for _ in range(count))
 
     def forward(self) -> Tensor:
-        total: Tensor = Given.apply(*self.all)  # type: ignore[no-untyped-call]
+        total: Tensor = Given.apply(*self.all)
         return total
 
 

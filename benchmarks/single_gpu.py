@@ -66,7 +66,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tenso
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
 
 
@@ -107,4 +107,4 @@ def measure_time(rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)

@@ -59,7 +59,7 @@ def measure(world: World, name: str, contestants: list[str], rounds: int, steps:
                 world.barrier()
                 start = time.perf_counter()
                 optimizer.zero_grad()
-                model.loss(module, batch).backward()  # type: ignore[no-untyped-call]
+                model.loss(module, batch).backward()
                 optimizer.step()
                 times.append(time.perf_counter() - start)
             if number:  # the first round warms up
