@@ -1,5 +1,5 @@
 # Everything a stranger needs, from a machine that has Python, pip and make.
-# The environment lives in .venv; nothing is written outside this folder.
+# The environment lives in .venv; apart from temporary files, nothing is written outside this folder.
 
 PYTHON ?= python3
 VENV := .venv
