@@ -30,6 +30,7 @@ from paceline.dp.devices import (
     find_place,
     find_places,
     group_into_lanes,
+    move,
 )
 from paceline.dp.gather import gather
 from paceline.dp.loss import Count, Reduction, check_loss, plan_factors, total_loss
@@ -121,9 +122,7 @@ class DataParallel(Wrapper):
 
     def _run_alone(self, inputs: Any, kwargs: Any) -> Any:
         device = self._places[0].device
-        inputs, kwargs = tree.map_tensors(
-            lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs)
-        )
+        inputs, kwargs = tree.map_tensors(lambda tensor: move(tensor, device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         target = self._output_place.device
         return output if target == device else tree.map_tensors(lambda t: t.to(target), output)

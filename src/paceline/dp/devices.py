@@ -72,6 +72,11 @@ def find_place(entry: Device, what: str) -> Place:
     return Place(f"{device.type}:{index}", torch.device(device.type, index))
 
 
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; the host waits only where it will read the tensor itself."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def group_into_lanes(places: Sequence[Place], *, one_each: bool) -> list[list[int]]:
     """The numbers of the places that share a thread, for every thread.
 

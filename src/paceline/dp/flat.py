@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.dp.devices import move
+
 Layout = tuple[torch.Size, tuple[int, ...]]
 
 ALIGNMENT = 64
@@ -30,7 +32,7 @@ def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             total = sum(_aligned(shape.numel()) for shape, _ in layouts)
             packed = group[0].new_empty(total)
             torch._foreach_copy_(list(_views(packed, layouts)), group)
-            flat = packed.to(device, non_blocking=True)
+            flat = move(packed, device)
             copies.update(zip(indices, _views(flat, layouts), strict=True))
     return [copies[index] for index in range(len(tensors))]
 
@@ -123,7 +125,7 @@ def _bring_home(grads: Sequence[Tensor | None], home: torch.device) -> list[Tens
     tensors = list(dense.values())
     for group in _by_dtype(tensors):
         parts = [tensors[position].reshape(-1) for position in group]
-        flat = torch.cat(parts).to(home, non_blocking=True)
+        flat = move(torch.cat(parts), home)
         pieces = torch.split(flat, [part.numel() for part in parts])
         for position, piece in zip(group, pieces, strict=True):
             moved[list(dense)[position]] = piece.view(tensors[position].shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline import tree
-from paceline.dp.devices import Place
+from paceline.dp.devices import Place, move
 from paceline.errors import UsageError
 
 _ADVICE = "Make the module return the same structure for every chunk of a batch."
@@ -46,7 +46,7 @@ class _Join:
         return self.one_of(path, values)
 
     def join_tensors(self, path: str, parts: Sequence[Tensor]) -> Tensor:
-        here = [part.to(self.device, non_blocking=True) for part in parts]
+        here = [move(part, self.device) for part in parts]
         if all(part.dim() == 0 for part in here) and self.dim in (0, -1):
             return torch.stack(here)
         try:

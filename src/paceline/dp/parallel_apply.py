@@ -12,7 +12,6 @@ import os
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,18 +44,18 @@ class Crew:
     def __init__(self, names: Sequence[str], cpu_threads: int) -> None:
         self._pid = os.getpid()
         self._names, self._cpu_threads = names, cpu_threads
-        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
-        self._unfinished: deque[queue.SimpleQueue[Outcome | None]] = deque()
+        self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
+        self._underway: list[_Errand] = []
         ready: queue.SimpleQueue[None] = queue.SimpleQueue()
         before = torch.get_num_threads()
-        for name, inbox in zip(names, self._queues, strict=True):
+        for name, inbox in zip(names, self._inboxes, strict=True):
             args = (inbox, ready, cpu_threads)
             threading.Thread(target=_stand_by, args=args, name=name, daemon=True).start()
         for _ in names:
             ready.get()
         # The number is one per thread, but new threads start with the one that was set last.
         torch.set_num_threads(before)
-        weakref.finalize(self, _dismiss, self._queues)
+        weakref.finalize(self, _dismiss, self._inboxes)
 
     @property
     def is_alive(self) -> bool:
@@ -66,49 +65,71 @@ class Crew:
     def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
         """Do one job per lane, all at once; their outcomes in the order of the lanes."""
         self._finish_interrupted()
-        for job, inbox in zip(jobs, self._queues, strict=True):
-            done: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
-            if job is None:
-                done.put(None)
-            else:
-                inbox.put((job, contextvars.copy_context(), done))
-            self._unfinished.append(done)
-        return [self._next_outcome() for _ in jobs]
-
-    def _next_outcome(self) -> Outcome | None:
-        outcome = self._unfinished[0].get()
-        self._unfinished.popleft()
-        return outcome
+        errands: list[_Errand | None] = []
+        for job, inbox in zip(jobs, self._inboxes, strict=True):
+            errand = None if job is None else _Errand(job)
+            errands.append(errand)
+            if errand is not None:
+                inbox.put(errand)
+                self._underway.append(errand)
+        outcomes = [None if errand is None else errand.wait() for errand in errands]
+        self._underway.clear()
+        return outcomes
 
     def _finish_interrupted(self) -> None:
         """A call that Ctrl-C broke off left its replicas working: they must not meet ours."""
-        while self._unfinished:
-            self._next_outcome()
+        while self._underway:
+            self._underway[0].wait()
+            self._underway.pop(0)
+
+
+class _Errand:
+    """One job on its way: given to a thread, done there, its outcome waited for here.
+
+    Waiting can be broken off at any point and begun again.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._context: contextvars.Context | None = contextvars.copy_context()
+        self._outcome: Outcome | None = None
+        self._is_done = threading.Lock()
+        self._is_done.acquire()
+
+    def do(self) -> None:
+        assert self._job is not None  # an errand is done once
+        assert self._context is not None
+        try:
+            outcome = Outcome(value=self._context.run(self._job))
+        except BaseException as error:
+            outcome = Outcome(error=error)
+        self._job = self._context = None
+        self._outcome = outcome
+        self._is_done.release()
+
+    def wait(self) -> Outcome:
+        while self._outcome is None:
+            self._is_done.acquire(timeout=60)
+        return self._outcome
 
 
 def _stand_by(
-    inbox: queue.SimpleQueue[Any], ready: queue.SimpleQueue[None], cpu_threads: int
+    inbox: queue.SimpleQueue[_Errand | None], ready: queue.SimpleQueue[None], cpu_threads: int
 ) -> None:
     torch.set_num_threads(cpu_threads)
     torch.get_num_threads()  # the first look in a thread adopts what was set last, anywhere: ours
     ready.put(None)
     del ready
     while True:
-        order = inbox.get()
-        if order is None:
+        errand = inbox.get()
+        if errand is None:
             return
-        job, context, done = order
-        try:
-            outcome = Outcome(value=context.run(job))
-        except BaseException as error:
-            outcome = Outcome(error=error)
-        done.put(outcome)
-        # Nothing of this batch may stay alive while the thread waits for the next.
-        del order, job, context, done, outcome
+        errand.do()
+        del errand  # nothing of this batch may stay alive while the thread waits for the next
 
 
-def _dismiss(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
-    for inbox in queues:
+def _dismiss(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
         inbox.put(None)
 
 
@@ -130,10 +151,10 @@ class Climate:
     def around(self, place: Place) -> ExitStack:
         """A context like the calling thread's, for the replica at `place`."""
         stack = ExitStack()
-        stream = self._streams.get(place.device)
-        if stream is not None:
-            stack.enter_context(torch.accelerator.device_index(place.device.index))
-            stack.enter_context(stream)
+        # All of them, because a copy between devices uses a stream of each; its own last.
+        for device in sorted(self._streams, key=lambda device: device == place.device):
+            stack.enter_context(torch.accelerator.device_index(device.index))
+            stack.enter_context(self._streams[device])
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, (enabled, dtype) in self._autocast.items():

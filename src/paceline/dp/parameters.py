@@ -41,6 +41,8 @@ class ParameterSets:
     ) -> dict[int, Parameters | None]:
         """Parameters for a forward pass; None means the module's own."""
         copies = self._refresh(params, replicas)
+        if not copies:
+            return dict.fromkeys(replicas)
         linked = broadcast(params, copies)
         tables = [_table(params, tensors) for tensors in linked]
         by_copies = {id(each): table for each, table in zip(copies, tables, strict=True)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline import tree
-from paceline.dp.devices import Place
+from paceline.dp.devices import Place, move
 from paceline.errors import UsageError
 
 
@@ -89,7 +89,7 @@ class _Share:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         part = self._part(tensor) if tensor.dim() > 0 else tensor
-        return part.to(self.place.device, non_blocking=True)
+        return move(part, self.place.device)
 
     def _part(self, tensor: Tensor) -> Tensor:
         sizes = self.cuts[id(tensor)]
