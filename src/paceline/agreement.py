@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ BROADCAST_CHUNK_BYTES = 64 * 2**20
 Named = Sequence[tuple[str, Tensor]]
 
 
-def describe(named_params: Sequence[tuple[str, nn.Parameter]]) -> list[list[Any]]:
-    """What must be the same on every rank for gradients to be summed."""
-    return [
-        [name, list(param.shape), str(param.dtype), param.requires_grad]
-        for name, param in named_params
-    ]
+def describe(named_params: Sequence[tuple[str, nn.Parameter]], buffers: Named) -> list[list[Any]]:
+    """What must be the same on every rank for gradients to be summed and buffers to be copied."""
+    entries: list[list[Any]] = []
+    for kind, named in (("parameter", named_params), ("buffer", buffers)):
+        for name, tensor in named:
+            state = "frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            entries.append([kind, name, list(tensor.shape), str(tensor.dtype), state])
+    return entries
 
 
 def verify_same_model(
@@ -35,9 +38,16 @@ def verify_same_model(
     description: list[list[Any]],
     device: torch.device,
     problem: PacelineError | None,
-) -> None:
-    """Raise on every rank if any rank has a problem of its own or another model than rank 0."""
-    mine = {"model": description, "problem": [problem.what, problem.advice] if problem else None}
+) -> int:
+    """Raise on every rank if any rank has a problem of its own or another model than rank 0.
+
+    Returns a number for this model that is the same on every rank.
+    """
+    mine = {
+        "model": description,
+        "problem": [problem.what, problem.advice] if problem else None,
+        "number": next(_numbers),
+    }
     everyone = comm.exchange(group, mine, device, "Comparing the models")
     if problem is not None:
         raise problem
@@ -49,6 +59,11 @@ def verify_same_model(
     for rank, theirs in enumerate(everyone):
         if theirs["model"] != first:
             raise _difference(first, theirs["model"], rank)
+    number: int = everyone[0]["number"]
+    return number
+
+
+_numbers = count(1)
 
 
 def _difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> DesyncError:
@@ -61,17 +76,17 @@ def _difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> De
         extra = longer[min(len(first), len(other))]
         where = f"First difference: only rank {who} has {_name(extra)}."
     return DesyncError(
-        f"The model has {len(first)} parameters on rank 0 and {len(other)} on rank {rank}, "
-        "and they are not the same.",
+        f"The model has {len(first)} parameters and buffers on rank 0 and {len(other)} on rank "
+        f"{rank}, and they are not the same.",
         where,
         "Build the model from the same configuration, in the same order, on every rank.",
     )
 
 
 def _name(entry: list[Any]) -> str:
-    name, shape, dtype, requires_grad = entry
-    frozen = "" if requires_grad else ", frozen"
-    return f"{name!r} is {tuple(shape)} {dtype.removeprefix('torch.')}{frozen}"
+    kind, name, shape, dtype, state = entry
+    remarks = "".join(f", {word}" for word in (kind if kind == "buffer" else "", state) if word)
+    return f"{name!r} is {tuple(shape)} {dtype.removeprefix('torch.')}{remarks}"
 
 
 @torch.no_grad()

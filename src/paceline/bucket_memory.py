@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.buckets import BucketPlan
+from paceline.errors import DeviceError
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
@@ -37,6 +38,11 @@ class ParamRef:
     def requires_grad(self) -> bool:
         param = self.get()
         return param is not None and param.requires_grad
+
+    @property
+    def has_grad(self) -> bool:
+        param = self.get()
+        return param is not None and param.grad is not None
 
 
 class Bucket:
@@ -60,7 +66,7 @@ class Bucket:
         self._always_views = always_views
         self._buffer: Tensor | None = None
         self._storage_uses = 0
-        self._averaged_at: int | None = None
+        self._versions: list[int] | None = None
         self._is_plain = False
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
@@ -89,11 +95,13 @@ class Bucket:
     def fill(self, scale: float) -> list[int]:
         """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
-        self._is_plain = self._buffer is not None and self._is_unwatched() and _are_unshared(grads)
+        if self._buffer is None:
+            self._allocate()
+        self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views, scale)
             return []
-        if self._buffer is None or self._is_watched(grads):
+        if self._is_watched(grads):
             self._allocate()
         views = self.views
         in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
@@ -142,11 +150,16 @@ class Bucket:
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
         has one for each. A parameter without any keeps `grad is None`.
         """
+        try:
+            self._hand_out(used)
+        except RuntimeError as error:
+            raise self._why_refused() from error
+
+    def _hand_out(self, used: Sequence[bool]) -> None:
         if self._is_plain:
             for param, view in zip(self.params, self.views, strict=True):
                 if param is not None:
                     param.grad = view
-            self._averaged_at = self.buffer._version
             return
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
             if param is None:
@@ -162,7 +175,6 @@ class Bucket:
             else:
                 with torch.no_grad():
                     grad.copy_(view)
-        self._averaged_at = self.buffer._version
 
     def release(self) -> None:
         """Give the memory up to the gradients that are views of it."""
@@ -171,23 +183,44 @@ class Bucket:
 
     def is_average_added_to(self) -> bool:
         """Whether gradients were added onto averages, and nobody zeroed these in between."""
-        if self._buffer is None or self._averaged_at is None:
+        if self._versions is None or not self.views:
             return False
-        in_place = sum(
-            param is not None and param.grad is view
-            for param, view in zip(self.params, self.views, strict=True)
+        return any(
+            param is not None and param.grad is view and view._version == version + 1
+            for param, view, version in zip(self.params, self.views, self._versions, strict=True)
         )
-        return 0 < in_place == self._buffer._version - self._averaged_at
+
+    def remember_averages(self) -> None:
+        """Note how the averages look now, for `is_average_added_to`."""
+        self._versions = [view._version for view in self.views]
+
+    def _why_refused(self) -> DeviceError:
+        """torch takes a gradient only in its parameter's dtype and on its device."""
+        moved = [
+            (name, param, view)
+            for name, param, view in zip(self.names, self.params, self.views, strict=True)
+            if param is not None and (param.dtype, param.device) != (view.dtype, view.device)
+        ]
+        if not moved:
+            return DeviceError("A parameter has changed since the model was wrapped.")
+        name, param, view = moved[0]
+        return DeviceError(
+            f"Parameter {name!r} is {param.dtype} on {param.device}, but was {view.dtype} on "
+            f"{view.device} when the model was wrapped.",
+            advice="Move or convert the model first, then wrap it.",
+        )
 
     def _allocate(self) -> None:
         plan = self.plan
         numel = plan.numel + plan.trailer
         self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
         self.views = [
-            self._buffer[slot.start : slot.stop].as_strided(*layout)
+            # `data` is no view for autograd: it can be detached in place, and changing one gradient
+            # does not make another one look changed.
+            self._buffer[slot.start : slot.stop].as_strided(*layout).data
             for slot, layout in zip(plan.slots, self._layouts, strict=True)
         ]
-        self._averaged_at = None
+        self._versions = None
         self._storage_uses = _storage_uses(self._buffer)
 
     def _is_unwatched(self) -> bool:

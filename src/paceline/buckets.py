@@ -14,8 +14,8 @@ import torch
 
 from paceline.errors import UsageError
 
-CONTROL_WORDS = 3
-"""Elements of the trailer after the flags: weight, votes to adopt parameters, aborts."""
+CONTROL_WORDS = 4
+"""Elements of the trailer after the flags; `trailer.Words` says which."""
 
 
 @dataclass(frozen=True, slots=True)

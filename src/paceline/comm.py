@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import sys
 import time
@@ -117,23 +118,32 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     rank, size = group.rank(), group.size()
     post_last_words(group, what, kind="waiting")
     said = _read_last_words(group, [other for other in range(size) if other != rank])
-    gone = [f"rank {r} {words['text']}" for r, words in said.items() if words["kind"] != "waiting"]
-    waiting = [r for r, words in said.items() if words["kind"] == "waiting"]
-    silent = [r for r in range(size) if r != rank and r not in said]
+    names = _world_ranks(group)
+    gone = [f"rank {names[r]} {w['text']}" for r, w in said.items() if w["kind"] != "waiting"]
+    waiting = [names[r] for r, words in said.items() if words["kind"] == "waiting"]
+    silent = [names[r] for r in range(size) if r != rank and r not in said]
     where = "; ".join(gone)
     if silent:
-        names = ", ".join(map(str, silent))
-        silence = f"rank{'s' * (len(silent) > 1)} {names} did not take part and left no word"
+        listed = ", ".join(map(str, silent))
+        silence = f"rank{'s' * (len(silent) > 1)} {listed} did not take part and left no word"
         where = f"{where}; {silence}" if where else silence
     if waiting and not where:
-        where = f"ranks {rank} and {', '.join(map(str, waiting))} all lost a connection"
+        where = f"ranks {names[rank]} and {', '.join(map(str, waiting))} all lost a connection"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return PeerError(
-        f"{what} failed on rank {rank} of {size}: {_short(first_line)}.",
+        f"{what} failed on rank {names[rank]}, one of {size}: {_short(first_line)}.",
         f"{where[:1].upper()}{where[1:]}.",
         "Every rank must run the same backward passes: look for the first error on the rank "
         "named here, or for a branch that only some ranks take.",
     )
+
+
+def _world_ranks(group: Group) -> list[int]:
+    """The ranks of the group's members as everybody else counts them."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except Exception:
+        return list(range(group.size()))  # torch does not know the group: it is a world of its own
 
 
 def _read_last_words(group: Group, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -163,15 +173,15 @@ def announce_exit() -> None:
     """Leave last words in the default group when this process ends."""
     if not _announced:
         _announced.append(True)
-        atexit.register(_say_goodbye)
+        atexit.register(_say_goodbye, os.getpid())
 
 
 _announced: list[bool] = []
 
 
-def _say_goodbye() -> None:
-    if not dist.is_initialized():
-        return
+def _say_goodbye(pid: int) -> None:
+    if os.getpid() != pid or not dist.is_initialized():
+        return  # a forked child must not speak on its parent's connection
     error = getattr(sys, "last_value", None)
     text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
     post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")

@@ -26,14 +26,13 @@ from paceline.comm_hook import Hook, check_hook
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.low_precision import LowPrecision
 from paceline.reducer import Reducer
+from paceline.torch_surface import TorchSurface
 from paceline.uneven import UnevenInputs
 from paceline.world import default_group
 from paceline.wrapper import Wrapper, bare
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
-PARAMETER_CHECK_PERIOD = 100
-"""Every so many forward passes the module is searched for parameters added since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class DDPOptions:
 DEFAULT_OPTIONS = DDPOptions()
 
 
-class DistributedDataParallel(Wrapper, Joinable):
+class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     """Keeps one model equal on all ranks by averaging its gradients after every backward.
 
     Takes torch's arguments. These have nothing left to do and are accepted without effect:
@@ -89,13 +88,20 @@ class DistributedDataParallel(Wrapper, Joinable):
         *,
         options: DDPOptions = DEFAULT_OPTIONS,
     ) -> None:
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise UsageError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce belong together.",
+                advice="Pass both, or neither: they have no effect here.",
+            )
         group = _pick_group(process_group, device_mesh)
         named = _named_parameters(module)
         problem = _find_problem(named, device_ids, output_device)
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         device = named[0][1].device if named else torch.device("cpu")
+        number = 0
         if init_sync and group.size() > 1:
-            agreement.verify_same_model(group, agreement.describe(named), device, problem)
+            description = agreement.describe(named, _named_buffers(module))
+            number = agreement.verify_same_model(group, description, device, problem)
         elif problem is not None:
             raise problem
 
@@ -116,31 +122,40 @@ class DistributedDataParallel(Wrapper, Joinable):
             self.broadcast_buffers, sync_buffers_now = forward_sync_buffers, True
         self._ddp_options = options
         self._bucket_capacities = capacities
+        self._number = number
         self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
-        self._forwards = 0
+        self._has_buffers = bool(_named_buffers(module))
         self._syncs_buffers_next = True
         self.module = module
         self._build_reducer()
         if init_sync and group.size() > 1:
             tensors = [param.detach() for _, param in named]
-            tensors += [buffer for _, buffer in self._buffers_to_sync] if sync_buffers_now else []
+            tensors += (
+                [buffer for _, buffer in _named_buffers(self.module)] if sync_buffers_now else []
+            )
             agreement.broadcast_tensors(group, tensors, 0, "Copying rank 0's model to all")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
         if not self._is_alone:
-            self._before_forward()
+            self._around_forward(self._before_forward)
         if self.device_ids:
             inputs, kwargs = tree.map_tensors(self._to_device, (inputs, kwargs))
         if self._low_precision is not None:
             output = self._low_precision(self.module, inputs, kwargs)
         else:
             output = self.module(*inputs, **kwargs)
-        if self._is_alone:
-            return output
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._mark_outputs(output)
+        if not self._is_alone and torch.is_grad_enabled():
+            self._around_forward(self._mark_outputs, output)
         return output
+
+    def _around_forward(self, function: Callable[..., None], *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            from paceline import uncompiled
+
+            uncompiled.call(function, *args)
+        else:
+            function(*args)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
@@ -201,7 +216,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._broadcast_buffers(root=0)
         named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
         if self.broadcast_buffers:
-            named += self._buffers_to_sync
+            named += _named_buffers(self.module)
         agreement.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
 
     def join(
@@ -243,19 +258,21 @@ class DistributedDataParallel(Wrapper, Joinable):
         """Copy the model of a rank that was there to the end to all others."""
         root = self._agree_on_root(is_last_joiner)
         tensors = [param.detach() for _, param in _named_parameters(self.module)]
-        tensors += [buffer for _, buffer in self._buffers_to_sync] if self.broadcast_buffers else []
+        tensors += (
+            [buffer for _, buffer in _named_buffers(self.module)] if self.broadcast_buffers else []
+        )
         agreement.broadcast_tensors(self.process_group, tensors, root, "Copying the final model")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:  # the module has new parameters now, and they need hooks
             self._reducer.detach()
-            self._build_reducer()
+            self._build_reducer(before=self._reducer)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_buffers_to_sync"):
+        for name in ("process_group", "_reducer"):
             del state[name]
         return state
 
@@ -272,7 +289,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         clone._build_reducer()
         return clone
 
-    def _build_reducer(self) -> None:
+    def _build_reducer(self, before: Reducer | None = None) -> None:
         group = self.__dict__["process_group"]
         sparse = _sparse_names(self.module)
         reducer = Reducer(
@@ -282,9 +299,14 @@ class DistributedDataParallel(Wrapper, Joinable):
             sparse_names=sparse,
             always_views=self.gradient_as_bucket_view,
         )
+        if before is not None:
+            reducer.take_over(before)
+        reducer.number = self._number
         self.__dict__["_reducer"] = reducer
-        self.__dict__["_buffers_to_sync"] = _named_buffers(self.module)
         self.__dict__["_is_alone"] = group.size() == 1
+        module = weakref.ref(self.module)
+        checked = weakref.ref(reducer)
+        reducer.check_model = lambda: _check_parameters_are_known(module(), _alive(checked))
         if group.size() > 1:
             comm.announce_exit()
             reducer.attach()
@@ -298,9 +320,6 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     def _before_forward(self) -> None:
         self._reducer.check_not_interrupted()
-        self._forwards += 1
-        if self._forwards in (1, 2) or self._forwards % PARAMETER_CHECK_PERIOD == 0:
-            self._check_parameters_are_known()
         is_joinable = self._join_config.enable
         if is_joinable:
             Join.notify_join_context(self)
@@ -312,14 +331,17 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._any_wants_sync(wants_sync)
         self._syncs_buffers_next = wants_sync
 
-    # A graph captured by torch.compile must not contain what happens around the module.
-    _before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    def _state(self, with_buffers: bool) -> list[Tensor]:
+        """What must be equal on all ranks, without its gradients' history."""
+        named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
+        named += _named_buffers(self.module) if with_buffers else []
+        return [tensor.detach() for _, tensor in named]
 
     def _will_broadcast_buffers(self) -> bool:
-        return self._syncs_buffers_next and self.broadcast_buffers and bool(self._buffers_to_sync)
+        return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
-        tensors = [buffer for _, buffer in self._buffers_to_sync]
+        tensors = [buffer for _, buffer in _named_buffers(self.module)]
         agreement.broadcast_tensors(self.process_group, tensors, root, "Copying buffers")
 
     def _mark_outputs(self, output: Any) -> None:
@@ -329,20 +351,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         def on_output_grad(_grad: Tensor) -> None:
             reducer.on_output_grad(wants_sync)
 
+        reducer.unmarked_wish = wants_sync
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
-
-    def _check_parameters_are_known(self) -> None:
-        """Raise if the module has got parameters that nobody averages."""
-        known = {id(param) for param in self._reducer.parameters}
-        for name, param in _named_parameters(self.module):
-            if id(param) not in known:
-                raise DesyncError(
-                    f"Parameter {name!r} was added or replaced after the model was wrapped, "
-                    "so its gradient would not be averaged.",
-                    advice="Change the model first, then wrap it.",
-                )
+                reducer.unmarked_wish = None
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -359,9 +372,27 @@ class DistributedDataParallel(Wrapper, Joinable):
         return max((rank for rank, vote in enumerate(votes) if vote.item()), default=0)
 
 
+def _alive(reference: weakref.ref[Reducer]) -> Reducer:
+    reducer = reference()
+    assert reducer is not None  # it is the one that asks
+    return reducer
+
+
 def _call(function: Callable[[], None] | None) -> None:
     if function is not None:
         function()
+
+
+def _check_parameters_are_known(module: nn.Module | None, reducer: Reducer) -> None:
+    """Raise if the module has got parameters that nobody averages."""
+    known = {id(param) for param in reducer.parameters}
+    for name, param in _named_parameters(module) if module is not None else []:
+        if id(param) not in known:
+            raise DesyncError(
+                f"Parameter {name!r} was added or replaced after the model was wrapped, "
+                "so its gradient is not averaged.",
+                advice="Change the model first, then wrap it.",
+            )
 
 
 def _pick_group(process_group: Any, device_mesh: Any) -> Any:
@@ -374,7 +405,13 @@ def _pick_group(process_group: Any, device_mesh: Any) -> Any:
                 advice="Data parallelism takes a mesh of one dimension.",
             )
         return device_mesh.get_group(mesh_dim=0)
-    return default_group() if process_group is None else process_group
+    group = default_group() if process_group is None else process_group
+    if not hasattr(group, "allreduce"):
+        raise UsageError(
+            "This process is not a member of the process group that was passed.",
+            advice="Wrap the model only on the ranks that belong to the group.",
+        )
+    return group
 
 
 def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[int]:
@@ -403,6 +440,11 @@ def _find_problem(
             return UsageError(
                 f"Parameter {name!r} has no shape yet.",
                 advice="Run one batch through the bare model first, then wrap it.",
+            )
+        if getattr(param, "_in_backward_optimizers", None):
+            return UsageError(
+                f"Parameter {name!r} is updated inside backward, before gradients are averaged.",
+                advice="Call the optimizer's step() after backward instead.",
             )
     if not any(param.requires_grad for _, param in named):
         return UsageError(
@@ -457,7 +499,7 @@ def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers to keep equal.
+    """The buffers to keep equal, as they are now: modules may assign new tensors to them.
 
     Statistics of normalisation layers come without their version counter: in training mode their
     backward does not read them, but would refuse to run after a second forward pass copied them.

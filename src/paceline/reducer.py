@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
 from paceline import comm
@@ -28,6 +27,9 @@ from paceline.comm_hook import Hook, HookCall
 from paceline.errors import DesyncError, UsageError
 from paceline.sparse import sum_sparse
 from paceline.trailer import Trailer, Words
+
+MODEL_CHECK_PERIOD = 25
+"""Every so many steps the model is searched for parameters that nobody averages."""
 
 
 class Reduction(Protocol):
@@ -46,10 +48,6 @@ class Backward:
     """By bucket, how many gradients have yet to come; never zero while the order is unknown."""
     callback: weakref.ref[Callable[[], None]] | None = None
     """What autograd calls at the end; the reference dies early when backward breaks off."""
-    is_outermost: bool = False
-    """Known to have been opened by the outermost backward, not by a checkpointed segment's."""
-    is_deferred: bool = False
-    """A checkpointed segment has ended, and the backward around it goes on."""
     is_shadow: bool = False
     """This rank has run out of inputs and only keeps the others company."""
     is_aborting: bool = False
@@ -89,6 +87,12 @@ class Reducer:
         """Called after every synchronised backward, at the same point on every rank."""
         self.wants_sync = True
         """What to do in a backward whose forward pass left no wish of its own."""
+        self.unmarked_wish: bool | None = None
+        """The wish of a forward pass whose outputs could not be marked with it."""
+        self.check_model: Callable[[], None] | None = None
+        """Raises if the model has parameters that this reducer does not know."""
+        self.number = 0
+        """The same on every rank, another for every model: see `_label`."""
         self._capacities_bytes = capacities_bytes
         self._always_views = always_views
         params = [ParamRef(name, param) for name, param in named_params]
@@ -107,20 +111,25 @@ class Reducer:
         self._has_unweighted = False
         self._is_weighted_run = False
         self._late_words: Tensor | None = None
+        self._known_unused: set[int] = set()
+        self._order_is_agreed = False
+        self._announced: Backward | None = None
+        """One that has reached an output of the model, but no parameter yet."""
         self._backward: Backward | None = None
         """The one that is running."""
-        self._unfinished: Backward | None = None
-        """One that ended without its end having been seen: broken off, or deferred."""
+        self._broken: Backward | None = None
+        """One that broke off before its gradients were averaged."""
         self._rebuild()
 
     def attach(self) -> None:
-        """Hook every parameter; a reducer that had hooked one of them before lets go of all."""
+        """Hook every parameter; a reducer that averaged nothing but these lets go."""
         if self._handles:
             return
+        mine = {id(param) for param in self.parameters}
         for param in self._alive([*self._params, *self._sparse]):
             for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                 owner = getattr(hook, "reducer", None)
-                if isinstance(owner, Reducer):
+                if isinstance(owner, Reducer) and mine.issuperset(map(id, owner.parameters)):
                     owner.detach()
         last = len(self._buckets) - 1
         for index, ref in enumerate(self._params):
@@ -143,6 +152,16 @@ class Reducer:
         self._rebuild()
         self.attach()
 
+    def take_over(self, before: Reducer) -> None:
+        """Go on where another reducer of the same model stopped."""
+        self.steps, self.backwards = before.steps, before.backwards
+        self.wants_sync = before.wants_sync
+        if before._hook is not None:
+            self.set_hook(*before._hook)
+
+    def prepare_for_backward(self, _outputs: object = ()) -> None:
+        """Nothing to do; libraries call it on torch's reducer."""
+
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self._buckets
@@ -156,10 +175,11 @@ class Reducer:
         return (param for param in (ref.get() for ref in refs) if param is not None)
 
     def on_output_grad(self, wants_sync: bool) -> None:
-        """An output of a forward pass received its gradient, so this is the outermost backward."""
-        current = self._backward
+        """An output of a forward pass received its gradient: a backward runs, and this is its
+        outermost call. Whether it reaches a parameter remains to be seen."""
+        current = self._backward or self._announced
         if current is None:
-            self._open(wants_sync).is_outermost = True
+            self._announced = self._follow(wants_sync, _queue_callback)
         elif wants_sync:
             # Several forwards in one backward: one wish to synchronise is enough. Gradients that
             # came while skipping were not counted; their buckets start at the end of backward.
@@ -167,8 +187,8 @@ class Reducer:
 
     def check_not_interrupted(self) -> None:
         """If the last backward broke off half-way on this rank, tell the others and raise."""
-        if self._unfinished is not None:
-            self._abandon(self._unfinished)
+        if self._broken is not None:
+            self._abandon(self._broken)
 
     def shadow(self, weight: float) -> None:
         """Take part in one backward of the others without gradients of one's own.
@@ -185,7 +205,7 @@ class Reducer:
         def on_grad_ready(_param: Tensor) -> None:
             current = reducer._backward
             if current is None:
-                current = reducer._open(reducer.wants_sync)
+                current = reducer._open()
             current.ready.append(index)
             bucket = reducer._bucket_of[index]
             missing = current.missing
@@ -201,7 +221,7 @@ class Reducer:
 
         def on_grad_ready(_param: Tensor) -> None:
             if reducer._backward is None:
-                reducer._open(reducer.wants_sync)
+                reducer._open()
 
         self._hook_up(ref, on_grad_ready)
 
@@ -212,43 +232,53 @@ class Reducer:
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    def _open(self, wants_sync: bool) -> Backward:
-        """Begin to follow a backward pass, and ask autograd to say when it ends."""
-        opened = self._unfinished
-        if opened is not None and not opened.is_deferred:
-            self._abandon(opened)
+    def _open(self) -> Backward:
+        """A backward has reached the first parameter."""
+        self.check_not_interrupted()
+        opened = self._announced
         if opened is None:
-            # While skipping no bucket is ever full, so the hooks need not ask.
-            missing = self._missing.copy() if wants_sync else self._never_full()
-            opened = Backward(not wants_sync, missing)
-            self.backwards += 1
-        opened.is_deferred = False
-        self._unfinished = None
+            wish = self.wants_sync if self.unmarked_wish is None else self.unmarked_wish
+            opened = self._follow(wish, _at_end_of_outermost_backward())
+        self._announced = None
         self._backward = opened
-
-        def at_end() -> None:
-            self._on_backward_ended(opened)
-
-        # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
-        opened.callback = weakref.ref(at_end, self._on_callback_freed)
-        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        self.backwards += 1
         return opened
 
-    def _on_backward_ended(self, current: Backward) -> None:
-        if not current.is_outermost and _backward_depth() > 1:
-            current.is_deferred = True
-            self._backward, self._unfinished = None, current
-        elif current.skips:
+    def _follow(self, wants_sync: bool, queue: Callable[[Callable[[], None]], None]) -> Backward:
+        """Begin to follow a backward pass, and ask autograd to say when it ends."""
+        # While skipping no bucket is ever full, so the hooks need not ask.
+        missing = self._missing.copy() if wants_sync else self._never_full()
+        followed = Backward(not wants_sync, missing)
+
+        def at_end() -> None:
+            self._on_backward_ended(followed)
+
+        # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
+        followed.callback = weakref.ref(at_end, self._on_callback_freed)
+        queue(at_end)
+        return followed
+
+    def _on_backward_ended(self, ended: Backward) -> None:
+        self.unmarked_wish = None
+        if self._announced is ended:
+            self._announced = None
+            if not any(ref.requires_grad and ref.has_grad for ref in self._frozen):
+                return  # it went through the model to its inputs, and concerns nobody else
+            self._backward = ended  # only parameters that were frozen until now had gradients
+        if self._backward is not ended:
+            return
+        if ended.skips:
             self._backward = None
             self._has_unweighted |= not self.is_weighing
         else:
-            self._finish(current)
+            self._finish(ended)
 
     def _on_callback_freed(self, callback: weakref.ref[Callable[[], None]]) -> None:
         """If backward is still thought to be running, it has broken off."""
-        current = self._backward
-        if current is not None and current.callback is callback:
-            self._backward, self._unfinished = None, current
+        if self._announced is not None and self._announced.callback is callback:
+            self._announced = None
+        if self._backward is not None and self._backward.callback is callback:
+            self._backward, self._broken = None, self._backward
 
     def _on_bucket_full(self, current: Backward, bucket: int, param: int) -> None:
         """Start every full bucket whose predecessors have started.
@@ -289,7 +319,12 @@ class Reducer:
             weight=1.0 if self.weight is None else self.weight,
             votes=float(any(ref.requires_grad for ref in self._frozen)),
             aborts=float(current.is_aborting),
+            label=self._label(),
         )
+
+    def _label(self) -> float:
+        """Which model and which step this is, as a number small enough to be summed exactly."""
+        return float(1 + self.number % 64 * 64 + self.steps % 64)
 
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
@@ -305,7 +340,7 @@ class Reducer:
             self._is_weighted_run |= self.is_weighing
             self.weight = None
             self._has_unweighted = False
-        self.steps += 1
+            self.steps += 1
         if self._fires is None:
             self._learn_order(current.ready)
         if self.after_sync is not None:
@@ -323,22 +358,34 @@ class Reducer:
             self._check_late_words(words)
             factor = self.size / words[0]
         else:
-            total, votes, aborts = words.tolist()
+            total, votes, aborts, labels = words.tolist()
             self._refuse_aborted(aborts)
+            self._refuse_other_labels(labels)
             factor = self.size / total if total else 0.0
         if isinstance(factor, Tensor) or factor != 1.0:
             for bucket in self._buckets:
                 bucket.flat.mul_(factor)
         used = self._trailer.used(trailer) if current.unused else []
+        if self.check_model is not None and self._is_time_to_check(current):
+            self.check_model()
         if not current.is_shadow:
             for bucket in self._buckets:
                 bucket.hand_out(used)
+                if self.weight is not None:
+                    bucket.remember_averages()
         self._share_sparse(current, factor)
         if votes:
             self._adopt(factor)
         for bucket in self._buckets:
             if bucket.plan.device.type != "cpu":
                 bucket.release()
+
+    def _is_time_to_check(self, current: Backward) -> bool:
+        """A parameter that was replaced stops having gradients; one that was added only shows
+        in the model itself."""
+        has_new_unused = not self._known_unused.issuperset(current.unused)
+        self._known_unused.update(current.unused)
+        return has_new_unused or self.steps < 2 or self.steps % MODEL_CHECK_PERIOD == 0
 
     def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
         for ref in self._sparse:
@@ -375,6 +422,7 @@ class Reducer:
         self._frozen = [ref for ref in self._frozen if not ref.requires_grad]
         self._order += reversed(range(known, len(self._params)))
         self._fires = None
+        self._order_is_agreed = False
         self._rebuild()
         self.detach()
         self.attach()
@@ -395,7 +443,7 @@ class Reducer:
     def _learn_order(self, ready: Sequence[int]) -> None:
         """Re-plan once, in the order in which gradients really became ready on rank 0."""
         self._fires = Counter(ready)
-        if self.size > 1 and len(self._buckets) > 1:
+        if self.size > 1 and len(self._buckets) > 1 and not self._order_is_agreed:
             # A gradient is complete when it comes for the last time; those that never came go last.
             seen = list(dict.fromkeys(reversed(ready)))[::-1]
             order = seen + [index for index in self._order if index not in self._fires]
@@ -403,6 +451,7 @@ class Reducer:
             comm.broadcast(self.group, agreed, 0, "Agreeing on the order of the buckets")
             self._order = agreed.tolist()
             self._rebuild()
+        self._order_is_agreed = True
         self._count_missing()
         self.detach()
         self.attach()
@@ -437,9 +486,9 @@ class Reducer:
 
     def _abandon(self, broken: Backward) -> None:
         """Complete a backward that broke off here, so that the others can raise too."""
-        self._unfinished = None
+        self._broken = None
         self.weight = None
-        if not broken.is_deferred and (broken.skips or not broken.in_flight):
+        if broken.skips or not broken.in_flight:
             return  # nothing was sent, so the others still wait for this rank's next backward
         was_complete = len(broken.in_flight) == len(self._buckets)
         broken.is_shadow = broken.is_aborting = True
@@ -465,10 +514,19 @@ class Reducer:
                 advice="Look for the first error on the other ranks.",
             )
 
+    def _refuse_other_labels(self, labels: float) -> None:
+        if labels != self._label() * self.size:
+            raise DesyncError(
+                f"Step {self.steps}: rank {self.group.rank()} averaged gradients with ranks that "
+                "were at another step or at another model.",
+                advice="Run the backward passes of all models in the same order on every rank, "
+                "and as many of them.",
+            )
+
     def _check_late_words(self, words: Tensor) -> None:
         """Look at last step's words, which have reached the host by now, and send for these."""
         if self._late_words is not None:
-            self._refuse_aborted(self._late_words[2].item())
+            self._refuse_aborted(self._late_words[2].item())  # labels were already another step's
         self._late_words = words.to("cpu", non_blocking=True)
 
     def _refuse_second_average(self, bucket: Bucket) -> None:
@@ -519,14 +577,38 @@ _ALONE = _Alone()
 _NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
 
 
-def _backward_depth() -> int:
-    """How many backward passes are running inside each other on this thread."""
-    depth = 0
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _at_end_of_outermost_backward() -> Callable[[Callable[[], None]], None]:
+    """How to be called at the end of the outermost backward.
+
+    A reentrant checkpoint runs a backward of its own inside a node of the real one. Autograd only
+    takes callbacks for the inner one here, so the outer node is asked to queue it when it is done.
+    """
+    node = _outermost_node()
+    if node is None:
+        return _queue_callback
+
+    def queue_later(callback: Callable[[], None]) -> None:
+        node.register_hook(lambda *_: _queue_callback(callback))
+
+    return queue_later
+
+
+def _outermost_node() -> torch.autograd.graph.Node | None:
+    """The node of the outermost backward from which Python code started this one, if any."""
+    found = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        depth += frame.f_code is _engine_run_backward.__code__
+        if frame.f_code.co_name == "backward":
+            node = frame.f_locals.get("ctx")
+            if isinstance(node, torch.autograd.graph.Node):
+                found = node
         frame = frame.f_back
-    return depth
+    return found
 
 
 # Note [Who keeps whom alive]

@@ -1,6 +1,6 @@
 """The trailer: what ranks must agree on in a step, summed along with the last bucket.
 
-    gradients of the last bucket ... | used_0 ... used_n-1 | weight | votes | aborts
+    gradients of the last bucket ... | used_0 ... used_n-1 | weight | votes | aborts | label
 
 Each element is a number whose sum over the ranks means something, so one message carries all:
 
@@ -8,6 +8,7 @@ Each element is a number whose sum over the ranks means something, so one messag
 - `weight`: how many items (samples, tokens; 1 by default) the summed gradients are sums over.
 - `votes`: how many ranks found a parameter that was frozen before and now wants gradients.
 - `aborts`: how many ranks broke off this backward half-way.
+- `label`: which model and step this is; all ranks must have sent the same.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Words(NamedTuple):
     weight: float = 1.0
     votes: float = 0.0
     aborts: float = 0.0
+    label: float = 0.0
 
 
 class Trailer:
@@ -36,8 +38,9 @@ class Trailer:
         self._plain = torch.tensor([1.0] * params + list(Words()), dtype=dtype, device=device)
 
     def write(self, target: Tensor, unused: Sequence[int], words: Words) -> None:
-        if not unused and words == Words():
+        if not unused and words == Words(label=words.label):
             target.copy_(self._plain)
+            target[-1].fill_(words.label)
             return
         flags = [1.0] * self._params
         for index in unused:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in the tree, in the order of its containers."""
+def tensors(value: Any, _inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Every tensor in the tree, in the order of its containers; a loop is followed once."""
     if isinstance(value, Tensor):
         yield value
-    elif is_container(value):
+    elif is_container(value) and id(value) not in _inside:
         for _, item in children(value):
-            yield from tensors(item)
+            yield from tensors(item, (*_inside, id(value)))
 
 
 def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -72,6 +73,10 @@ def is_container(value: Any) -> bool:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same tree with `function` applied to every tensor."""
+    if isinstance(value, PackedSequence):
+        # Its sizes stay where they are: torch wants them on the CPU, whatever happens to the data.
+        data, sizes, *order = value
+        return PackedSequence(function(data), sizes, *(map_tensors(function, o) for o in order))
     if isinstance(value, Tensor):
         return function(value)
     if is_container(value):

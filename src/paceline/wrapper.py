@@ -46,6 +46,10 @@ class Wrapper(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch.distributed.checkpoint that `module` is no part of a name."""
+        return {"": "module"}
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return bare(self.module).state_dict(*args, **kwargs)
 
@@ -84,16 +88,22 @@ class Wrapper(nn.Module):
 def bare(module: nn.Module) -> nn.Module:
     """The user's own module, inside any wrappers of ours and of `torch.compile`."""
     while True:
-        inner = module.module if isinstance(module, Wrapper) else module._modules.get("_orig_mod")
-        if inner is None:
+        children = module._modules  # a mapping without `get` in scripted modules
+        inner = "module" if isinstance(module, Wrapper) else "_orig_mod"
+        if inner not in children:
             return module
-        module = inner
+        module = children[inner]  # type: ignore[assignment]
 
 
 def without_prefixes(state_dict: Mapping[str, T], module: nn.Module) -> dict[str, T]:
     """The state dict with the names `module` uses: prefixes go where they are no part of a name."""
     expected = set(module.state_dict().keys())
     renamed = {key: _without_prefix(key, expected) for key in state_dict}
+    for prefix in PREFIXES:
+        # Keys the module does not know, such as those a hook of it renames, follow the others.
+        is_foreign = not any(key.startswith(prefix) for key in expected)
+        if is_foreign and all(key.startswith(prefix) for key in state_dict):
+            renamed = {key: new.removeprefix(prefix) for key, new in renamed.items()}
     plain = {renamed[key]: value for key, value in state_dict.items()}
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
