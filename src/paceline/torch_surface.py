@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.errors import UsageError
 
@@ -75,6 +74,8 @@ class TorchSurface:
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """torch's two hooks written in C++, by what they do."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         hooks = {
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,  # type: ignore[attr-defined]
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,  # type: ignore[attr-defined]

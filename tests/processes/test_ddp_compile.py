@@ -1,0 +1,68 @@
+"""`torch.compile` inside and around the wrapper: same gradients, same rules for `no_sync`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel, World
+from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+
+
+def normed() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    net.register_buffer("scale", torch.ones(()))
+    return seeded(net, 0)
+
+
+def train(world: World, model: nn.Module) -> dict[str, Any]:
+    mine = X[world.rank :: world.size]
+    for _ in range(3):
+        model.zero_grad()
+        model(mine).square().mean().backward()
+    averaged = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    with model.no_sync():
+        inside = model(mine).square().mean()
+    inside.backward()
+    return averaged | {"local": next(iter(gradients(model).values())).clone()}
+
+
+def compiled_around(world: World) -> dict[str, Any]:
+    return train(world, torch.compile(DistributedDataParallel(normed()), backend="aot_eager"))
+
+
+def compiled_inside(world: World) -> dict[str, Any]:
+    return train(world, DistributedDataParallel(torch.compile(normed(), backend="aot_eager")))
+
+
+def compiled_in_place(world: World) -> dict[str, Any]:
+    model = DistributedDataParallel(normed())
+    model.compile(backend="aot_eager")
+    return train(world, model)
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    whole = normed()
+    whole(X).square().mean().backward()
+    locals_ = [rank.pop("local") for rank in results]
+    assert not torch.equal(*locals_)
+    assert_replicas_equal(results)
+    got = {name.removeprefix("_orig_mod."): grad for name, grad in results[0].items()}
+    torch.testing.assert_close(got, gradients(whole))
+
+
+def test_a_compiled_wrapper_synchronises() -> None:
+    check(run_processes(2, compiled_around, timeout_s=100))
+
+
+def test_a_wrapped_compiled_module_synchronises() -> None:
+    check(run_processes(2, compiled_inside, timeout_s=100))
+
+
+def test_a_wrapper_compiled_in_place_synchronises() -> None:
+    check(run_processes(2, compiled_in_place, timeout_s=100))
