@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,19 @@ from torch import Tensor, nn
 
 from benchmarks.models import GPT, MODELS
 from benchmarks.tables import print_table
-from paceline.dp import DataParallel
+from paceline.dp import DataParallel, DPOptions
 
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model with its batch and loss; `half` says whether it trains in bfloat16 autocast."""
+    """A model with its batch and loss; `precision` is torch's own, bfloat16 or autocast."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
-    half: bool = False
+    precision: Literal["float32", "bfloat16", "autocast"] = "float32"
 
 
 def _token_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -46,6 +46,10 @@ def _token_loss(output: Tensor, target: Tensor) -> Tensor:
 def _text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     text = torch.randint(50257, (8, 1025), generator=generator)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _gpt2() -> nn.Module:
+    return GPT(50257, 768, 12, 12, 1024)
 
 
 def _deep() -> nn.Module:
@@ -68,7 +72,8 @@ def _like(name: str, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy)
 
 TASKS = {
     "cuda": {
-        "gpt2-124M": Task(lambda: GPT(50257, 768, 12, 12, 1024), _text, _token_loss, half=True),
+        "gpt2-124M": Task(_gpt2, _text, _token_loss, "bfloat16"),
+        "gpt2-124M-autocast": Task(_gpt2, _text, _token_loss, "autocast"),
         "mlp-300x64": Task(_deep, _rows, F.cross_entropy),
     },
     "cpu": {
@@ -83,13 +88,21 @@ TASKS = {
 def contestants(task: Task, device: str, replicas: int) -> dict[str, Callable[[], Step]]:
     """What builds each contestant's step."""
     ids: list[Any] = [0] * replicas if device == "cuda" else [f"cpu:{i}" for i in range(replicas)]
+    graphs = DPOptions(cuda_graphs=True)
     wraps: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
         "bare": (lambda m: m, False),
         "paceline": (lambda m: DataParallel(m, ids), False),
         "paceline, loss on replicas": (lambda m: DataParallel(m, ids), True),
     }
     if device == "cuda":
-        wraps["nn.DataParallel"] = (lambda m: nn.DataParallel(m, ids), False)
+        wraps |= {
+            "nn.DataParallel": (lambda m: nn.DataParallel(m, ids), False),
+            "paceline, cuda_graphs": (lambda m: DataParallel(m, ids, options=graphs), False),
+            "paceline, cuda_graphs, loss on replicas": (
+                lambda m: DataParallel(m, ids, options=graphs),
+                True,
+            ),
+        }
     return {
         name: partial(_step, task, device, wrap, on_replicas)
         for name, (wrap, on_replicas) in wraps.items()
@@ -100,19 +113,22 @@ def _step(
     task: Task, device: str, wrap: Callable[[nn.Module], nn.Module], on_replicas: bool
 ) -> Step:
     torch.manual_seed(0)
-    module = wrap(task.build().to(device))
+    dtype = torch.bfloat16 if task.precision == "bfloat16" else torch.float32
+    with torch.device(device):
+        module = wrap(task.build().to(dtype))
     x, y = (tensor.to(device) for tensor in task.batch(torch.Generator().manual_seed(0)))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    is_mixed = task.precision == "autocast"
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16) if task.half else nullcontext():
+        with torch.autocast(device, torch.bfloat16) if is_mixed else nullcontext():
             if on_replicas:
                 cast(DataParallel, module).backward(task.loss, x, y)
             else:
                 loss = task.loss(module(x), y)
         if not on_replicas:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         optimizer.step()
 
     return step
@@ -123,7 +139,7 @@ def peak_mib(build: Callable[[], Step]) -> float:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     step = build()
-    for _ in range(3):
+    for _ in range(4):  # cuda_graphs records the third
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()

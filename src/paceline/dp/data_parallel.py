@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,10 +34,18 @@ from paceline.dp.devices import (
     move,
 )
 from paceline.dp.gather import gather
-from paceline.dp.loss import Count, Reduction, check_loss, plan_factors, total_loss
-from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_split
+from paceline.dp.loss import (
+    Count,
+    Reduction,
+    compute_loss,
+    differentiate,
+    plan_factors,
+    total_loss,
+)
+from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_graphs, check_split
 from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame
-from paceline.dp.parameters import ParameterSets
+from paceline.dp.parameters import ParameterSets, deliver
+from paceline.dp.record import ForwardRecording, LossRecording, Recorder, identity_of
 from paceline.dp.replicate import Replica, as_it_is
 from paceline.dp.scatter import Chunk, scatter
 from paceline.errors import UsageError
@@ -65,6 +74,7 @@ class DataParallel(Wrapper):
     ) -> None:
         places = find_places(device_ids)
         check_split(split, len(places))
+        check_graphs(options, places)
         nn.Module.__init__(self)
         # Set before `module`: from then on, names that the module has are set on the module.
         self.dim = dim
@@ -159,6 +169,7 @@ class _Engine:
         self._parameters = ParameterSets(places, self._lanes, options.share_parameters)
         self._replicas = [self._build(number) for number in range(len(places))]
         self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
+        self._recorder = Recorder(module) if options.cuda_graphs else None
         self._lock = threading.Lock()
 
     def is_usable(self, module: nn.Module) -> bool:
@@ -171,10 +182,12 @@ class _Engine:
         used = [chunk.replica for chunk in chunks]
         with self._lock:
             params = self._check_home()
+            if self._recorder is not None and self._recorder.can_record():
+                return self._apply(chunks, self._replay_forward(self._recorder, params))
             tables = self._parameters.link(params, used)
             for number in used:
                 self._replicas[number].refresh(tables[number])
-            return self._apply(chunks, lambda chunk, module: module(*chunk.args, **chunk.kwargs))
+            return self._apply(chunks, _call)
 
     def backward(
         self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Any]
@@ -190,20 +203,18 @@ class _Engine:
         is_joint = self._meeting is not None  # one graph for all replicas
 
         def work(chunk: Chunk, module: nn.Module) -> Tensor:
-            args, targets = chunk.args
-            output = module(*args, **chunk.kwargs)
-            loss = loss_fn(output) if targets is None else loss_fn(output, targets)
-            check_loss(loss)
-            if is_joint:
-                return loss
-            loss.backward(factor_by_replica[chunk.replica].to(loss.dtype))  # type: ignore[no-untyped-call]
-            return loss.detach()
+            loss = compute_loss(chunk, module, loss_fn)
+            return loss if is_joint else differentiate(loss, factor_by_replica[chunk.replica])
 
         with self._lock:
             params = self._check_home()
-            tables = self._parameters.detach(params, used)
-            for number in used:
-                self._replicas[number].refresh(tables[number])
+            if self._recorder is not None and self._recorder.can_record():
+                recording = self._find_loss(self._recorder, chunks, loss_fn, factors, params)
+                if recording is not None:
+                    losses, grads = recording.replay(chunks, factors)
+                    deliver(params, grads)
+                    return losses
+            self._detach(params, used)
             try:
                 losses = self._apply(chunks, work)
                 if is_joint:
@@ -214,6 +225,58 @@ class _Engine:
                 raise
             self._parameters.collect(params)
         return losses
+
+    def _detach(self, params: Sequence[Tensor], used: Sequence[int]) -> None:
+        """Give the replicas leaves, on which gradients are collected apart."""
+        tables = self._parameters.detach(params, used)
+        for number in used:
+            self._replicas[number].refresh(tables[number])
+
+    def _replay_forward(self, recorder: Recorder, params: Sequence[Tensor]) -> Work:
+        """A forward pass that is replayed where it was recorded, and else runs as usual."""
+        state = recorder.state([*params, *self._replicas[0].buffers()])
+
+        def work(chunk: Chunk, module: nn.Module) -> Any:
+            replica = self._replicas[chunk.replica]
+
+            def record() -> ForwardRecording:
+                replica.refresh(None)
+                return ForwardRecording(chunk, module, params, replica.copied_buffers())
+
+            recording = recorder.find((state, recorder.shape([chunk])), record)
+            if recording is None or recording.is_busy:
+                replica.refresh(None)
+                return _call(chunk, module)
+            return recording.replay(chunk)
+
+        return work
+
+    def _find_loss(
+        self,
+        recorder: Recorder,
+        chunks: Sequence[Chunk],
+        loss_fn: Callable[..., Tensor],
+        factors: Sequence[Tensor],
+        params: Sequence[Tensor],
+    ) -> LossRecording | None:
+        def record() -> LossRecording:
+            self._detach(params, [chunk.replica for chunk in chunks])
+            buffers = [self._replicas[chunk.replica].copied_buffers() for chunk in chunks]
+            return LossRecording(
+                chunks,
+                factors,
+                self._parameters.leaves(0),
+                list(chain.from_iterable(buffers)),
+                lambda chunk, factor: differentiate(
+                    compute_loss(chunk, self._replicas[chunk.replica].module, loss_fn), factor
+                ),
+            )
+
+        state = recorder.state([*params, *self._replicas[0].buffers()])
+        key = (state, recorder.shape(chunks), identity_of(loss_fn))
+        with Climate(self._places).around(self._places[0]):
+            found: LossRecording | None = recorder.find(key, record, keeps=[loss_fn])
+        return found
 
     def _check_home(self) -> list[Tensor]:
         """The parameters, which all lie where the first replica is, or it is an error."""
@@ -278,6 +341,10 @@ class _Engine:
         share = max(1, available // cpu_lanes) if cpu_lanes else available
         names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
         return Crew(names, cpu_threads or share)
+
+
+def _call(chunk: Chunk, module: nn.Module) -> Any:
+    return module(*chunk.args, **chunk.kwargs)
 
 
 def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:

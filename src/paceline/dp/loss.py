@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.dp.devices import Place
 from paceline.dp.scatter import Chunk
@@ -51,6 +51,21 @@ def _by_rows(rows: Sequence[int], devices: Sequence[torch.device]) -> list[Tenso
         torch.full((), share, dtype=torch.float64, device=device)
         for share, device in zip(shares, devices, strict=True)
     ]
+
+
+def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]) -> Tensor:
+    """The loss of a chunk whose arguments are the module's and the targets."""
+    args, targets = chunk.args
+    output = module(*args, **chunk.kwargs)
+    loss = loss_fn(output) if targets is None else loss_fn(output, targets)
+    check_loss(loss)
+    return loss
+
+
+def differentiate(loss: Tensor, factor: Tensor) -> Tensor:
+    """Run backward from `factor` times the loss; the loss itself, without its graph."""
+    loss.backward(factor.to(loss.dtype))  # type: ignore[no-untyped-call]
+    return loss.detach()
 
 
 def check_loss(loss: Any) -> None:

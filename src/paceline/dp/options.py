@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, get_args
 
+from paceline.dp.devices import Place
 from paceline.errors import UsageError
 
 BatchNorm = Literal["first", "whole"]
@@ -29,6 +30,11 @@ class DPOptions:
     """Threads that operators of one CPU replica may use; by default the replicas share out those
     that the process has."""
 
+    cuda_graphs: bool = False
+    """Record the replicas' work on a GPU and replay it, for small models that keep a GPU waiting
+    for Python. Python code in the module and the loss function then runs while recording only; see
+    docs/data_parallel.md. All replicas must be on one GPU."""
+
     def __post_init__(self) -> None:
         if self.batch_norm not in get_args(BatchNorm):
             raise UsageError(
@@ -41,6 +47,22 @@ class DPOptions:
 
 
 DEFAULT_OPTIONS = DPOptions()
+
+
+def check_graphs(options: DPOptions, places: Sequence[Place]) -> None:
+    """Raise if recordings were asked for where they cannot be made."""
+    if not options.cuda_graphs:
+        return
+    if {place.device.type for place in places} != {"cuda"} or len({p.device for p in places}) > 1:
+        raise UsageError(
+            f"cuda_graphs is on, but the replicas are on {', '.join(p.name for p in places)}.",
+            advice="Put all replicas on one CUDA device, or leave cuda_graphs off.",
+        )
+    if options.batch_norm == "whole" or not options.share_parameters:
+        raise UsageError(
+            "cuda_graphs works with batch_norm='first' and share_parameters=True only.",
+            advice="Leave one of these options at its default.",
+        )
 
 
 def check_split(split: Sequence[float] | None, replicas: int) -> None:

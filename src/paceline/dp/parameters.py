@@ -68,6 +68,10 @@ class ParameterSets:
                 tables |= dict.fromkeys(used, _table(params, leaves))
         return tables
 
+    def leaves(self, lane: int) -> list[nn.Parameter]:
+        """What the lane's replicas were given by `detach`."""
+        return self._leaves[lane]
+
     def collect(self, params: Sequence[Tensor]) -> None:
         """Sum the leaves' gradients over the lanes and add them to the parameters' own."""
         grads = [[leaf.grad for leaf in leaves] for leaves in self._leaves if leaves]
