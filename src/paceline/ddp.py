@@ -190,15 +190,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             )
         reducer = self._reducer
         reducer.attach()
-        before = reducer.backwards, reducer.weight, reducer.is_weighing
-        reducer.weight = (reducer.weight or 0.0) + count
-        reducer.is_weighing = True
+        backwards, before = reducer.backwards, reducer.weight.enter(count)
         try:
             yield
         finally:
-            reducer.is_weighing = before[2]
-            if reducer.backwards == before[0]:  # no backward came, so nothing weighs
-                reducer.weight = before[1]
+            reducer.weight.leave(before, had_backward=reducer.backwards > backwards)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""

@@ -1,0 +1,158 @@
+"""When a backward pass begins, and when it ends: what autograd does not say by itself.
+
+Hooks tell that a gradient is there. That backward is over is known only through a callback that
+must be queued while it runs; that it broke off shows only in the callback being freed unused.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+
+class Reduction(Protocol):
+    """A sum under way; `wait()` leaves the result in its bucket."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One backward pass as it is followed."""
+
+    skips: bool
+    """Under `no_sync()`: gradients only accumulate."""
+    missing: list[int] = field(default_factory=list)
+    """By bucket, how many gradients have yet to come; never zero while the order is unknown."""
+    is_shadow: bool = False
+    """This rank has run out of inputs and only keeps the others company."""
+    is_aborting: bool = False
+    """It broke off here, and is completed only to tell the others."""
+    ready: list[int] = field(default_factory=list)
+    """Parameters in the order in which their gradients came."""
+    in_flight: list[Reduction] = field(default_factory=list)
+    """One entry for every bucket that has started, in order."""
+    unused: list[int] = field(default_factory=list)
+    """Parameters without a gradient on this rank."""
+    callback: weakref.ref[Callable[[], None]] | None = None
+    """What autograd calls at the end."""
+
+
+class BackwardFollower:
+    """Knows which backward pass is running.
+
+        none --(an output's gradient)--> announced --(a parameter's gradient)--> current
+             --(a parameter's gradient)--------------------------------------^
+        current --(end)--> none          current --(an error)--> broken
+
+    A backward that is announced and reaches no parameter was none of our business: it went
+    through the model to its inputs.
+    """
+
+    def __init__(self) -> None:
+        self.current: Backward | None = None
+        self.broken: Backward | None = None
+        self.backwards = 0
+        """How many backward passes have reached a parameter."""
+        self.wants_sync = True
+        """What to do in a backward whose forward pass left no wish of its own."""
+        self.unmarked_wish: bool | None = None
+        """The wish of a forward pass whose outputs could not be marked with it."""
+        self._announced: Backward | None = None
+
+    def new_backward(self, wants_sync: bool) -> Backward:
+        raise NotImplementedError
+
+    def on_backward_ended(self, ended: Backward) -> None:
+        """`ended` has reached parameters, and is complete."""
+        raise NotImplementedError
+
+    def on_untouched_backward(self) -> bool:
+        """An announced backward has ended at no parameter; whether to treat it as if it had."""
+        raise NotImplementedError
+
+    def on_output_grad(self, wants_sync: bool) -> None:
+        """An output of a forward pass received its gradient: this is the outermost backward."""
+        known = self.current or self._announced
+        if known is None:
+            self._announced = self._follow(wants_sync, _at_end)
+        elif wants_sync:
+            # Several forwards in one backward: one wish to synchronise is enough. Gradients that
+            # came while skipping were not counted; their buckets start at the end of backward.
+            known.skips = False
+
+    def open(self) -> Backward:
+        """A backward has reached the first parameter."""
+        opened = self._announced
+        if opened is None:
+            wish = self.wants_sync if self.unmarked_wish is None else self.unmarked_wish
+            opened = self._follow(wish, _at_end_of_outermost)
+        self._announced = None
+        self.current = opened
+        self.backwards += 1
+        return opened
+
+    def _follow(self, wants_sync: bool, queue: Callable[[Callable[[], None]], None]) -> Backward:
+        followed = self.new_backward(wants_sync)
+
+        def at_end() -> None:
+            self._on_end(followed)
+
+        # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
+        followed.callback = weakref.ref(at_end, self._on_callback_freed)
+        queue(at_end)
+        return followed
+
+    def _on_end(self, ended: Backward) -> None:
+        self.unmarked_wish = None
+        if self._announced is ended:
+            self._announced = None
+            if not self.on_untouched_backward():
+                return
+            self.current = ended
+        if self.current is ended:
+            self.on_backward_ended(ended)
+
+    def _on_callback_freed(self, callback: weakref.ref[Callable[[], None]]) -> None:
+        """If its backward is still thought to be running, it has broken off."""
+        if self._announced is not None and self._announced.callback is callback:
+            self._announced = None
+        if self.current is not None and self.current.callback is callback:
+            self.current, self.broken = None, self.current
+
+
+def _at_end(callback: Callable[[], None]) -> None:
+    """Have autograd call at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _at_end_of_outermost(callback: Callable[[], None]) -> None:
+    """Have autograd call at the end of the outermost backward.
+
+    A reentrant checkpoint runs a backward of its own inside a node of the real one. Autograd only
+    takes callbacks for the inner one here, so the outer node is asked to queue it when it is done.
+    """
+    node = _outermost_node()
+    if node is None:
+        _at_end(callback)
+    else:
+        node.register_hook(lambda *_: _at_end(callback))
+
+
+def _outermost_node() -> torch.autograd.graph.Node | None:
+    """The node of the outermost backward from which Python code started this one, if any."""
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "backward":
+            node = frame.f_locals.get("ctx")
+            if isinstance(node, torch.autograd.graph.Node):
+                found = node
+        frame = frame.f_back
+    return found

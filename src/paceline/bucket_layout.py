@@ -1,0 +1,98 @@
+"""The buckets in use: laid out from a plan, and laid out anew when more is known.
+
+The first layout goes by the reverse order of the parameters. One backward shows in which order
+gradients really come, and how often each comes; from then on buckets can start while backward
+is still running.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from paceline.bucket_memory import Bucket, ParamRef
+from paceline.buckets import Gradient, plan_buckets
+from paceline.trailer import Trailer
+
+_NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
+
+
+class BucketLayout:
+    """Which parameter's gradient goes into which bucket, and what each bucket waits for."""
+
+    def __init__(
+        self, params: Sequence[ParamRef], capacities_bytes: Sequence[int], always_views: bool
+    ) -> None:
+        self.params = list(params)
+        self.trailer_apart = False
+        """Give the trailer a bucket of its own: a hook sees gradients only."""
+        self.buckets: list[Bucket] = []
+        self.bucket_of: list[int] = []
+        """By parameter, the number of its bucket."""
+        self.missing: list[int] = []
+        """By bucket, how many gradients it waits for; see `never_full`."""
+        self._capacities_bytes = capacities_bytes
+        self._always_views = always_views
+        self._order = list(reversed(range(len(params))))
+        self._fires: Counter[int] | None = None
+        self.lay_out()
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it is known how often each gradient comes in one backward."""
+        return self._fires is not None
+
+    def lay_out(self, order: Sequence[int] | None = None) -> None:
+        """Make new buckets, for gradients expected in the order given or in the last one."""
+        self._order = list(order) if order is not None else self._order
+        gradients = [
+            Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
+            for p in (ref.get() for ref in self.params)
+        ]
+        plans = plan_buckets(
+            gradients, self._order, self._capacities_bytes, trailer_apart=self.trailer_apart
+        )
+        self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
+        self.trailer = Trailer(len(gradients), plans[-1].dtype, plans[-1].device)
+        self.bucket_of = [0] * len(gradients)
+        for number, bucket in enumerate(self.buckets):
+            for index in bucket.indices:
+                self.bucket_of[index] = number
+        self._count()
+
+    def add(self, params: Sequence[ParamRef]) -> None:
+        """Take in more parameters; how their gradients come is not known yet."""
+        known = len(self.params)
+        self.params += params
+        self._order += reversed(range(known, len(self.params)))
+        self._fires = None
+        self.lay_out()
+
+    def learn(self, ready: Sequence[int]) -> list[int]:
+        """Take in how gradients came in one backward; returns the order that this suggests.
+
+        A gradient is complete when it comes for the last time. Those that never came go last.
+        """
+        self._fires = Counter(ready)
+        self._count()
+        seen = list(dict.fromkeys(reversed(ready)))[::-1]
+        return seen + [index for index in self._order if index not in self._fires]
+
+    def unlearn(self) -> None:
+        """Wait for the end of every backward until one has been learned from again."""
+        self._fires = None
+        self._count()
+
+    def never_full(self) -> list[int]:
+        """As `missing`, for buckets that are to start at the end of backward."""
+        return [sys.maxsize] * len(self.buckets)
+
+    def _count(self) -> None:
+        fires = self._fires
+        if fires is None:
+            self.missing = self.never_full()
+        else:
+            self.missing = [sum(max(1, fires[i]) for i in b.indices) for b in self.buckets]
