@@ -134,19 +134,24 @@ def _step(
     return step
 
 
-def peak_mib(build: Callable[[], Step]) -> float:
-    """The most memory that a step needs, with the model, on the GPU."""
+def peak_mib(build: Callable[[], Step]) -> tuple[int, int]:
+    """The most memory that tensors need in a step, and that is reserved for them, on the GPU.
+
+    A CUDA graph reserves what its replays need, and none of that counts as allocated.
+    """
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     step = build()
     for _ in range(4):  # cuda_graphs records the third
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
+    reserved = torch.cuda.memory_reserved() - reserved
     del step
     gc.collect()
-    return peak / 2**20
+    return peak // 2**20, reserved // 2**20
 
 
 def measure(
@@ -198,8 +203,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def summarise(seconds: dict[str, list[float]], memory: dict[str, float]) -> list[dict[str, Any]]:
-    rows = []
+def summarise(
+    seconds: dict[str, list[float]], memory: dict[str, tuple[int, int]]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for name, times in seconds.items():
         row = {
             "contestant": name,
@@ -211,7 +218,7 @@ def summarise(seconds: dict[str, list[float]], memory: dict[str, float]) -> list
         if "nn.DataParallel" in seconds:
             row["/ nn.DataParallel"] = _ratio(times, seconds["nn.DataParallel"])
         if memory:
-            row["peak MiB"] = round(memory[name])
+            row["peak MiB"], row["reserved MiB"] = memory[name]
         rows.append(row)
     return rows
 

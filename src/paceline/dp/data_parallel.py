@@ -239,11 +239,9 @@ class _Engine:
         def work(chunk: Chunk, module: nn.Module) -> Any:
             replica = self._replicas[chunk.replica]
 
-            def record() -> ForwardRecording:
-                replica.refresh(None)
-                return ForwardRecording(chunk, module, params, replica.copied_buffers())
-
-            recording = recorder.find((state, recorder.shape([chunk])), record)
+            recording = recorder.find(
+                (state, recorder.shape([chunk])), lambda: ForwardRecording(chunk, replica, params)
+            )
             if recording is None or recording.is_busy:
                 replica.refresh(None)
                 return _call(chunk, module)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import tree
+from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk
 from paceline.errors import UsageError
 
@@ -83,11 +84,15 @@ class Recorder:
         )
 
     def _record(self, record: Callable[[], Any]) -> Any:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.clone_state()
         try:
             # Half-precision copies that autocast keeps would be of memory that is not recorded.
             torch.clear_autocast_cache()
             return record()
         except RuntimeError as error:
+            # The generator would wait for the end of the recording for good.
+            generator.graphsafe_set_state(random_state)
             raise UsageError(
                 "This model's work cannot be recorded as a CUDA graph.",
                 f"Recording it failed: {str(error).splitlines()[0]}",
@@ -104,27 +109,30 @@ class ForwardRecording:
     its outputs are gone, the recording is busy.
     """
 
-    def __init__(
-        self, chunk: Chunk, module: nn.Module, params: Sequence[Tensor], buffers: Buffers
-    ) -> None:
-        self._buffers = buffers
+    def __init__(self, chunk: Chunk, replica: Replica, params: Sequence[Tensor]) -> None:
+        # Autograd keeps the stream on which a parameter was first used, and would make it wait for
+        # the recording's. Leaves that nobody has used yet share the parameters' memory alone.
+        leaves = [nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in params]
+        replica.refresh({id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+        self._buffers = replica.copied_buffers()
         pool = torch.cuda.graph_pool_handle()
         self._inputs, args, kwargs = _static_inputs(chunk)
         self._lease: weakref.ref[_Lease] | None = None
         self._forward = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool):
-            output = module(*args, **kwargs)
+            output = replica.module(*args, **kwargs)
         self._output = tree.map_tensors(Tensor.detach, output)
         ends = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
         self._places = [i for i, t in enumerate(tree.tensors(output)) if t.requires_grad]
-        self.wanted = [tensor for tensor in (*self._inputs, *params) if tensor.requires_grad]
+        wanted = [tensor for tensor in (*self._inputs, *leaves) if tensor.requires_grad]
+        self._params = [param for param in params if param.requires_grad]
         self._backward: torch.cuda.CUDAGraph | None = None
         if ends:
             self._grad_outputs = [torch.zeros_like(tensor) for tensor in ends]
             self._backward = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._backward, pool=pool):
                 self._grads = torch.autograd.grad(
-                    ends, self.wanted, self._grad_outputs, allow_unused=True
+                    ends, wanted, self._grad_outputs, allow_unused=True
                 )
 
     @property
@@ -139,8 +147,7 @@ class ForwardRecording:
             self._forward.replay()
             return tree.map_tensors(Tensor.clone, self._output)
         live = [tensor for tensor in inputs if tensor.requires_grad]
-        count = sum(tensor.requires_grad for tensor in self._inputs)
-        outputs = _Replay.apply(self, *live, *self.wanted[count:])  # type: ignore[no-untyped-call]
+        outputs = _Replay.apply(self, *live, *self._params)  # type: ignore[no-untyped-call]
         remaining = iter(outputs)
         return tree.map_tensors(lambda _: next(remaining), self._output)
 
