@@ -1,0 +1,393 @@
+"""`paceline.compare` and `paceline compare`: the two engines on this machine, one table.
+
+Every contestant trains the same model on the same batch in fresh processes of its own, so that
+neither memory nor threads of one disturb another. What passes through the main device is counted
+from shapes, not measured: it is what the engine has to move there and back in one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+WARM_UP = 3
+"""Steps before the first that is timed: memory is allocated and libraries are set up in them."""
+
+COLUMNS = ("", "processes", "outputs gathered on", "through main device", "step", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to train, and what it costs."""
+
+    name: str
+    processes: int
+    gathered_on: str
+    """The device on which the outputs of all replicas come together, or why they do not."""
+    main_device_bytes: int
+    """What goes to and comes from the main device in one step."""
+    step_s: float
+    memory_bytes: dict[str, int]
+    """Memory that training takes besides the loaded libraries, by device or process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The rows, in the order in which they were measured; printing it prints the table."""
+
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        table = [COLUMNS, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+            for cells in table
+        ]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+@dataclass(frozen=True)
+class _Task:
+    module: nn.Module
+    args: tuple[Any, ...]
+    targets: Any
+    loss_fn: Callable[..., Tensor]
+    devices: list[Any]
+    steps: int
+
+    @property
+    def type(self) -> str:
+        """The kind of device that is trained on."""
+        import torch
+
+        if all(isinstance(device, int) for device in self.devices):
+            accelerator = torch.accelerator.current_accelerator()
+            return accelerator.type if accelerator else "cpu"
+        return torch.device(self.devices[0]).type
+
+
+def compare(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    device_ids: Sequence[Any] | None = None,
+    steps: int = 10,
+) -> Comparison:
+    """Train `module` on `batch` under both engines for a few steps, and say what each costs.
+
+    With a `loss_fn`, the batch is a pair of inputs and targets; without, it is the inputs, and the
+    mean square of the outputs is minimised. A tuple of inputs is several arguments. By default
+    there is a replica, or a worker, for every GPU, or two on the CPU. The module itself stays as
+    it is: it is trained in forked processes.
+    """
+    task = _plan(module, batch, loss_fn, device_ids, steps)
+    count = len(task.devices)
+    rows = [
+        _measure("bare", task, 1, lambda: _train_bare(task)),
+        _measure("DataParallel", task, 1, lambda: _train_replicas(task, on_replicas=False)),
+        _measure(
+            "DataParallel, loss on replicas",
+            task,
+            1,
+            lambda: _train_replicas(task, on_replicas=True),
+        ),
+        _measure("DistributedDataParallel", task, count, lambda: _train_rank(task)),
+    ]
+    return Comparison(rows)
+
+
+def _plan(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    device_ids: Sequence[Any] | None,
+    steps: int,
+) -> _Task:
+    import torch
+
+    if steps < 1:
+        raise UsageError(f"steps is {steps}.", advice="Measure at least one.")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            "This process already uses CUDA, and processes forked from it could not.",
+            advice="Call compare() first, with the model on the CPU, or use `paceline compare`.",
+        )
+    if loss_fn is not None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        raise UsageError(
+            "With a loss_fn, a batch is a pair of inputs and targets.",
+            advice="Pass compare(module, (inputs, targets), loss_fn).",
+        )
+    inputs, targets = batch if loss_fn is not None else (batch, None)
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    if device_ids is None:
+        gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
+    return _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
+
+
+def _mean_square(output: Any, *_targets: Any) -> Tensor:
+    from paceline import tree
+
+    found = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
+    if not found:
+        raise UsageError(
+            "The module's output holds no tensor that depends on a parameter.",
+            advice="Pass a loss_fn.",
+        )
+    total = found[0].square().mean()
+    for tensor in found[1:]:
+        total = total + tensor.square().mean()
+    return total
+
+
+def _measure(name: str, task: _Task, processes: int, train: Callable[[], Any]) -> Row:
+    from paceline.launcher import launch
+    from paceline.launcher.machine import count_cores
+
+    threads = max(1, count_cores() // processes)
+    ranks = launch(train, workers=processes, threads=threads, label=False)
+    first = ranks[0]
+    return Row(
+        name=name,
+        processes=processes,
+        gathered_on=first["gathered_on"],
+        main_device_bytes=first["main_device_bytes"],
+        step_s=max(rank["step_s"] for rank in ranks),
+        memory_bytes=_merge_memory([rank["memory_bytes"] for rank in ranks]),
+    )
+
+
+def _merge_memory(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    if len(by_rank) == 1:
+        return by_rank[0]
+    return {
+        f"{name} of rank {rank}": n for rank, own in enumerate(by_rank) for name, n in own.items()
+    }
+
+
+def _train_bare(task: _Task) -> dict[str, Any]:
+    args, targets = _on(_home(task), (task.args, task.targets))
+    module = task.module.to(_home(task))
+    return _time(task, module, lambda: _step_back(task, module(*args), targets), "-", 0)
+
+
+def _train_replicas(task: _Task, *, on_replicas: bool) -> dict[str, Any]:
+    from paceline.dp import DataParallel
+
+    args, targets = _on(_home(task), (task.args, task.targets))
+    model = DataParallel(task.module.to(_home(task)), task.devices)
+    moved = _count_replica_bytes(task, model, on_replicas=on_replicas)
+
+    def forward_and_backward() -> None:
+        if on_replicas:
+            model.backward(task.loss_fn, args, targets)
+        else:
+            _step_back(task, model(*args), targets)
+
+    where = "none, only losses" if on_replicas else str(task.devices[0])
+    if isinstance(task.devices[0], int) and not on_replicas:
+        where = f"{task.type}:{task.devices[0]}"
+    return _time(task, model, forward_and_backward, where, moved)
+
+
+def _train_rank(task: _Task) -> dict[str, Any]:
+    import paceline
+    from paceline.dp.devices import Place
+    from paceline.dp.scatter import scatter
+
+    with paceline.init_process_group() as world:
+        place = Place(str(world.device), world.device)
+        chunks = scatter((task.args, task.targets), {}, [place] * world.size)
+        own = min(world.rank, len(chunks) - 1)  # a batch too small for all is repeated
+        args, targets = chunks[own].args
+        model = paceline.DistributedDataParallel(task.module.to(world.device))
+        return _time(
+            task,
+            model,
+            lambda: _step_back(task, model(*args), targets),
+            "none, each rank keeps its own",
+            0,
+        )
+
+
+def _time(
+    task: _Task, model: nn.Module, forward_and_backward: Callable[[], Any], where: str, moved: int
+) -> dict[str, Any]:
+    """Take the steps, and report what they cost as plain data."""
+    import torch
+
+    before = _private_bytes()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-6)
+    times = []
+    for number in range(WARM_UP + task.steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        forward_and_backward()
+        optimizer.step()
+        if task.type != "cpu":
+            torch.accelerator.synchronize()
+        if number >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return {
+        "step_s": statistics.median(times),
+        "gathered_on": where,
+        "main_device_bytes": moved,
+        "memory_bytes": _memory(task, before),
+    }
+
+
+def _count_replica_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
+    """What the first device sends to the others and gets from them in one step."""
+    import torch
+
+    from paceline.dp.devices import find_places
+    from paceline.dp.scatter import scatter
+
+    places = find_places(task.devices)
+    with torch.no_grad():
+        output = model.module(*_on(places[0].device, task.args))
+    is_elsewhere = {number: place.device != places[0].device for number, place in enumerate(places)}
+    chunks = scatter((task.args, task.targets), {}, places)
+    others = [chunk for chunk in chunks if chunk.replica != 0]
+    total = sum(_bytes(chunk.args if on_replicas else chunk.args[0]) for chunk in others)
+    if not on_replicas:  # outputs come, their gradients go
+        rows = sum(chunk.rows for chunk in chunks)
+        total += round(2 * _bytes(output) * sum(chunk.rows for chunk in others) / max(rows, 1))
+    weights = _bytes(list(model.parameters()))
+    devices = {places[chunk.replica].device for chunk in others if is_elsewhere[chunk.replica]}
+    total += 2 * weights * len(devices)  # parameters go, gradients come
+    if on_replicas and places[0].device.type == "cpu":
+        total += weights * sum(not is_elsewhere[chunk.replica] for chunk in others)
+    return total
+
+
+def _step_back(task: _Task, output: Any, targets: Any) -> None:
+    import torch
+
+    loss = task.loss_fn(output) if targets is None else task.loss_fn(output, targets)
+    torch.autograd.backward(loss)
+
+
+def _home(task: _Task) -> Any:
+    from paceline.dp.devices import find_places
+
+    return find_places(task.devices)[0].device
+
+
+def _on(device: Any, value: Any) -> Any:
+    from paceline import tree
+
+    return tree.map_tensors(lambda tensor: tensor.to(device), value)
+
+
+def _bytes(value: Any) -> int:
+    from paceline import tree
+
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors(value))
+
+
+def _memory(task: _Task, before: int) -> dict[str, int]:
+    import torch
+
+    if task.type != "cuda":
+        return {"cpu": max(0, _private_bytes() - before)}
+    used = {
+        f"cuda:{i}": torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())
+    }
+    return {name: number for name, number in used.items() if number}
+
+
+def _private_bytes() -> int:
+    """This process's memory that no other process shares; 0 where the system does not say."""
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.exists():
+        return 0
+    lines = rollup.read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    memory = [f"{name} {number / 2**20:,.0f} MiB" for name, number in row.memory_bytes.items()]
+    return (
+        row.name,
+        str(row.processes),
+        row.gathered_on,
+        f"{row.main_device_bytes / 2**20:,.2f} MiB",
+        f"{row.step_s * 1e3:,.2f} ms",
+        ", ".join(memory) or "unknown",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `paceline compare`."""
+    parser.description = (
+        "Train one model with DataParallel and with DistributedDataParallel on this machine, and "
+        "print what each costs."
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns (model, (inputs, targets), loss_fn); "
+        "default: a small convolutional network",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help='such as "cpu:0,cpu:1" or "0,1"; default: every GPU, or two parts of the CPU',
+    )
+    parser.add_argument("--steps", metavar="N", type=int, default=10, help="steps to time")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table."""
+    module, batch, loss_fn = _load(args.target) if args.target else _convolutions()
+    names = None if args.devices is None else args.devices.split(",")
+    devices = names and [int(name) if name.strip().isdigit() else name.strip() for name in names]
+    print(compare(module, batch, loss_fn, device_ids=devices, steps=args.steps))
+    return 0
+
+
+def _load(target: str) -> tuple[nn.Module, Any, Any]:
+    module_name, _, function_name = target.partition(":")
+    try:
+        function = getattr(import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{target!r} cannot be loaded: {error}.",
+            advice="Name a function as `package.module:function`.",
+        ) from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3):
+        raise UsageError(
+            f"{target!r} returned {type(made).__name__}.",
+            advice="Return a tuple: the model, a pair of inputs and targets, the loss function.",
+        )
+    return made
+
+
+def _convolutions() -> tuple[nn.Module, Any, Any]:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        *(nn.Flatten(), nn.Linear(64, 10)),
+    )
+    return model, (torch.randn(64, 3, 32, 32), torch.randint(10, (64,))), F.cross_entropy

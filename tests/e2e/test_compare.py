@@ -1,0 +1,72 @@
+"""The comparison of the two engines: as a function and as a command."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline import comparison
+from paceline.comparison import compare
+from paceline.errors import UsageError
+
+NAMES = ["bare", "DataParallel", "DataParallel, loss on replicas", "DistributedDataParallel"]
+
+
+def made_here() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], object]:
+    return nn.Linear(8, 4), (torch.rand(6, 8), torch.arange(6) % 4), F.cross_entropy
+
+
+def test_every_engine_has_a_row_with_what_it_costs() -> None:
+    module, batch, loss_fn = made_here()
+    before = [param.clone() for param in module.parameters()]
+    found = compare(module, batch, loss_fn, device_ids=["cpu:0", "cpu:1"], steps=2)  # type: ignore[arg-type]
+    assert [row.name for row in found.rows] == NAMES
+    assert [row.processes for row in found.rows] == [1, 1, 1, 2]
+    assert [row.gathered_on for row in found.rows[:2]] == ["-", "cpu:0"]
+    assert all(row.step_s > 0 for row in found.rows)
+    # Three of six rows go to cpu:1 (8 floats each), three rows of 4 outputs come, gradients go.
+    assert found.rows[1].main_device_bytes == 3 * 8 * 4 + 2 * 3 * 4 * 4
+    # Three rows with their targets go, 36 gradients come.
+    assert found.rows[2].main_device_bytes == 3 * 8 * 4 + 3 * 8 + 36 * 4
+    assert found.rows[3].main_device_bytes == 0
+    text = str(found)
+    assert all(part in text for part in (*NAMES, "through main device", "MiB", "ms"))
+    assert all(param.grad is None for param in module.parameters())
+    torch.testing.assert_close(list(module.parameters()), before)
+
+
+def test_a_batch_without_targets_and_a_model_of_containers_will_do() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"a": self.linear(a), "b": self.linear(b)}
+
+    batch = (torch.rand(5, 3), torch.rand(5, 3))
+    found = compare(Two(), batch, device_ids=["cpu:0", "cpu:1", "cpu:2"], steps=1)
+    assert found.rows[3].processes == 3
+
+
+def test_the_command_loads_what_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    comparison.add_arguments(parser)
+    args = parser.parse_args([f"{__name__}:made_here", "--steps", "1", "--devices", "cpu:0,cpu:1"])
+    assert comparison.main(args) == 0
+    assert "DistributedDataParallel" in capsys.readouterr().out
+
+
+def test_mistakes_are_answered() -> None:
+    parser = argparse.ArgumentParser()
+    comparison.add_arguments(parser)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        comparison.main(parser.parse_args(["nowhere:nothing"]))
+    with pytest.raises(UsageError, match="a pair of inputs and targets"):
+        compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)
+    with pytest.raises(UsageError, match="steps is 0"):
+        compare(nn.Linear(1, 1), torch.zeros(3, 1), steps=0)
