@@ -21,6 +21,7 @@ SHOWN = {
     "accumulation.py": r"difference to one process on all sentences: \d+e-0[789]\b|: 0e\+00",
     "checkpoint_clean_keys.py": r"saved under the wrapper: 0\.weight, .*loaded into the bare model",
     "comm_hook.py": r"8,320 bytes .* difference [1-9]e-0[45]",
+    "data_parallel.py": r"1\d\d of 101 right.*loaded into the bare model",
     "ddp_plain.py": r"epoch 2: loss 0\.[01]\d\d ",
     "evaluation.py": r"52 of 101 right: accuracy 0\.5149",
     "notebook_launch.py": r"rank 1: loss \d+\.\d\d -> 0\.0\d+",
