@@ -100,6 +100,8 @@ class Bucket:
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views, scale)
+            del grads
+            self._hand_out_all()
             return []
         if self._is_watched(grads):
             self._allocate()
@@ -150,17 +152,28 @@ class Bucket:
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
         has one for each. A parameter without any keeps `grad is None`.
         """
+        if self._is_plain:
+            return  # done already
         try:
             self._hand_out(used)
         except RuntimeError as error:
             raise self._why_refused() from error
 
-    def _hand_out(self, used: Sequence[bool]) -> None:
-        if self._is_plain:
+    def _hand_out_all(self) -> None:
+        """Make the views the gradients as soon as they hold what the gradients held.
+
+        That frees the gradients' own memory in the middle of backward, where the next layers
+        can have it. The views are what they should be only when backward has ended, but nobody
+        looks before.
+        """
+        try:
             for param, view in zip(self.params, self.views, strict=True):
                 if param is not None:
                     param.grad = view
-            return
+        except RuntimeError as error:
+            raise self._why_refused() from error
+
+    def _hand_out(self, used: Sequence[bool]) -> None:
         for index, param, view in zip(self.indices, self.params, self.views, strict=True):
             if param is None:
                 continue
