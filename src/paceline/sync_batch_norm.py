@@ -49,11 +49,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if group is None or group.size() == 1:
             plain: Tensor = _BatchNorm.forward(self, input)
             return plain
-        normalized: Tensor = self._normalize(input, group)
-        return normalized
+        if torch.compiler.is_compiling():
+            # The collective is Python's to call, so a compiler has to step around it.
+            from paceline import uncompiled
 
-    # The collective is Python's to call, so a compiler has to step around it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+            outside: Tensor = uncompiled.call(self._normalize, input, group)
+            return outside
+        return self._normalize(input, group)
+
     def _normalize(self, input: Tensor, group: comm.Group) -> Tensor:
         what = f"The batch statistics of {self._name!r}" if self._name else "The batch statistics"
         normalized: tuple[Tensor, Tensor, Tensor, Tensor] = _Normalize.apply(  # type: ignore[no-untyped-call]

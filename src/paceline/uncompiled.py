@@ -12,6 +12,6 @@ import torch._dynamo
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
-def call(function: Callable[..., Any], *args: Any) -> None:
+def call(function: Callable[..., Any], *args: Any) -> Any:
     """Call outside the graph."""
-    function(*args)
+    return function(*args)
