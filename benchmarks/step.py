@@ -7,6 +7,7 @@ alike; what counts is the ratio. A step is zero_grad, forward, backward and an S
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def tuned(bucket_mb: int) -> Wrap:
         "static_graph": True,
         "batched_grad_copy": True,
     }
+    known = inspect.signature(TorchDDP).parameters  # older releases have fewer
+    options = {name: value for name, value in options.items() if name in known}
     return lambda module: TorchDDP(module, bucket_cap_mb=bucket_mb, **options)
 
 
