@@ -163,6 +163,15 @@ def test_a_failed_replica_leaves_all_gradients_as_they_were() -> None:
     torch.testing.assert_close(gradients(model), doubled)
 
 
+def test_a_hook_may_call_the_model() -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(4)
+    seen = []
+    model.module[0].bias.register_hook(lambda grad: seen.append(model(x).shape))
+    model.backward(F.cross_entropy, x, y)
+    assert seen == [(4, 5)]
+
+
 def test_what_is_no_loss_is_refused() -> None:
     model = DataParallel(classifier(), device_ids=cpus(2))
     x, y = batch(4)

@@ -170,7 +170,8 @@ class _Engine:
         self._replicas = [self._build(number) for number in range(len(places))]
         self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
         self._recorder = Recorder(module) if options.cuda_graphs else None
-        self._lock = threading.Lock()
+        # Reentrant, because a hook on a parameter may call the model again.
+        self._lock = threading.RLock()
 
     def is_usable(self, module: nn.Module) -> bool:
         """Whether module, submodules and threads are still those this engine was built with."""
