@@ -33,6 +33,8 @@ from paceline.wrapper import Wrapper, bare
 
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
+CPU_BUCKET_BYTES = 4 * 2**20
+"""On CPUs a message costs little to start, so smaller ones overlap more of backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +98,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         group = _pick_group(process_group, device_mesh)
         named = _named_parameters(module)
         problem = _find_problem(named, device_ids, output_device)
-        capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         device = named[0][1].device if named else torch.device("cpu")
+        capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list, device)
         number = 0
         if init_sync and group.size() > 1:
             description = agreement.describe(named, _named_buffers(module))
@@ -410,13 +412,15 @@ def _pick_group(process_group: Any, device_mesh: Any) -> Any:
     return group
 
 
-def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[int]:
+def _bucket_capacities(
+    cap_mb: float | None, caps_mb: Sequence[float] | None, device: torch.device
+) -> list[int]:
     if caps_mb:
         capacities = list(caps_mb)
     elif cap_mb is not None:
         capacities = [cap_mb]
     else:
-        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+        return [FIRST_BUCKET_BYTES, CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES]
     if not all(cap > 0 for cap in capacities):
         raise UsageError(
             f"Bucket capacities must be positive, not {capacities} MiB.",
