@@ -210,9 +210,9 @@ def _train_rank(task: _Task) -> dict[str, Any]:
 
     with paceline.init_process_group() as world:
         place = Place(str(world.device), world.device)
-        chunks = scatter((task.args, task.targets), {}, [place] * world.size)
+        chunks = scatter(task.args, {}, [place] * world.size, targets=task.targets)
         own = min(world.rank, len(chunks) - 1)  # a batch too small for all is repeated
-        args, targets = chunks[own].args
+        args, targets = chunks[own].args, chunks[own].targets
         model = paceline.DistributedDataParallel(task.module.to(world.device))
         return _time(
             task,
@@ -261,9 +261,9 @@ def _count_replica_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
     with torch.no_grad():
         output = model.module(*_on(places[0].device, task.args))
     is_elsewhere = {number: place.device != places[0].device for number, place in enumerate(places)}
-    chunks = scatter((task.args, task.targets), {}, places)
+    chunks = scatter(task.args, {}, places, targets=task.targets)
     others = [chunk for chunk in chunks if chunk.replica != 0]
-    total = sum(_bytes(chunk.args if on_replicas else chunk.args[0]) for chunk in others)
+    total = sum(_bytes(chunk.contents if on_replicas else chunk.args) for chunk in others)
     if not on_replicas:  # outputs come, their gradients go
         rows = sum(chunk.rows for chunk in chunks)
         total += round(2 * _bytes(output) * sum(chunk.rows for chunk in others) / max(rows, 1))

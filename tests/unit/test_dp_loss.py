@@ -172,6 +172,13 @@ def test_a_hook_may_call_the_model() -> None:
     assert seen == [(4, 5)]
 
 
+def test_targets_of_another_length_are_named() -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(4)
+    with pytest.raises(UsageError, match=r"inputs\[0\] would .* but targets for 1"):
+        model.backward(F.cross_entropy, x, y[:1])
+
+
 def test_what_is_no_loss_is_refused() -> None:
     model = DataParallel(classifier(), device_ids=cpus(2))
     x, y = batch(4)

@@ -1,5 +1,7 @@
-"""Data parallelism in one process: replicas of a module on several devices, each in turn the
-whole of scatter, replicate, parallel apply and gather."""
+"""Data parallelism in one process: a replica of the module on every device.
+
+A batch goes through the files in this order: `scatter`, `replicate`, `parallel_apply`, `gather`.
+"""
 
 from paceline.dp.data_parallel import DataParallel
 from paceline.dp.options import DPOptions

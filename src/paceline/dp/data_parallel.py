@@ -8,50 +8,19 @@ come together on one device.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline import tree
-from paceline.dp.batch_norm import (
-    AbsentError,
-    Meeting,
-    has_batch_norm,
-    is_replaced,
-    whole_batch_class,
-)
-from paceline.dp.devices import (
-    Device,
-    Place,
-    check_tensors_at_home,
-    find_place,
-    find_places,
-    group_into_lanes,
-    move,
-)
+from paceline.dp.devices import Device, find_place, find_places, move
+from paceline.dp.engine import Engine
 from paceline.dp.gather import gather
-from paceline.dp.loss import (
-    Count,
-    Reduction,
-    compute_loss,
-    differentiate,
-    plan_factors,
-    total_loss,
-)
+from paceline.dp.loss import Count, Reduction, plan_factors, total_loss
 from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_graphs, check_split
-from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame
-from paceline.dp.parameters import ParameterSets, deliver
-from paceline.dp.record import ForwardRecording, LossRecording, Recorder, identity_of
-from paceline.dp.replicate import Replica, as_it_is
-from paceline.dp.scatter import Chunk, scatter
-from paceline.errors import UsageError
+from paceline.dp.scatter import scatter
 from paceline.wrapper import Wrapper
-
-Work = Callable[[Chunk, nn.Module], Any]
 
 
 class DataParallel(Wrapper):
@@ -86,7 +55,7 @@ class DataParallel(Wrapper):
         self._output_place = first
         self.output_device = first.torch_id
         self.src_device_obj = places[0].device
-        self._engine: _Engine | None = None
+        self._engine: Engine | None = None
         if len(places) == 1:
             module = module.to(places[0].device)
         self.module = module
@@ -125,7 +94,7 @@ class DataParallel(Wrapper):
         Gradients are added to the parameters' own when all replicas have succeeded.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        chunks = scatter((args, targets), kwargs or {}, self._places, self.dim, self.split)
+        chunks = scatter(args, kwargs or {}, self._places, self.dim, self.split, targets)
         factors = plan_factors(chunks, reduction, count, self._places)
         losses = self._ready_engine().backward(chunks, loss_fn, factors)
         return total_loss(losses, factors, self._output_place.device)
@@ -137,10 +106,10 @@ class DataParallel(Wrapper):
         target = self._output_place.device
         return output if target == device else tree.map_tensors(lambda t: t.to(target), output)
 
-    def _ready_engine(self) -> _Engine:
+    def _ready_engine(self) -> Engine:
         engine = self._engine
         if engine is None or not engine.is_usable(self.module):
-            engine = _Engine(self.module, self._places, self._dp_options)
+            engine = Engine(self.module, self._places, self._dp_options)
             self.__dict__["_engine"] = engine
         return engine
 
@@ -153,202 +122,3 @@ class DataParallel(Wrapper):
         state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
         clone.__dict__ |= state
         return clone
-
-
-class _Engine:
-    """Replicas and the threads they run in: everything that is not part of the model's state."""
-
-    def __init__(self, module: nn.Module, places: list[Place], options: DPOptions) -> None:
-        self._source = module
-        self._places = places
-        # Replicas that wait for each other in a layer cannot take turns.
-        self._meeting = (
-            Meeting(places) if options.batch_norm == "whole" and has_batch_norm(module) else None
-        )
-        self._lanes = group_into_lanes(places, one_each=self._meeting is not None)
-        self._parameters = ParameterSets(places, self._lanes, options.share_parameters)
-        self._replicas = [self._build(number) for number in range(len(places))]
-        self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
-        self._recorder = Recorder(module) if options.cuda_graphs else None
-        # Reentrant, because a hook on a parameter may call the model again.
-        self._lock = threading.RLock()
-
-    def is_usable(self, module: nn.Module) -> bool:
-        """Whether module, submodules and threads are still those this engine was built with."""
-        is_manned = self._crew is None or self._crew.is_alive
-        return is_manned and module is self._source and self._replicas[0].is_current()
-
-    def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """The replicas' outputs, in the order of the chunks."""
-        used = [chunk.replica for chunk in chunks]
-        with self._lock:
-            params = self._check_home()
-            if self._recorder is not None and self._recorder.can_record():
-                return self._apply(chunks, self._replay_forward(self._recorder, params))
-            tables = self._parameters.link(params, used)
-            for number in used:
-                self._replicas[number].refresh(tables[number])
-            return self._apply(chunks, _call)
-
-    def backward(
-        self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Any]
-    ) -> list[Tensor]:
-        """The chunks' losses; their gradients, times the factors, are added to the parameters'."""
-        if not torch.is_grad_enabled():
-            raise UsageError(
-                "backward() was called where gradients are switched off.",
-                advice="Call it outside torch.no_grad() and torch.inference_mode().",
-            )
-        used = [chunk.replica for chunk in chunks]
-        factor_by_replica = dict(zip(used, factors, strict=True))
-        is_joint = self._meeting is not None  # one graph for all replicas
-
-        def work(chunk: Chunk, module: nn.Module) -> Tensor:
-            loss = compute_loss(chunk, module, loss_fn)
-            return loss if is_joint else differentiate(loss, factor_by_replica[chunk.replica])
-
-        with self._lock:
-            params = self._check_home()
-            if self._recorder is not None and self._recorder.can_record():
-                recording = self._find_loss(self._recorder, chunks, loss_fn, factors, params)
-                if recording is not None:
-                    losses, grads = recording.replay(chunks, factors)
-                    deliver(params, grads)
-                    return losses
-            self._detach(params, used)
-            try:
-                losses = self._apply(chunks, work)
-                if is_joint:
-                    weights = [f.to(loss.dtype) for f, loss in zip(factors, losses, strict=True)]
-                    torch.autograd.backward(losses, weights)
-            except BaseException:
-                self._parameters.forget_gradients()
-                raise
-            self._parameters.collect(params)
-        return losses
-
-    def _detach(self, params: Sequence[Tensor], used: Sequence[int]) -> None:
-        """Give the replicas leaves, on which gradients are collected apart."""
-        tables = self._parameters.detach(params, used)
-        for number in used:
-            self._replicas[number].refresh(tables[number])
-
-    def _replay_forward(self, recorder: Recorder, params: Sequence[Tensor]) -> Work:
-        """A forward pass that is replayed where it was recorded, and else runs as usual."""
-        state = recorder.state([*params, *self._replicas[0].buffers()])
-
-        def work(chunk: Chunk, module: nn.Module) -> Any:
-            replica = self._replicas[chunk.replica]
-
-            recording = recorder.find(
-                (state, recorder.shape([chunk])), lambda: ForwardRecording(chunk, replica, params)
-            )
-            if recording is None or recording.is_busy:
-                replica.refresh(None)
-                return _call(chunk, module)
-            return recording.replay(chunk)
-
-        return work
-
-    def _find_loss(
-        self,
-        recorder: Recorder,
-        chunks: Sequence[Chunk],
-        loss_fn: Callable[..., Tensor],
-        factors: Sequence[Tensor],
-        params: Sequence[Tensor],
-    ) -> LossRecording | None:
-        def record() -> LossRecording:
-            self._detach(params, [chunk.replica for chunk in chunks])
-            buffers = [self._replicas[chunk.replica].copied_buffers() for chunk in chunks]
-            return LossRecording(
-                chunks,
-                factors,
-                self._parameters.leaves(0),
-                list(chain.from_iterable(buffers)),
-                lambda chunk, factor: differentiate(
-                    compute_loss(chunk, self._replicas[chunk.replica].module, loss_fn), factor
-                ),
-            )
-
-        state = recorder.state([*params, *self._replicas[0].buffers()])
-        key = (state, recorder.shape(chunks), identity_of(loss_fn))
-        with Climate(self._places).around(self._places[0]):
-            found: LossRecording | None = recorder.find(key, record, keeps=[loss_fn])
-        return found
-
-    def _check_home(self) -> list[Tensor]:
-        """The parameters, which all lie where the first replica is, or it is an error."""
-        params = self._replicas[0].parameters()
-        home = self._places[0]
-        tensors = [*params, *self._replicas[0].buffers()]
-        if any(tensor.device != home.device for tensor in tensors):
-            check_tensors_at_home(self._source.named_parameters(), home)
-            check_tensors_at_home(self._source.named_buffers(), home)
-        return params
-
-    def _apply(self, chunks: Sequence[Chunk], work: Work) -> list[Any]:
-        """Do the work on every chunk, each lane's chunks one after the other."""
-        climate = Climate(self._places)
-        chunk_by_replica = {chunk.replica: chunk for chunk in chunks}
-        if self._meeting is not None:
-            self._meeting.open(list(chunk_by_replica))
-
-        def lane_job(members: Sequence[int]) -> Callable[[], dict[int, Any]] | None:
-            own = [chunk_by_replica[number] for number in members if number in chunk_by_replica]
-            return (lambda: self._run_lane(own, work, climate)) if own else None
-
-        jobs = [lane_job(members) for members in self._lanes]
-        if self._crew is None:
-            assert jobs[0] is not None  # a batch has at least one chunk
-            results = jobs[0]()
-        else:
-            results = _merge(self._crew.run(jobs))
-        return [results[chunk.replica] for chunk in chunks]
-
-    def _run_lane(self, chunks: Sequence[Chunk], work: Work, climate: Climate) -> dict[int, Any]:
-        results = {}
-        for chunk in chunks:
-            replica = self._replicas[chunk.replica]
-            try:
-                with climate.around(replica.place):
-                    results[chunk.replica] = work(chunk, replica.module)
-            except BaseException as error:
-                blame(error, chunk.replica, self._places, chunk.describe())
-                raise
-            finally:
-                if self._meeting is not None:
-                    self._meeting.leave(chunk.replica)
-        return results
-
-    def _build(self, number: int) -> Replica:
-        meeting = self._meeting
-
-        def meet(name: str, module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
-            if not is_replaced(module):
-                return as_it_is(name, module)
-            extras = {"meeting": meeting, "replica": number, "layer": name}
-            return whole_batch_class(type(module)), extras  # type: ignore[arg-type]
-
-        specialise = as_it_is if meeting is None else meet
-        place = self._places[number]
-        return Replica(self._source, place, is_first=number == 0, specialise=specialise)
-
-    def _hire(self, cpu_threads: int | None) -> Crew:
-        cpu_lanes = sum(place.device.type == "cpu" for place in self._places)
-        available = torch.get_num_threads()
-        share = max(1, available // cpu_lanes) if cpu_lanes else available
-        names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
-        return Crew(names, cpu_threads or share)
-
-
-def _call(chunk: Chunk, module: nn.Module) -> Any:
-    return module(*chunk.args, **chunk.kwargs)
-
-
-def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:
-    """All lanes' results; or the first lane's error that is not the echo of another's."""
-    errors = [outcome.error for outcome in outcomes if outcome and outcome.error is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, AbsentError)), errors[0])
-    return {k: v for outcome in outcomes if outcome for k, v in outcome.value.items()}

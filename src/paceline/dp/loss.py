@@ -35,7 +35,7 @@ def plan_factors(
     if count is None:
         return _by_rows([chunk.rows for chunk in chunks], devices)
     counts = [
-        torch.as_tensor(count(chunk.args[1]), device=device).detach().to(torch.float64)
+        torch.as_tensor(count(chunk.targets), device=device).detach().to(torch.float64)
         for chunk, device in zip(chunks, devices, strict=True)
     ]
     total = torch.stack([own.to(devices[0]) for own in counts]).sum()
@@ -54,10 +54,9 @@ def _by_rows(rows: Sequence[int], devices: Sequence[torch.device]) -> list[Tenso
 
 
 def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """The loss of a chunk whose arguments are the module's and the targets."""
-    args, targets = chunk.args
-    output = module(*args, **chunk.kwargs)
-    loss = loss_fn(output) if targets is None else loss_fn(output, targets)
+    """The loss of a chunk, checked."""
+    output = module(*chunk.args, **chunk.kwargs)
+    loss = loss_fn(output) if chunk.targets is None else loss_fn(output, chunk.targets)
     check_loss(loss)
     return loss
 

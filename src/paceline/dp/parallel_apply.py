@@ -43,7 +43,6 @@ class Crew:
 
     def __init__(self, names: Sequence[str], cpu_threads: int) -> None:
         self._pid = os.getpid()
-        self._names, self._cpu_threads = names, cpu_threads
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._underway: list[_Errand] = []
         ready: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -70,7 +70,7 @@ class Recorder:
 
     def shape(self, chunks: Sequence[Chunk]) -> Hashable:
         """The inputs' part of a signature: everything but the values of tensors."""
-        return tuple((chunk.replica, _shape((chunk.args, chunk.kwargs))) for chunk in chunks)
+        return tuple((chunk.replica, _shape(chunk.contents)) for chunk in chunks)
 
     def state(self, tensors: Sequence[Tensor]) -> Hashable:
         """The part that all inputs have in common: modes, and where the model's tensors lie."""
@@ -116,11 +116,12 @@ class ForwardRecording:
         replica.refresh({id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
         self._buffers = replica.copied_buffers()
         pool = torch.cuda.graph_pool_handle()
-        self._inputs, args, kwargs = _static_inputs(chunk)
+        static = _static(chunk)
+        self._inputs = list(tree.tensors(static.contents))
         self._lease: weakref.ref[_Lease] | None = None
         self._forward = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool):
-            output = replica.module(*args, **kwargs)
+            output = replica.module(*static.args, **static.kwargs)
         self._output = tree.map_tensors(Tensor.detach, output)
         ends = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
         self._places = [i for i, t in enumerate(tree.tensors(output)) if t.requires_grad]
@@ -141,7 +142,7 @@ class ForwardRecording:
         return lease is not None and not lease.is_over
 
     def replay(self, chunk: Chunk) -> Any:
-        inputs = list(tree.tensors((chunk.args, chunk.kwargs)))
+        inputs = list(tree.tensors(chunk.contents))
         _copy_all(zip(self._inputs, inputs, strict=True), self._buffers)
         if self._backward is None:
             self._forward.replay()
@@ -218,9 +219,8 @@ class LossRecording:
         self._leaves, self._buffers = leaves, buffers
         copies = []
         for chunk in chunks:
-            inputs, args, kwargs = _static_inputs(chunk)
-            self._inputs += inputs
-            copies.append(Chunk(chunk.replica, args, kwargs, chunk.rows))
+            copies.append(_static(chunk))
+            self._inputs += tree.tensors(copies[-1].contents)
         self._factors = [factor.clone() for factor in factors]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -236,7 +236,7 @@ class LossRecording:
         self, chunks: Sequence[Chunk], factors: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The losses, and a copy of the gradients: the next replay overwrites its own."""
-        inputs = tree.tensors([(chunk.args, chunk.kwargs) for chunk in chunks])
+        inputs = tree.tensors([chunk.contents for chunk in chunks])
         _copy_all(
             zip(self._inputs, inputs, strict=True),
             zip(self._factors, factors, strict=True),
@@ -278,9 +278,9 @@ def _shape(value: Any) -> Hashable:
     return (type(value), value)
 
 
-def _static_inputs(chunk: Chunk) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
-    """A chunk of the same values in memory of its own, and the tensors in it."""
-    args, kwargs = tree.map_tensors(
-        lambda t: t.detach().clone().requires_grad_(t.requires_grad), (chunk.args, chunk.kwargs)
+def _static(chunk: Chunk) -> Chunk:
+    """A chunk of the same values in memory of its own."""
+    args, kwargs, targets = tree.map_tensors(
+        lambda t: t.detach().clone().requires_grad_(t.requires_grad), chunk.contents
     )
-    return list(tree.tensors((args, kwargs))), args, kwargs
+    return Chunk(chunk.replica, args, kwargs, chunk.rows, targets)

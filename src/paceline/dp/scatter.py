@@ -18,6 +18,9 @@ from paceline import tree
 from paceline.dp.devices import Place, move
 from paceline.errors import UsageError
 
+Contents = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Positional inputs, keyword inputs, targets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -28,13 +31,16 @@ class Chunk:
     kwargs: dict[str, Any]
     rows: int
     """How long the batch's first tensor is here, along the dimension that was cut."""
+    targets: Any = None
+    """What a loss function compares the module's output with."""
+
+    @property
+    def contents(self) -> Contents:
+        return self.args, self.kwargs, self.targets
 
     def describe(self) -> str:
         """The shapes in the chunk, for messages."""
-        named = [
-            *tree.named_tensors(self.args, "inputs"),
-            *tree.named_tensors(self.kwargs, "kwargs"),
-        ]
+        named = _named_tensors(self.contents)
         shapes = [f"{path} of shape {tuple(tensor.shape)}" for path, tensor in named]
         return ", ".join(shapes[:4]) + (", ..." if len(shapes) > 4 else "") or "no inputs"
 
@@ -45,6 +51,7 @@ def scatter(
     places: Sequence[Place],
     dim: int = 0,
     weights: Sequence[float] | None = None,
+    targets: Any = None,
 ) -> list[Chunk]:
     """One chunk for every place that gets rows; together they are the batch, in order.
 
@@ -52,14 +59,16 @@ def scatter(
     """
     if not args and not kwargs:
         return [Chunk(0, (), {}, 0)]
-    named = [*tree.named_tensors(args, "inputs"), *tree.named_tensors(kwargs, "kwargs")]
+    contents = (args, kwargs, targets)
+    named = _named_tensors(contents)
     cuts = {id(t): _cut(path, t, len(places), dim, weights) for path, t in named if t.dim() > 0}
     _check_same_replicas(named, cuts, dim)
     first = next(iter(cuts.values()))
     chunks = []
     for place, (replica, rows) in zip(_used(places, first), first.items(), strict=True):
-        own_args, own_kwargs = tree.map_tensors(_Share(cuts, dim, replica, place), (args, kwargs))
-        chunks.append(Chunk(replica, own_args, own_kwargs, rows))
+        share = _Share(cuts, dim, replica, place)
+        own_args, own_kwargs, own_targets = tree.map_tensors(share, contents)
+        chunks.append(Chunk(replica, own_args, own_kwargs, rows, own_targets))
     return chunks
 
 
@@ -100,6 +109,12 @@ class _Share:
             return parts[list(sizes).index(self.replica)]
         start = sum(size for replica, size in sizes.items() if replica < self.replica)
         return tensor.detach().narrow(self.dim, start, sizes[self.replica])
+
+
+def _named_tensors(contents: Contents) -> list[tuple[str, Tensor]]:
+    names = ("inputs", "kwargs", "targets")
+    pairs = zip(contents, names, strict=True)
+    return [named for value, name in pairs for named in tree.named_tensors(value, name)]
 
 
 def _used(places: Sequence[Place], sizes: dict[int, int]) -> list[Place]:
