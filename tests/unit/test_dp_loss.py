@@ -163,6 +163,18 @@ def test_a_failed_replica_leaves_all_gradients_as_they_were() -> None:
     torch.testing.assert_close(gradients(model), doubled)
 
 
+def test_a_parameter_may_go_before_a_batch_too_small_for_all_replicas() -> None:
+    module = classifier()
+    module.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    model = DataParallel(module, device_ids=cpus(3))
+    x, y = batch(6)
+    model.backward(F.cross_entropy, x, y)
+    del module.extra
+    model.zero_grad()
+    model.backward(F.cross_entropy, x[:1], y[:1])
+    assert all(grad is not None for grad in gradients(model).values())
+
+
 def test_a_hook_may_call_the_model() -> None:
     model = DataParallel(classifier(), device_ids=cpus(2))
     x, y = batch(4)

@@ -59,7 +59,9 @@ class ParameterSets:
         tables: dict[int, Parameters | None] = {}
         for lane, members in enumerate(self._lanes):
             used = [number for number in members if number in replicas]
-            if used:
+            if not used:  # its leaves may be those of another model by now
+                self._leaves[lane] = []
+            else:
                 held = self._copies.get(used[0])
                 leaves = _leaves(
                     params if held is None else held.tensors, params, self._leaves[lane]
