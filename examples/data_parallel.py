@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.dp import DataParallel
+from paceline import DataParallel
 
 ROWS, FEATURES, CLASSES = 101, 10, 3
 DEVICES = ["cpu:0", "cpu:1"]  # or [0, 1] for two GPUs

@@ -12,12 +12,15 @@ __version__ = "0.1.0"
 
 _HOME_BY_NAME = {
     "DDPOptions": "paceline.ddp",
+    "DPOptions": "paceline.dp",
+    "DataParallel": "paceline.dp",
     "DistributedBatchSampler": "paceline.sampler",
     "DistributedDataParallel": "paceline.ddp",
     "DistributedSampler": "paceline.sampler",
     "EpochNotSetWarning": "paceline.sampler",
     "SyncBatchNorm": "paceline.sync_batch_norm",
     "World": "paceline.world",
+    "compare": "paceline.comparison",
     "init_process_group": "paceline.world",
     "launch": "paceline.launcher",
 }
@@ -25,8 +28,11 @@ _HOME_BY_NAME = {
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
+    from paceline.comparison import compare as compare
     from paceline.ddp import DDPOptions as DDPOptions
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.dp import DataParallel as DataParallel
+    from paceline.dp import DPOptions as DPOptions
     from paceline.launcher import launch as launch
     from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
     from paceline.sampler import DistributedSampler as DistributedSampler

@@ -19,6 +19,8 @@ OURS_BY_TORCHS = {
         "paceline.ddp",
         "DistributedDataParallel",
     ),
+    ("torch.nn", "DataParallel"): ("paceline.dp", "DataParallel"),
+    ("torch.nn.parallel", "DataParallel"): ("paceline.dp", "DataParallel"),
     ("torch.nn", "SyncBatchNorm"): ("paceline.sync_batch_norm", "SyncBatchNorm"),
     ("torch.utils.data", "DistributedSampler"): ("paceline.sampler", "PaddedDistributedSampler"),
     ("torch.utils.data.distributed", "DistributedSampler"): (

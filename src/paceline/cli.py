@@ -34,6 +34,7 @@ COMMANDS = {
     "demo": Command("paceline.demo", "train a small built-in model on two workers"),
     "run": Command("paceline.launcher.run", "run a training script on several workers"),
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
+    "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
 }
 
 

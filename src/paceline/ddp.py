@@ -31,10 +31,10 @@ from paceline.uneven import UnevenInputs
 from paceline.world import default_group
 from paceline.wrapper import Wrapper, bare
 
-FIRST_BUCKET_BYTES = 2**20
-BUCKET_BYTES = 25 * 2**20
-CPU_BUCKET_BYTES = 4 * 2**20
-"""On CPUs a message costs little to start, so smaller ones overlap more of backward."""
+GPU_BUCKETS_BYTES = [2**20, 25 * 2**20]
+"""A small first bucket leaves early; large ones use the network well."""
+CPU_BUCKETS_BYTES = [4 * 2**20]
+"""A message costs little to start, but the thread that sends it takes a core from backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,7 +420,7 @@ def _bucket_capacities(
     elif cap_mb is not None:
         capacities = [cap_mb]
     else:
-        return [FIRST_BUCKET_BYTES, CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES]
+        return CPU_BUCKETS_BYTES if device.type == "cpu" else GPU_BUCKETS_BYTES
     if not all(cap > 0 for cap in capacities):
         raise UsageError(
             f"Bucket capacities must be positive, not {capacities} MiB.",

@@ -54,6 +54,7 @@ SURFACE = {
     },
     "doctor": {"--json", "--no-test", "--workers"},
     "demo": {"--workers", "--epochs", "--seed", "--json"},
+    "compare": {"--devices", "--steps", "target"},
 }
 
 

@@ -25,6 +25,8 @@ from paceline.torch_surface import TorchSurface
 NAMES_BY_MODULE = {
     "paceline": [
         "DDPOptions",
+        "DPOptions",
+        "DataParallel",
         "DistributedBatchSampler",
         "DistributedDataParallel",
         "DistributedSampler",
@@ -32,6 +34,7 @@ NAMES_BY_MODULE = {
         "SyncBatchNorm",
         "World",
         "__version__",
+        "compare",
         "init_process_group",
         "launch",
     ],
