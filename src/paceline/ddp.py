@@ -95,14 +95,22 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce belong together.",
                 advice="Pass both, or neither: they have no effect here.",
             )
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"A model must be a torch.nn.Module, not {type(module).__name__}.",
+                advice="Pass the module itself, before any call.",
+            )
         group = _pick_group(process_group, device_mesh)
         named = _named_parameters(module)
         problem = _find_problem(named, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list, device)
+        # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
+        sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         number = 0
         if init_sync and group.size() > 1:
-            description = agreement.describe(named, _named_buffers(module))
+            buffers = _named_buffers(module) if sync_buffers_now else []
+            description = agreement.describe(named, buffers)
             number = agreement.verify_same_model(group, description, device, problem)
         elif problem is not None:
             raise problem
@@ -118,10 +126,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.broadcast_buffers = broadcast_buffers is not False
-        sync_buffers_now = self.broadcast_buffers
-        if forward_sync_buffers is not None:
-            self.broadcast_buffers, sync_buffers_now = forward_sync_buffers, True
+        self.broadcast_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
         self._ddp_options = options
         self._bucket_capacities = capacities
         self._number = number
@@ -131,10 +138,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self.module = module
         self._build_reducer()
         if init_sync and group.size() > 1:
-            tensors = [param.detach() for _, param in named]
-            tensors += (
-                [buffer for _, buffer in _named_buffers(self.module)] if sync_buffers_now else []
-            )
+            tensors = self._state(with_buffers=sync_buffers_now)
             agreement.broadcast_tensors(group, tensors, 0, "Copying rank 0's model to all")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -255,10 +259,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def take_final_model(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that was there to the end to all others."""
         root = self._agree_on_root(is_last_joiner)
-        tensors = [param.detach() for _, param in _named_parameters(self.module)]
-        tensors += (
-            [buffer for _, buffer in _named_buffers(self.module)] if self.broadcast_buffers else []
-        )
+        tensors = self._state(with_buffers=self.broadcast_buffers)
         agreement.broadcast_tensors(self.process_group, tensors, root, "Copying the final model")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -440,3 +440,20 @@ def test_dataclass_outputs_carry_the_wish_of_their_forward() -> None:
         return model.reducer.steps
 
     assert run_ranks(2, body) == [0, 0]
+
+
+def test_rank_local_buffers_may_differ_where_nobody_copies_them() -> None:
+    def body(world: World) -> int:
+        net = small()
+        net.register_buffer("mine", torch.zeros(1 + world.rank))
+        model = wrap(net, world, broadcast_buffers=False)
+        model(mine(world)).sum().backward()
+        return model.mine.numel()
+
+    assert run_ranks(2, body) == [1, 2]
+
+
+@pytest.mark.parametrize("thing", [None, 3, "model", nn.Linear])
+def test_something_that_is_no_module_is_refused(thing: Any) -> None:
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
+        DistributedDataParallel(thing)
