@@ -36,6 +36,7 @@ DRAIN_S = 0.25
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 _POLL_S = 0.05
+_LONGEST_WAIT_S = 0.2
 
 
 class SignalInbox:
@@ -182,9 +183,9 @@ class _Shift:
         due = [when for when, _ in self.deadlines.values()]
         due += [stream.due_s for stream in self.streams if stream.due_s is not None]
         must_poll = len(self.pidfds) < len(self.alive)
-        if must_poll:
-            due.append(now_s + _POLL_S)
-        timeout_s = max(0.0, min(due) - now_s) if due else None
+        # A signal that comes just before the wait does not end it; Python looks at it afterwards.
+        due.append(now_s + (_POLL_S if must_poll else _LONGEST_WAIT_S))
+        timeout_s = max(0.0, min(due) - now_s)
         events = self.selector.select(timeout_s)
         # A Ctrl-C at the terminal reaches a worker that shares it too: it is no failure then.
         self.on_signal()

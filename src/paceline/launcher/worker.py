@@ -24,13 +24,14 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 ORDERS_VARIABLE = "PACELINE_WORKER"
 FAILED, SERVING = b"!", b"s"
@@ -370,5 +371,26 @@ def _bind_to_numa_node(mode: str, gpu: int) -> None:
         print(f"--numa-binding {mode} was not applied: {error}", file=sys.stderr)
 
 
+def leave(code: object) -> NoReturn:
+    """End this process as Python would, but without taking the interpreter apart.
+
+    torch's threads may still be letting go of the last collective's tensors. One that asks for
+    the interpreter while it is being taken apart is ended by force, and the process aborts.
+    """
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        exit_code: object = main(sys.argv[1:])
+    except SystemExit as stop:
+        exit_code = stop.code
+    leave(exit_code)
