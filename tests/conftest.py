@@ -10,6 +10,7 @@ import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import signal
 import sys
 import threading
 import time
@@ -132,6 +133,13 @@ def open_descriptors() -> Iterator[str]:
             continue
         if int(name) not in own and not target.startswith("/dev/"):
             yield f"{name} -> {target}"
+
+
+def pytest_configure() -> None:
+    # A shell that starts this in the background makes it ignore interrupts, and then so would
+    # everything that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
