@@ -143,6 +143,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
+        if self._is_plain:  # a world of one must cost what the bare model costs
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         if not self._is_alone:
             self._around_forward(self._before_forward)
         if self.device_ids:
@@ -206,7 +208,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""
         check_hook(hook)
         self._reducer.set_hook(hook, state)
-        self._is_alone = False
+        self._is_alone = self._is_plain = False
 
     def check_in_sync(self) -> None:
         """Raise on every rank if a parameter or a buffer differs on any; call it on all ranks.
@@ -303,6 +305,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         reducer.number = self._number
         self.__dict__["_reducer"] = reducer
         self.__dict__["_is_alone"] = group.size() == 1
+        is_plain = group.size() == 1 and not self.device_ids and self._low_precision is None
+        self.__dict__["_is_plain"] = is_plain
         module = weakref.ref(self.module)
         checked = weakref.ref(reducer)
         reducer.check_model = lambda: _check_parameters_are_known(module(), _alive(checked))

@@ -75,6 +75,9 @@ class Wrapper(nn.Module):
             state_dict[f"{inner}{key}"] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return bare(self.module).named_parameters(*args, **kwargs)
 
