@@ -102,6 +102,7 @@ class Reducer(BackwardFollower):
         self._hook = (hook, state)
         self._layout.trailer_apart = True
         self._layout.lay_out()
+        self.detach()  # which gradients are counted depends on the layout
         self.attach()
 
     def take_over(self, before: Reducer) -> None:
