@@ -36,7 +36,7 @@ class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
 
     num_samples: int
     total_size: int
-    pads_by_default = False
+    _pads_by_default = False
     """Whether `pad=None` pads even without `shuffle`."""
 
     def __init__(
@@ -54,7 +54,7 @@ class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.pad = (bool(shuffle) or self.pads_by_default) if pad is None else bool(pad)
+        self.pad = (bool(shuffle) or self._pads_by_default) if pad is None else bool(pad)
         self.num_samples = self._share_length(0)
         self.total_size = self._dealt_size()
 
@@ -139,7 +139,7 @@ class PaddedDistributedSampler(DistributedSampler):
     Such a script may communicate once per batch, and then every rank must have as many.
     """
 
-    pads_by_default = True
+    _pads_by_default = True
 
 
 class _SamplerOfSampler(DistributedSampler):
