@@ -1,0 +1,309 @@
+"""The run folder: what a training writes down, and how to read it while it runs.
+
+    run.json                  what is trained and how far it is; rank 0 replaces it as a whole
+    events/rank{r}.jsonl      what happened, one JSON object a line, appended by rank r alone
+    pipeline/step{n}.json     one batch followed through a step
+    timeline/rank{r}.trace.json
+    scaling.json  checkpoints/  report.html
+
+Each file has one writer, readers tail. Steps count from 1, so `step` in an event is also the number
+of steps applied so far. Starts without torch. See Note [What a restart undoes].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import UsageError, WireError
+
+SCHEMA = 1
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+INFO_LIMIT_BYTES = 2**20
+LINE_LIMIT_BYTES = 2**20
+READ_LIMIT_BYTES = 16 * 2**20
+"""The most one call of `EventReader.read` takes from a file; the next call goes on there."""
+
+Event = dict[str, Any]
+"""A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class RunFolder:
+    """Where the files of one run are. Makes nothing until `create()`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.info = self.path / "run.json"
+        self.events = self.path / "events"
+        self.pipeline = self.path / "pipeline"
+        self.timeline = self.path / "timeline"
+        self.scaling = self.path / "scaling.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def create(self) -> None:
+        """Make the folder, for this user alone; refuse a name that no page or file could carry."""
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"A run cannot be named {self.name!r}.",
+                advice="Use up to 64 letters, digits, dots, dashes and underscores for the folder.",
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
+
+    def events_of(self, rank: int) -> Path:
+        return self.events / f"rank{rank}.jsonl"
+
+    def timeline_of(self, rank: int) -> Path:
+        return self.timeline / f"rank{rank}.trace.json"
+
+    def pipeline_of(self, step: int) -> Path:
+        return self.pipeline / f"step{step}.json"
+
+    def event_ranks(self) -> list[int]:
+        """The ranks that have written events, in order."""
+        return _numbers_in(self.events, r"rank(\d{1,7})\.jsonl")
+
+    def pipeline_steps(self) -> list[int]:
+        """The steps that were followed through the pipeline, in order."""
+        return _numbers_in(self.pipeline, r"step(\d{1,15})\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What `run.json` says."""
+
+    name: str
+    created: float
+    updated: float
+    status: Literal["running", "finished", "stopped", "failed"] = "running"
+    seed: int = 0
+    epochs: int = 0
+    global_batch: int = 0
+    shards: int = 1
+    workers: int = 1
+    dataset_size: int | None = None
+    """None where the dataset has no length."""
+    steps_per_epoch: int | None = None
+    steps: int | None = None
+    """How many steps the whole run has; None where nobody can know."""
+    step: int = 0
+    """How many steps are applied."""
+    model: str = ""
+    parameters: int = 0
+    device: str = ""
+    host: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    policy: list[str] = field(default_factory=list)
+    """What was decided about batch size and learning rate, and why, line by line."""
+    schema: int = SCHEMA
+
+
+def write_info(folder: RunFolder, info: RunInfo) -> None:
+    """Replace `run.json`, so that a reader sees the old one or the new one."""
+    temporary = folder.path / f".run.json.{os.getpid()}"
+    text = json.dumps(_plain(asdict(info)), allow_nan=False, indent=1)
+    with open(temporary, "w", encoding="utf-8", opener=_open_private) as file:
+        file.write(text + "\n")
+    os.replace(temporary, folder.info)
+
+
+def read_info(folder: RunFolder) -> RunInfo | None:
+    """What `run.json` says, or None where there is none; keys it should not have are ignored."""
+    try:
+        value = json.loads(_read_file(folder.info, INFO_LIMIT_BYTES))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{folder.info} is not JSON: {error}.") from error
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        found = value.get("schema") if isinstance(value, dict) else None
+        raise WireError(
+            f"{folder.info} has schema {found!r}; this version of paceline reads {SCHEMA}.",
+            advice="Read it with the version that wrote it.",
+        )
+    known = {each.name for each in fields(RunInfo)}
+    try:
+        return RunInfo(**{key: each for key, each in value.items() if key in known})
+    except TypeError as error:
+        raise WireError(f"{folder.info} is incomplete: {error}.") from error
+
+
+class EventWriter:
+    """Appends the events of one rank. What cannot be written is lost, said once, and no error."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self.rank = rank
+        self._path = folder.events_of(rank)
+        self._file: int | None = None
+        self._has_failed = False
+        self._torn = False
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Write one event now, as one line; floats that JSON has no word for become strings."""
+        event = {"kind": kind, "t": time.time(), "rank": self.rank, **_plain(facts)}
+        line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            file = self._open()
+            # Behind half a line a new one would be lost with it.
+            data = b"\n" + line if self._torn else line
+            self._torn = True
+            self._torn = os.write(file, data) < len(data)
+        except OSError as error:
+            if not self._has_failed:
+                warnings.warn(f"Events cannot be written to {self._path}: {error}.", stacklevel=2)
+            self._has_failed = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        if self._file is None:
+            make_private(self._path.parent)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            self._file = _open_private(str(self._path), flags)
+            size = os.fstat(self._file).st_size
+            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        return self._file
+
+
+class EventReader:
+    """Reads the events of one rank as they come; remembers where it stopped."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self._path = folder.events_of(rank)
+        self._offset = 0
+
+    def read(self) -> list[Event]:
+        """The events since the last call. Half a line at the end waits for its other half."""
+        try:
+            data = _read_file(self._path, READ_LIMIT_BYTES, self._offset)
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) > LINE_LIMIT_BYTES:
+            end = len(data)  # no line of ours is so long
+        self._offset += end
+        return [event for line in data[:end].splitlines() if (event := parse_event(line))]
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line as an event, or None where it is torn, foreign or too long."""
+    if len(line) > LINE_LIMIT_BYTES:
+        return None
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
+        return None
+    if type(event.get("rank")) is not int or not isinstance(event.get("t"), int | float):
+        return None
+    return {key: each if key == "text" else _restored(each) for key, each in event.items()}
+
+
+def read_events(folder: RunFolder) -> list[Event]:
+    """All events of all ranks so far, in the order of their times."""
+    found: list[Event] = []
+    for rank in folder.event_ranks():
+        reader = EventReader(folder, rank)
+        while events := reader.read():
+            found += events
+    return sorted(found, key=lambda event: event["t"])
+
+
+def still_valid(events: Iterable[Event]) -> list[Event]:
+    """The events without those that a restart has undone, in the order of their times."""
+    kept: list[Event] = []
+    for event in sorted(events, key=lambda event: event["t"]):
+        if event["kind"] == "start" and event["rank"] == 0:
+            kept = [each for each in kept if not _is_undone(each, event.get("step", 0))]
+        kept.append(event)
+    return kept
+
+
+def _is_undone(event: Event, step: int) -> bool:
+    is_progress = event["kind"] not in {"start", "stop", "message"}
+    return is_progress and isinstance(event.get("step"), int) and event["step"] > step
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can look into; one that exists is left as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _numbers_in(folder: Path, pattern: str) -> list[int]:
+    try:
+        names = [path.name for path in folder.iterdir() if not path.is_symlink()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open for this user alone, and never through a link somebody else has put there."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _read_file(path: Path, limit: int, offset: int = 0) -> bytes:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError:
+        raise FileNotFoundError(path) from None
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise WireError(f"{path} is not a plain file.")
+        return os.pread(file, limit, offset)
+    finally:
+        os.close(file)
+
+
+def _plain(value: Any) -> Any:
+    """A value as strict JSON can say it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(name for name, each in _NOT_FINITE.items() if str(each) == str(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _restored(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _restored(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_restored(each) for each in value]
+    return value
+
+
+# Note [What a restart undoes]
+# A run that was killed goes on from its last checkpoint, which may be some steps back. Those steps
+# are trained again, and their events are written again behind the old ones. So an event `start` of
+# rank 0 with step s undoes every earlier event of any rank whose step is above s.

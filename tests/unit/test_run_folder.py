@@ -1,0 +1,177 @@
+"""The run folder: written by one, read by others while it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError, WireError
+from paceline.run_folder import (
+    EventReader,
+    EventWriter,
+    RunFolder,
+    RunInfo,
+    parse_event,
+    read_events,
+    read_info,
+    still_valid,
+    write_info,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "digits")
+    made.create()
+    return made
+
+
+def test_the_folder_and_its_files_are_for_this_user_alone(folder: RunFolder) -> None:
+    with EventWriter(folder, 0) as writer:
+        writer.write("start")
+    write_info(folder, RunInfo(name="digits", created=0.0, updated=0.0))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.path.rglob("*")}
+    assert modes == {"events": 0o700, "rank0.jsonl": 0o600, "run.json": 0o600}
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_run_json_says_is_read_back(folder: RunFolder) -> None:
+    info = RunInfo(name="digits", created=1.5, updated=2.5, step=7, policy=["128 globally"])
+    write_info(folder, info)
+    assert read_info(folder) == info
+    assert list(folder.path.iterdir()) == [folder.info]
+
+
+def test_a_folder_without_run_json_has_no_info(folder: RunFolder) -> None:
+    assert read_info(folder) is None
+    assert read_info(RunFolder(folder.path / "nothing")) is None
+
+
+def test_unknown_keys_of_run_json_are_ignored(folder: RunFolder) -> None:
+    text = json.dumps({"schema": 1, "name": "x", "created": 0, "updated": 0, "mood": "good"})
+    folder.info.write_text(text)
+    info = read_info(folder)
+    assert info is not None
+    assert info.name == "x"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1}', "[" * 100_000, "\x00"]
+)
+def test_a_malformed_run_json_is_a_typed_error(folder: RunFolder, text: str) -> None:
+    folder.info.write_text(text)
+    with pytest.raises(WireError):
+        read_info(folder)
+
+
+def test_a_fifo_in_place_of_a_file_does_not_block_a_reader(folder: RunFolder) -> None:
+    os.mkfifo(folder.info)
+    with pytest.raises(WireError, match="not a plain file"):
+        read_info(folder)
+
+
+def test_events_are_read_as_they_come(folder: RunFolder) -> None:
+    writer, reader = EventWriter(folder, 2), EventReader(folder, 2)
+    assert reader.read() == []
+    writer.write("step", step=1, metrics={"loss": [3.0, 4]})
+    (first,) = reader.read()
+    assert (first["kind"], first["rank"], first["metrics"]) == ("step", 2, {"loss": [3.0, 4]})
+    writer.write("step", step=2)
+    assert [event["step"] for event in reader.read()] == [2]
+    assert reader.read() == []
+    writer.close()
+
+
+def test_half_a_line_waits_for_its_other_half(folder: RunFolder) -> None:
+    folder.events.mkdir()
+    path, reader = folder.events_of(0), EventReader(folder, 0)
+    path.write_text('{"kind":"stop","t":1,"ra')
+    assert reader.read() == []
+    path.write_text('{"kind":"stop","t":1,"rank":0,"step":3}\n')
+    assert [event["step"] for event in reader.read()] == [3]
+
+
+def test_after_half_a_line_of_a_killed_writer_the_next_event_is_whole(folder: RunFolder) -> None:
+    folder.events.mkdir()
+    folder.events_of(0).write_text('{"kind":"step","t":1,"rank":0}\n{"kind":"st')
+    writer = EventWriter(folder, 0)
+    writer.write("start", step=1)
+    writer.close()
+    assert [event["kind"] for event in read_events(folder)] == ["step", "start"]
+
+
+def test_numbers_that_json_has_no_word_for_survive(folder: RunFolder) -> None:
+    writer = EventWriter(folder, 0)
+    writer.write("step", metrics={"loss": [math.nan, 1], "norm": [-math.inf, math.inf]}, text="nan")
+    writer.close()
+    assert "NaN" not in folder.events_of(0).read_text()
+    (event,) = read_events(folder)
+    assert math.isnan(event["metrics"]["loss"][0])
+    assert event["metrics"]["norm"] == [-math.inf, math.inf]
+    assert event["text"] == "nan"
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"3", b"{}", b'{"kind":"x","rank":"0","t":1}', b'{"kind":1}', b"[" * 90_000]
+)
+def test_foreign_lines_are_no_events(line: bytes) -> None:
+    assert parse_event(line) is None
+
+
+def test_a_restart_undoes_what_came_after_its_checkpoint() -> None:
+    def event(t: float, kind: str, rank: int, step: int) -> dict[str, object]:
+        return {"t": t, "kind": kind, "rank": rank, "step": step}
+
+    before = [event(t, "step", rank, t) for rank in (0, 1) for t in range(1, 6)]
+    again = [event(10, "start", 0, 3), event(11, "step", 0, 4)]
+    kept = still_valid([*again, *before])
+    assert [(e["rank"], e["step"]) for e in kept if e["kind"] == "step"] == [
+        (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 4),
+    ]  # fmt: skip
+
+
+def test_a_name_that_no_page_could_carry_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be named"):
+        RunFolder(tmp_path / "my run").create()
+
+
+def test_links_are_not_followed(folder: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("")
+    folder.events.mkdir()
+    folder.events_of(0).symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        EventWriter(folder, 0).write("start")
+    assert (tmp_path / "elsewhere").read_text() == ""
+    assert folder.event_ranks() == []
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.write_text("a file in its place")
+    writer = EventWriter(folder, 0)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        writer.write("start")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writer.write("step")
+
+
+def test_events_have_a_time_that_clocks_agree_on(folder: RunFolder) -> None:
+    writer = EventWriter(folder, 0)
+    begin = time.time()
+    writer.write("start")
+    writer.close()
+    assert begin <= read_events(folder)[0]["t"] <= time.time()
+
+
+def test_it_is_read_without_torch() -> None:
+    code = "import sys, paceline.run_folder; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
