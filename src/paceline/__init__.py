@@ -23,11 +23,13 @@ _HOME_BY_NAME = {
     "compare": "paceline.comparison",
     "init_process_group": "paceline.world",
     "launch": "paceline.launcher",
+    "load_weights": "paceline.checkpoint",
 }
 
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
+    from paceline.checkpoint import load_weights as load_weights
     from paceline.comparison import compare as compare
     from paceline.ddp import DDPOptions as DDPOptions
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel

@@ -8,6 +8,8 @@
     │   └── HookError            a communication hook returned the wrong thing
     ├── DesyncError              the ranks disagree on what is being trained or reduced
     │   └── ReplicaError         parameters or buffers that should be equal are not
+    ├── CheckpointError          a checkpoint or weights file is damaged, or not what it should be
+    │   └── WeightsError         the weights in a file do not fit the model
     ├── PeerError                another rank died, left, or did not arrive in time
     ├── WorkerError              a worker process of ours failed; carries its traceback
     └── WireError                bytes from a file, pipe or store are malformed
@@ -59,6 +61,14 @@ class DesyncError(PacelineError, RuntimeError):
 
 class ReplicaError(DesyncError):
     """Parameters or buffers that should be equal on all ranks are not."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint or a file with weights is damaged, missing, or not what it should be."""
+
+
+class WeightsError(CheckpointError):
+    """The weights in a file do not fit the model they are loaded into."""
 
 
 class PeerError(PacelineError, RuntimeError):

@@ -37,6 +37,15 @@ NAMES_BY_MODULE = {
         "compare",
         "init_process_group",
         "launch",
+        "load_weights",
+    ],
+    "paceline.checkpoint": [
+        "CheckpointWarning",
+        "Checkpoints",
+        "Saved",
+        "WeightsReport",
+        "Written",
+        "load_weights",
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
     "paceline.sampler": [
@@ -57,6 +66,7 @@ NAMES_BY_MODULE = {
     ],
 }
 ERRORS = [
+    "CheckpointError",
     "DesyncError",
     "DeviceError",
     "HookError",
@@ -66,6 +76,7 @@ ERRORS = [
     "ReplicaError",
     "SettingError",
     "UsageError",
+    "WeightsError",
     "WireError",
     "WorkerError",
 ]

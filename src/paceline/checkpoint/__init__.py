@@ -1,0 +1,35 @@
+"""Atomic saves and verified loads of everything a step depends on, and weights from any file.
+
+Names are loaded when first used: `paceline ckpt ls`, `show` and `verify` start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME_BY_NAME = {
+    "CheckpointWarning": "paceline.checkpoint.series",
+    "Checkpoints": "paceline.checkpoint.series",
+    "Saved": "paceline.checkpoint.series",
+    "WeightsReport": "paceline.checkpoint.weights",
+    "Written": "paceline.checkpoint.series",
+    "load_weights": "paceline.checkpoint.weights",
+}
+
+__all__ = [*_HOME_BY_NAME]
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.series import Checkpoints as Checkpoints
+    from paceline.checkpoint.series import CheckpointWarning as CheckpointWarning
+    from paceline.checkpoint.series import Saved as Saved
+    from paceline.checkpoint.series import Written as Written
+    from paceline.checkpoint.weights import WeightsReport as WeightsReport
+    from paceline.checkpoint.weights import load_weights as load_weights
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_BY_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(home), name)
