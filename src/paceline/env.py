@@ -274,6 +274,29 @@ def _visible_device(environ: Mapping[str, str], local_rank: int) -> str:
     return devices[local_rank]
 
 
+@dataclass(frozen=True, slots=True)
+class TerminalSettings:
+    """What the environment says about showing things on a terminal."""
+
+    progress: str = ""
+    """How to show a run, from PACELINE_PROGRESS; empty if nobody has chosen."""
+    is_ci: bool = False
+    is_dumb: bool = False
+    """The terminal cannot move its cursor."""
+    has_colour: bool = True
+
+
+def read_terminal(environ: Mapping[str, str] | None = None) -> TerminalSettings:
+    """Read PACELINE_PROGRESS, CI, TERM and NO_COLOR."""
+    environ = os.environ if environ is None else environ
+    return TerminalSettings(
+        progress=environ.get("PACELINE_PROGRESS", "").strip().lower(),
+        is_ci=environ.get("CI", "").lower() not in ("", "0", "false"),
+        is_dumb=environ.get("TERM") == "dumb",
+        has_colour=not environ.get("NO_COLOR"),
+    )
+
+
 def loopback_interface() -> str | None:
     """The name of the loopback interface: `lo`, or `lo0` on macOS and BSD."""
     return next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)

@@ -1,0 +1,72 @@
+"""What every way of showing a run has in common, and the sheet that it is shown on.
+
+A sheet is a text stream that never breaks a training: a terminal that cannot spell a letter gets
+an escape for it, control characters in somebody's text stay text, and a reader that left is no
+reason to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TextIO
+
+from paceline.progress.state import Row, State
+
+
+class Painter(Protocol):
+    """Shows a run as it goes on. Calls come one at a time."""
+
+    interval_s: float
+    """The shortest time between two calls of `step`."""
+
+    def start(self, state: State) -> None: ...
+
+    def step(self, state: State) -> None: ...
+
+    def epoch(self, state: State, row: Row) -> None: ...
+
+    def evaluation(self, state: State, row: Row) -> None: ...
+
+    def message(self, state: State | None, text: str, level: str) -> None: ...
+
+    def finish(self, state: State, status: str, lines: Sequence[str]) -> None: ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was; called once at the end, however that came."""
+
+
+class Sheet:
+    """A stream to write lines to, whatever it is connected to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.is_gone = False
+        """The reader has left, or the stream was closed: nothing is written any more."""
+
+    def write(self, *lines: str) -> None:
+        """Write whole lines at once."""
+        if self.is_gone or not lines:
+            return
+        try:
+            self.stream.write("".join(f"{self.spelled(line)}\n" for line in lines))
+            self.stream.flush()
+        except (OSError, ValueError):
+            self.is_gone = True
+
+    def spelled(self, text: str) -> str:
+        """The text as this stream's encoding can say it."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        printable = "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
+        try:
+            return printable.encode(encoding, "backslashreplace").decode(encoding)
+        except LookupError:
+            return printable.encode("ascii", "backslashreplace").decode()
+
+
+def said(text: str, level: str) -> str:
+    """A message with its level in front, if that is worth saying."""
+    return text if level == "info" else f"{level}: {text}"
+
+
+def _escape(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
