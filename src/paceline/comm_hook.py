@@ -49,6 +49,10 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         return [param for param in self._bucket.params if param is not None]
 
+    def names(self) -> list[str]:
+        """What the model calls each of `gradients()`; torch's class does not have this."""
+        return list(self._bucket.names)
+
 
 def check_hook(hook: object) -> None:
     """Refuse a hook that could not work, by its signature."""

@@ -47,6 +47,17 @@ NAMES_BY_MODULE = {
         "Written",
         "load_weights",
     ],
+    "paceline.compress": [
+        "BF16",
+        "FP16",
+        "BucketTraffic",
+        "Compression",
+        "PowerSGD",
+        "Spec",
+        "hook",
+        "make",
+        "parse",
+    ],
     "paceline.dp": ["DPOptions", "DataParallel"],
     "paceline.sampler": [
         "DistributedBatchSampler",

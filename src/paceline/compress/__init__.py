@@ -1,0 +1,37 @@
+"""Gradients that take fewer bytes on their way: rounded to 16 bits, or as thin factors.
+
+`make("bf16", group)` gives the state of a communication hook, `hook` the hook itself; the state
+counts the bytes.
+"""
+
+from __future__ import annotations
+
+from paceline.comm import Group
+from paceline.compress.cast import Cast
+from paceline.compress.codec import Compression as Compression
+from paceline.compress.codec import hook as hook
+from paceline.compress.power_sgd import LowRank
+from paceline.compress.spec import BF16 as BF16
+from paceline.compress.spec import FP16 as FP16
+from paceline.compress.spec import PowerSGD as PowerSGD
+from paceline.compress.spec import Spec as Spec
+from paceline.compress.spec import parse as parse
+from paceline.compress.traffic import BucketTraffic as BucketTraffic
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "BucketTraffic",
+    "Compression",
+    "PowerSGD",
+    "Spec",
+    "hook",
+    "make",
+    "parse",
+]
+
+
+def make(spec: str | Spec, group: Group) -> Compression:
+    """The state that compresses one model's gradients, summed over `group`."""
+    parsed = parse(spec)
+    return LowRank(parsed, group) if isinstance(parsed, PowerSGD) else Cast(parsed, group)
