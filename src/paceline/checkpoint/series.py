@@ -1,18 +1,47 @@
 """Checkpoints of one training: a series of saves, the newest good one to go on from.
 
-ckpts = Checkpoints("runs/digits/checkpoints", keep=3, keep_best=1)
-saved = ckpts.load()                                  # None where there is nothing yet
-ckpts.save(step, {"model": ..., "optimizer": ...}, facts={"seed": 0}, metric=loss)
+checkpoints = Checkpoints("runs/digits/checkpoints", keep=3, keep_best=1)
+saved = checkpoints.load()                            # None where there is nothing yet
+checkpoints.save(step, {"model": ..., "optimizer": ...}, facts={"seed": 0}, metric=loss)
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
+
+from paceline.checkpoint.files import read_bounded
+from paceline.checkpoint.manifest import SKELETON, TENSORS, plain_facts
+from paceline.checkpoint.shelf import (
+    Entry,
+    check_hash,
+    list_entries,
+    opened,
+    opened_file,
+    plan_removals,
+    publish,
+    remove,
+    standings,
+    sweep,
+)
+from paceline.checkpoint.skeleton import MAX_SKELETON_BYTES, put_together, take_apart
+from paceline.checkpoint.staging import Staging
+from paceline.checkpoint.tensors import read_verifying
+from paceline.errors import CheckpointError, UsageError
+
+FEWEST_KEPT = 2
+LARGEST_STEP = 10**15 - 1
+_NICENESS = 10
+_LISTINGS = 10
 
 
 class CheckpointWarning(UserWarning):
@@ -39,19 +68,22 @@ class Written:
     bytes: int
     seconds: float
     """What it cost training: the wait for the save before, and the copy into memory."""
+    background_seconds: float
+    """How long the writing took beside training."""
     metric: float | None
 
 
 class Checkpoints:
     """The checkpoints in one folder. One rank saves; every rank may load.
 
-    `keep` counts the newest ones and is at least 2; `keep_best` counts those with the best metric
-    beyond them. The folder is made by the first save, so a folder that cannot be written to is a
-    `problem` and no error.
-    """
+        save ──copy──▶ staging ──thread──▶ .tmp-<random>/ ──rename──▶ step-00000050.0001/
 
-    problem: str | None = None
-    """Why the last save did not reach the disk; None when it did."""
+    `keep` counts the newest ones and is at least 2; `keep_best` counts those with the best metric,
+    among which `better` decides. The first save makes the folder, so one that cannot be written
+    to is a `problem` and no error.
+
+    Invariant: at most one save is being written, and a name `step-…` stands for a whole checkpoint.
+    """
 
     def __init__(
         self,
@@ -61,17 +93,69 @@ class Checkpoints:
         keep_best: int = 1,
         better: Literal["lower", "higher"] = "lower",
     ) -> None:
+        if keep < FEWEST_KEPT:
+            raise UsageError(
+                f"keep is {keep}; at least {FEWEST_KEPT} checkpoints are kept.",
+                advice="If the newest one is damaged, the one before it is all that is left.",
+            )
+        if keep_best < 0:
+            raise UsageError(f"keep_best is {keep_best}, and cannot be negative.")
+        if better not in ("lower", "higher"):
+            raise UsageError(f"better is {better!r}.", advice="Use 'lower' or 'higher'.")
         self.folder = Path(folder)
+        self.problem: str | None = None
+        """Why the last save did not reach the disk; None when it did."""
+        self._keep, self._keep_best = keep, keep_best
+        self._better: Literal["lower", "higher"] = better
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._finished: list[Written] = []
+        self._damaged: set[str] = set()
+        self._has_complained = False
 
     def save(
         self, step: int, state: Any, *, facts: Mapping[str, Any], metric: float | None = None
     ) -> None:
-        """Copy `state` now and write it in the background. Waits if one is still being written."""
-        raise NotImplementedError
+        """Copy `state` now and write it in the background.
+
+        If the save before is still being written, this one waits for it: every save is written,
+        and a disk that is too slow shows as `Written.seconds`. A state that cannot be saved is a
+        UsageError; a disk that does not take it is a `problem`, and a warning the first time.
+        """
+        begin = time.perf_counter()
+        if not 0 <= step <= LARGEST_STEP:
+            raise UsageError(f"The step {step} cannot be saved.", advice="Steps count from 0.")
+        said = plain_facts(facts)
+        self.wait()
+        tensors, skeleton = take_apart(state)
+        try:
+            image = self._staging.fill(tensors)
+        except (MemoryError, RuntimeError) as error:
+            self._note_failure(step, f"there is no memory for a copy: {error}")
+            self._complain()
+            return
+        cost_s = time.perf_counter() - begin
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(step, image, skeleton, said, None if metric is None else float(metric), cost_s),
+            name=f"checkpoint of step {step}",
+        )
+        self._thread.start()
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk, or is a `problem`."""
-        raise NotImplementedError
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._complain()
+
+    def take_finished(self) -> list[Written]:
+        """What has reached the disk since the last call; never waits."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+        count = len(self._finished)  # the thread may append meanwhile
+        taken, self._finished[:count] = self._finished[:count], []
+        return taken
 
     def load(self, step: int | None = None) -> Saved | None:
         """The newest good checkpoint, or None where there is none at all.
@@ -79,23 +163,129 @@ class Checkpoints:
         A damaged one gives a CheckpointWarning and the one before it. `step` asks for that one and
         no other. All of them damaged is a CheckpointError, because starting anew would hide it.
         """
-        raise NotImplementedError
-
-    def take_finished(self) -> list[Written]:
-        """What has reached the disk since the last call; never waits."""
-        raise NotImplementedError
+        self.wait()
+        if step is not None:
+            return read_entry(self._find(step))
+        for _ in range(_LISTINGS):
+            entries = list_entries(self.folder)
+            for entry in entries:
+                try:
+                    return read_entry(entry)
+                except CheckpointError as error:
+                    if not os.path.lexists(entry.path):
+                        break  # another process has just removed it: look again
+                    self._damaged.add(entry.name)
+                    warnings.warn(
+                        f"The checkpoint {entry.name} cannot be used. {error}\n"
+                        "Going back to the one before it.",
+                        CheckpointWarning,
+                        stacklevel=2,
+                    )
+            else:
+                break
+        if not entries:
+            return None
+        raise CheckpointError(
+            f"None of the {len(entries)} checkpoints in {self.folder} can be used.",
+            advice="`paceline ckpt verify` says why. To start anew, use another folder.",
+        )
 
     def close(self) -> None:
-        """Wait for the last write and give the memory back."""
-        raise NotImplementedError
+        """Wait for the last write, and give the memory back."""
+        self.wait()
+        self._staging.release()
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _find(self, step: int) -> Entry:
+        entries = list_entries(self.folder)
+        for entry in entries:
+            if entry.step == step:
+                return entry
+        there = ", ".join(str(entry.step) for entry in reversed(entries)) or "none"
+        raise CheckpointError(
+            f"There is no checkpoint of step {step} in {self.folder}.", f"There are: {there}."
+        )
+
+    def _write(
+        self,
+        step: int,
+        image: memoryview,
+        skeleton: bytes,
+        facts: dict[str, Any],
+        metric: float | None,
+        cost_s: float,
+    ) -> None:
+        """What the thread does. Whatever fails here must not end the training."""
+        begin = time.perf_counter()
+        _be_modest()
+        try:
+            with suppress(OSError):
+                sweep(self.folder)
+            files = {TENSORS: [image], SKELETON: [memoryview(skeleton)]}
+            entry, manifest = publish(self.folder, step, files, metric=metric, facts=facts)
+        except Exception as error:
+            self._note_failure(step, _reason(error))
+            return
+        spent_s = time.perf_counter() - begin
+        self._finished.append(
+            Written(step, entry.name, manifest.total_bytes, cost_s, spent_s, metric)
+        )
+        self.problem = None
+        try:
+            self._remove_old()
+        except Exception as error:
+            self.problem = f"Old checkpoints in {self.folder} cannot be removed: {_reason(error)}."
+        else:
+            self._has_complained = False
+
+    def _remove_old(self) -> None:
+        found = standings(self.folder, self._damaged)
+        for entry in plan_removals(
+            found, keep=self._keep, keep_best=self._keep_best, better=self._better
+        ):
+            remove(entry)
+
+    def _note_failure(self, step: int, reason: str) -> None:
+        self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
+
+    def _complain(self) -> None:
+        """Warn about a problem once, from the thread that trains."""
+        if self.problem is not None and not self._has_complained:
+            self._has_complained = True
+            warnings.warn(
+                f"{self.problem}\nTraining goes on; this is said once.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+
+
+def read_entry(entry: Entry) -> Saved:
+    """Load one checkpoint. Nothing of it is used before every hash has been compared."""
+    with opened(entry) as (folder, manifest):
+        facts = manifest.files[SKELETON]
+        with opened_file(folder, entry, SKELETON, facts) as (file, skeleton_path):
+            skeleton = read_bounded(file, MAX_SKELETON_BYTES, skeleton_path)
+        check_hash(skeleton_path, facts, hashlib.sha256(skeleton).hexdigest())
+        facts = manifest.files[TENSORS]
+        with opened_file(folder, entry, TENSORS, facts) as (file, path):
+            digest = hashlib.sha256()
+            tensors = read_verifying(file, path, digest)
+        check_hash(path, facts, digest.hexdigest())
+    state = put_together(skeleton, tensors, skeleton_path)
+    return Saved(manifest.step, state, manifest.facts, entry.path, manifest.metric)
+
+
+def _be_modest() -> None:
+    """Let training have the processor first. On Linux this is about the thread alone."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
