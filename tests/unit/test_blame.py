@@ -1,0 +1,139 @@
+"""Blame: a slow rank is named with its phase, and noise is nobody's fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.blame import Blame, Pace, find_slow, summarise
+from paceline.stopwatch import OWN, PHASES, StepTimes
+
+MS = 1_000_000
+WINDOW = 5
+
+NOISES: dict[str, Callable[[random.Random], float]] = {
+    "even": lambda rng: rng.random(),
+    "normal": lambda rng: max(0.0, rng.gauss(1, 0.1)),
+    "exponential": lambda rng: rng.expovariate(1),
+    "heavy tail": lambda rng: rng.paretovariate(1.5),
+    "rare spikes": lambda rng: 20.0 if rng.random() < 0.1 else 1.0,
+    "log-normal": lambda rng: rng.lognormvariate(0, 1),
+}
+
+
+def step(**ms_by_phase: float) -> StepTimes:
+    return StepTimes(0, {phase: int(ms_by_phase.get(phase, 0) * MS) for phase in PHASES})
+
+
+def usual(rng: random.Random, noise: Callable[[random.Random], float]) -> StepTimes:
+    return step(**{phase: 5 * noise(rng) for phase in ("data", "forward", "backward", "optimizer")})
+
+
+def window(by_rank: Sequence[Sequence[StepTimes]]) -> list[Pace]:
+    return [summarise(steps) for steps in by_rank]
+
+
+def windows_with_delay(
+    size: int, slow: int, phase: str, ms: float, *, count: int = 4, seed: int = 0
+) -> list[list[Pace]]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        by_rank = [[usual(rng, NOISES["normal"]) for _ in range(WINDOW)] for _ in range(size)]
+        for times in by_rank[slow]:
+            times.ns_by_phase[phase] += int(ms * MS)
+        found.append(window(by_rank))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([2, 3, 5, 8]),
+    slow=st.integers(0, 7),
+    phase=st.sampled_from(OWN),
+    ms=st.sampled_from([20.0, 50.0, 200.0]),
+    seed=st.integers(0, 1000),
+)
+def test_a_delay_is_blamed_on_its_rank_and_phase_within_ten_steps(
+    size: int, slow: int, phase: str, ms: float, seed: int
+) -> None:
+    blame = find_slow(windows_with_delay(size, slow % size, phase, ms, count=2, seed=seed))
+    assert blame is not None
+    assert (blame.rank, blame.phase) == (slow % size, phase)
+    assert blame.slower_by_s * 1000 == pytest.approx(ms, rel=0.2)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_is_blamed_when_all_are_equally_noisy(noise: str, size: int) -> None:
+    rng = random.Random(7)
+    windows: list[list[Pace]] = []
+    for _ in range(600):
+        windows.append(
+            window([[usual(rng, NOISES[noise]) for _ in range(WINDOW)] for _ in range(size)])
+        )
+        assert find_slow(windows[-4:]) is None
+
+
+def test_one_long_step_is_no_slow_rank() -> None:
+    windows = []
+    for number in range(6):
+        by_rank = [[step(forward=5 + 0.1 * i, backward=10) for i in range(WINDOW)] for _ in "012"]
+        if number % 3 == 0:
+            by_rank[0][2] = step(forward=5, backward=10, other=3000)  # a checkpoint, say
+        windows.append(window(by_rank))
+        assert find_slow(windows) is None
+
+
+def test_one_bad_window_is_an_accident() -> None:
+    windows = windows_with_delay(3, 1, "data", 0, count=3)
+    windows += windows_with_delay(3, 1, "data", 500, count=1)
+    assert find_slow(windows) is None
+
+
+def test_a_rank_that_recovers_is_forgiven() -> None:
+    windows = windows_with_delay(3, 1, "data", 200) + windows_with_delay(3, 1, "data", 0, count=2)
+    assert find_slow(windows) is None
+
+
+def test_waiting_is_not_work() -> None:
+    waiting = [step(forward=5, wait=200) for _ in range(WINDOW)]
+    working = [step(forward=205, wait=0) for _ in range(WINDOW)]
+    blame = find_slow([window([waiting, working, waiting])] * 2)
+    assert blame is not None
+    assert (blame.rank, blame.phase) == (1, "forward")
+
+
+def test_small_differences_are_not_worth_a_word() -> None:
+    assert find_slow(windows_with_delay(3, 1, "data", 1)) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_without_anybody_to_compare_with_is_not_blamed(size: int) -> None:
+    windows = windows_with_delay(2, 1, "data", 200)
+    idle = summarise([])
+    assert find_slow([[w[1], idle][:size] for w in windows]) is None
+
+
+def test_too_few_windows_say_nothing() -> None:
+    assert find_slow([]) is None
+    assert find_slow(windows_with_delay(3, 1, "data", 500, count=1)) is None
+
+
+def test_the_sentence_says_who_what_and_how_much() -> None:
+    blame = Blame(
+        rank=2,
+        phase="forward",
+        slower_by_s=0.2012,
+        phase_s=0.212,
+        others_phase_s=0.0044,
+        steps=16,
+    )
+    assert str(blame) == (
+        "Rank 2 is slow: its forward takes 212 ms, the others' 4.4 ms. "
+        "All ranks wait for it, 201 ms in each of the last 16 steps."
+    )

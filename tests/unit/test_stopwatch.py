@@ -1,0 +1,118 @@
+"""The stopwatch: phases that add up, and spans from them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from paceline import spans, stopwatch
+from paceline.stopwatch import PHASES, Stopwatch
+
+
+class Clock:
+    """Shows what it was set to."""
+
+    def __init__(self) -> None:
+        self.ns = 1000
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+class Group:
+    """Stands for a process group, of which only the identity matters here."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**9), st.booleans())))
+def test_phases_of_all_steps_add_up_to_the_time_between(
+    changes: list[tuple[str, int, bool]],
+) -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    last_end = clock.ns
+    for phase, ns, ends_step in changes:
+        watch.enter(phase)
+        clock.ns += ns
+        if ends_step:
+            watch.end_step()
+            last_end = clock.ns
+    assert sum(sum(s.ns_by_phase.values()) for s in watch.finished) == last_end - 1000
+    assert [s.step for s in watch.finished] == list(range(sum(c[2] for c in changes)))
+
+
+def test_a_step_knows_its_own_work_from_waiting() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for phase, ns in (("data", 1), ("forward", 20), ("backward", 300), ("wait", 4000)):
+        watch.enter(phase)
+        clock.ns += ns
+    watch.end_step()
+    (times,) = watch.finished
+    assert (times.own_ns, times.ns_by_phase["wait"]) == (321, 4000)
+
+
+def test_totals_go_on_over_steps() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for _ in range(3):
+        watch.enter("forward")
+        clock.ns += 10**9
+        watch.end_step()
+    assert watch.totals()["forward"] == 3.0
+
+
+def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    spans.start(tmp_path, rank=0)
+    for phase, ns in (("forward", 2000), ("other", 1000), ("backward", 5000)):
+        watch.enter(phase)
+        clock.ns += ns
+    watch.end_step()
+    spans.stop()
+    trace = json.loads((tmp_path / "rank0.trace.json").read_text())
+    found = [(e["name"], e["ts"], e["dur"], e["args"]) for e in trace if e["ph"] == "X"]
+    assert found == [("forward", 1, 2, {"step": 0}), ("backward", 4, 5, {"step": 0})]
+
+
+def test_waiting_inside_a_phase_is_not_that_phase() -> None:
+    group = Group()
+    watch = stopwatch.of(group)
+    watch.enter("forward")
+    with stopwatch.waiting(group):
+        assert watch.phase == "wait"
+        with stopwatch.waiting(group):
+            pass
+        assert watch.phase == "wait"
+    assert watch.phase == "forward"
+    with stopwatch.waiting(Group()):  # nobody measures that group
+        pass
+
+
+def test_a_group_has_one_stopwatch_and_keeps_it() -> None:
+    one, other = Group(), Group()
+    assert stopwatch.find(one) is None
+    assert stopwatch.of(one) is stopwatch.of(one) is stopwatch.find(one)
+    assert stopwatch.of(one) is not stopwatch.of(other)
+
+
+def test_any_optimizer_is_noticed_while_somebody_watches() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    group = Group()
+    watch = stopwatch.of(group)
+    seen: list[str] = []
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(watch.phase))
+    optimizer.step()
+    assert (seen, watch.phase) == (["optimizer"], "data")
+    del group
+    gc.collect()
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
