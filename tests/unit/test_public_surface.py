@@ -59,6 +59,17 @@ NAMES_BY_MODULE = {
         "parse",
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
+    "paceline.policy": [
+        "BatchPlan",
+        "LearningRate",
+        "LearningRateScheduler",
+        "NoiseEstimate",
+        "NoiseMeter",
+        "NoiseScale",
+        "plan_batch",
+        "plan_global_batch",
+    ],
+    "paceline.progress": ["Progress"],
     "paceline.sampler": [
         "DistributedBatchSampler",
         "DistributedSampler",

@@ -1,0 +1,151 @@
+"""Takes the norms that the gradient noise scale is made of, in every so many steps of a training.
+
+Each shard's own gradient is seen on its way to the parameter, by a hook that is there only in
+the steps that are measured; the whole batch's gradient is what the optimizer gets. No copy of a
+gradient is kept, and no number is read from the device until somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline import comm
+from paceline.comm import Group
+from paceline.errors import UsageError
+from paceline.policy.noise import NoiseEstimate, NoiseScale, from_shards
+
+_SLOTS = 32
+"""So many measurements are kept until the next reading; older ones are forgotten."""
+_WORDS = 5
+
+
+class NoiseMeter:
+    """Measures the noise scale of one model on all ranks of a group.
+
+        idle --begin (every so many steps)--> measuring --add, once per shard--> --end--> idle
+
+    All ranks call `begin` with the same steps, so they measure in the same ones, and all call
+    `read` together. In between nobody communicates.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], *, every: int = 20) -> None:
+        if every < 1:
+            raise UsageError(f"every is {every}.", advice="Measure every step, or every n-th.")
+        self.every = every
+        self.scale = NoiseScale()
+        self._parameters: Sequence[Parameter] = list(parameters)
+        self._measured: list[Parameter] = []
+        self._handles: list[Any] = []
+        self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        self._rows: list[float | Tensor] = []
+        self._step = 0
+        self._measured_by_slot: dict[int, Tensor] = {}
+
+    @property
+    def is_measuring(self) -> bool:
+        return bool(self._handles)
+
+    def begin(self, step: int) -> None:
+        """A step begins; whether it is measured depends on its number alone."""
+        self.cancel()
+        if step % self.every:
+            return
+        self._step = step
+        self._measured = [p for p in self._parameters if p.requires_grad]
+        for parameter in self._measured:
+            handle = parameter.register_hook(self._on_grad)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def add(self, rows: float | Tensor, *, is_mean: bool = False) -> None:
+        """One shard's backward is over; its loss was a sum over `rows`, or their mean.
+
+        Between two calls there is one backward pass.
+        """
+        if not self.is_measuring:
+            return
+        norms, self._norms = self._norms, []
+        if not norms or (not isinstance(rows, Tensor) and rows <= 0):
+            return
+        squared = _squared(norms)
+        self._squares.append(squared * rows if is_mean else squared / rows)
+        self._rows.append(rows)
+
+    @torch.no_grad()
+    def end(self, *, scale: float = 1.0) -> None:
+        """All gradients are averaged, and the optimizer has not yet seen them.
+
+        `scale` is what a `GradScaler` has multiplied the losses with.
+        """
+        if not self.is_measuring:
+            return
+        squares, rows = self._squares, self._rows
+        grads = [p.grad for p in self._measured if p.grad is not None]
+        self.cancel()
+        if not grads:
+            return
+        whole = _squared([_norm(grad) for grad in grads])
+        device = whole.device
+        words = torch.zeros(_WORDS, dtype=torch.float64, device=device)
+        words[0] = 1.0
+        words[1] = whole / scale**2
+        for squared, count in zip(squares, rows, strict=True):
+            words[2:] += torch.stack(
+                [
+                    torch.ones((), dtype=torch.float64, device=device),
+                    torch.as_tensor(count, dtype=torch.float64, device=device),
+                    squared.to(device) / scale**2,
+                ]
+            )
+        self._measured_by_slot[self._step // self.every % _SLOTS] = words
+
+    def cancel(self) -> None:
+        """The step will not be finished: forget it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._measured = [], []
+        self._norms, self._squares, self._rows = [], [], []
+
+    def read(self, group: Group | None) -> NoiseEstimate | None:
+        """Put together what all ranks have measured; None while that is too little.
+
+        A collective: every rank calls it, at the same point. `None` is a world of one.
+        """
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        table = torch.zeros(_SLOTS, _WORDS, dtype=torch.float64, device=device)
+        for slot, words in self._measured_by_slot.items():
+            table[slot] = words
+        self._measured_by_slot = {}
+        size = 1
+        if group is not None and group.size() > 1:
+            size = group.size()
+            comm.all_reduce(group, table, "Adding up the gradient noise")
+        for ranks, whole, shards, rows, squares in table.tolist():
+            # A rank that joined later was not there for some of it.
+            if ranks == size and shards >= 2 and rows > 0:
+                self.scale.add(*from_shards(int(shards), rows, squares, whole / size), batch=rows)
+        return self.scale.estimate()
+
+    def _on_grad(self, grad: Tensor) -> None:
+        self._norms.append(_norm(grad))
+
+
+def _norm(grad: Tensor) -> Tensor:
+    """The length of a gradient, in a precision in which squares do not overflow."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    length: Tensor = torch.linalg.vector_norm(values, dtype=_WIDE.get(values.dtype))
+    return length
+
+
+def _squared(norms: Sequence[Tensor]) -> Tensor:
+    """The squared length of all of them together."""
+    device = norms[0].device
+    return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
+
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -1,0 +1,32 @@
+"""A `LearningRate` as a torch scheduler: stepped once per step, saved and loaded with the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.policy.learning_rate import LearningRate
+
+
+class LearningRateScheduler(LRScheduler):
+    """Multiplies every parameter group's own rate by the policy's factor for this step.
+
+    The rates that the optimizer was made with are those of one device. What is saved is how many
+    steps were taken and those rates; the policy comes from the program, so that a program that
+    was changed on purpose does what it says.
+    """
+
+    def __init__(self, optimizer: Optimizer, rate: LearningRate, last_epoch: int = -1) -> None:
+        self.rate = rate
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        factor = self.rate.factor(self.last_epoch)
+        return [base * factor for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        return {name: value for name, value in state.items() if name != "rate"}
