@@ -1,0 +1,227 @@
+"""One recorded step as plain data: stages, a sample and a weight followed through them, a check.
+
+What the terminal, the report and the JSON file show is exactly this; nothing else is kept of
+the step. Field by field it is the file format too: see `schema`. Starts without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Engine = Literal["DataParallel", "DistributedDataParallel"]
+
+FIRST_VALUES = 6
+"""How many values of a tensor are kept, where values are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What a tensor's values are like, without the values."""
+
+    min: float
+    mean: float
+    max: float
+    zeros: float
+    """The share of zeros, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """One tensor as it was seen."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    device: str
+    bytes: int
+    stats: Stats | None = None
+    """None where there are too few values to hide them in a statistic, or no numbers."""
+    first: list[float] | None = None
+    """The first values; None unless values were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one worker, one replica or one bucket has at a stage."""
+
+    title: str
+    worker: int | None = None
+    """Rank or number of the replica; None for what belongs to all."""
+    device: str = ""
+    tensors: list[TensorFacts] = field(default_factory=list)
+    seconds: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One thing that happens to a batch."""
+
+    name: str
+    """`data`, `batch`, `split` …: fixed words, for programs."""
+    title: str
+    text: str
+    """What happens here, in one sentence with the numbers of this step."""
+    parts: list[Part] = field(default_factory=list)
+    bytes_moved: int = 0
+    """How much was copied from one memory, device or process to another, all parts together."""
+    seconds: float | None = None
+    """From the first worker's beginning to the last one's end; None where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStop:
+    """Where the followed sample is at one stage."""
+
+    stage: str
+    worker: int | None
+    row: int
+    """Its row in the tensor of that worker."""
+    values: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sample of the batch, followed."""
+
+    index: int
+    """Its number in the dataset, or in the batch where nobody said which rows the batch has."""
+    stops: list[SampleStop] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStop:
+    """What the followed weight is, or has as its gradient, at one stage."""
+
+    stage: str
+    what: Literal["value", "gradient", "averaged gradient", "summed gradient", "new value"]
+    by_worker: list[float] | None = None
+    """By worker, or a single one where all share it; None unless values were asked for."""
+    is_equal: bool | None = None
+    """Whether all workers have the same bits; None for what each has of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One element of one parameter, followed."""
+
+    name: str
+    index: list[int]
+    bucket: int | None = None
+    position: int | None = None
+    """Its element in the bucket."""
+    stops: list[WeightStop] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The step computed once more in one process, and how far it is from what the engine did."""
+
+    how: Literal["whole batch", "part by part", "gradients only", "not computed"]
+    text: str
+    """One sentence, such as "same as one process on the whole batch: difference 3e-08"."""
+    is_same: bool | None = None
+    """Whether the difference is rounding; None where there is none to judge."""
+    difference: float | None = None
+    """The largest of those below."""
+    tolerance: float | None = None
+    """What rounding can explain, for numbers of this size and dtype."""
+    outputs: float | None = None
+    gradients: float | None = None
+    parameters: float | None = None
+    is_equal_on_all: bool | None = None
+    """Whether all workers ended with the same bits; None with a single copy of the parameters."""
+    reason: str = ""
+    """Why it differs or could not be computed, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """One row of the training table; evaluation is on rows that were not trained on."""
+
+    epoch: int
+    loss: float
+    seconds: float
+    accuracy: float | None = None
+    evaluation_loss: float | None = None
+    evaluation_accuracy: float | None = None
+    observation: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The epochs after the recorded step, and what they say together."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    observation: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer in the prediction for one sample."""
+
+    name: str
+    kind: str
+    output: TensorFacts
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the model says in the end: a class with its probability, or a value."""
+
+    kind: Literal["class", "value"]
+    text: str
+    label: int | None = None
+    probability: float | None = None
+    value: float | None = None
+    expected: float | None = None
+    """What the dataset says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One sample through every layer."""
+
+    index: int
+    input: list[TensorFacts] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+    answer: Answer | None = None
+    """None unless values were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained."""
+
+    name: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One step of one model, as it went."""
+
+    engine: Engine
+    step: int
+    """Counted from 1, as in the run folder."""
+    created: float
+    """Seconds since 1970."""
+    workers: int
+    devices: list[str]
+    """By worker."""
+    model: Model
+    batch_rows: int
+    dataset_rows: int | None = None
+    has_values: bool = False
+    seconds: float = 0.0
+    """The recorded step as a whole, without the check."""
+    stages: list[Stage] = field(default_factory=list)
+    sample: Sample | None = None
+    weight: Weight | None = None
+    check: Check | None = None
+    training: Training | None = None
+    prediction: Prediction | None = None
+    schema: int = 1
