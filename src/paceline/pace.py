@@ -182,12 +182,10 @@ class Comparison:
             exchange.arrival.synchronize()  # long past: that was some steps ago
         messages = [Message(*row) for row in exchange.gathered.tolist()]
         self._windows.append([message.pace for message in messages])
-        if (
-            len(self._windows) == WINDOWS
-        ):  # at first often, to find early what is slow from the start
+        if len(self._windows) == WINDOWS:  # until then often, whatever it costs
             self._next = self._steps + next_period(messages)
         self._set_clock(group.rank(), messages)
-        blame = find_slow(self._windows)
+        blame = find_slow(list(self._windows))
         known, self.blame = self.blame, blame
         is_news = blame is not None and (
             known is None or (known.rank, known.phase) != (blame.rank, blame.phase)
