@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from paceline.progress import table
-from paceline.progress.painter import Sheet, said
+from paceline.progress.painter import Sheet, printable, said
 from paceline.progress.state import Row, State
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class BarPainter:
 
         self.sheet = sheet
         self.console: Console = Console(
-            file=sheet.stream,
+            file=cast(IO[str], _Ink(sheet)),
             force_terminal=True,
             no_color=not has_colour,
             highlight=False,
@@ -62,6 +62,8 @@ class BarPainter:
     def step(self, state: State) -> None:
         if self._live is not None:
             self._drawn_s = state.now_s
+            # Asked again each time, because people resize their windows.
+            self.console.width = self.sheet.columns
             self._live.update(self._line(state), refresh=True)
 
     def epoch(self, state: State, row: Row) -> None:
@@ -75,7 +77,7 @@ class BarPainter:
         from rich.text import Text
 
         style = {"warning": "yellow", "error": "bold red"}.get(level, "")
-        self.console.print(Text(self.sheet.spelled(said(text, level)), style=style))
+        self.console.print(Text(printable(said(text, level)), style=style))
 
     def finish(self, state: State, status: str, lines: Sequence[str]) -> None:
         self.close()
@@ -102,9 +104,33 @@ class BarPainter:
             length = min(_SHORTEST_BAR + max(left, 0), _LONGEST_BAR)
             bar = ProgressBar(facts.steps, min(state.step, facts.steps), width=length)
             grid = [bar, Text(percent, style="cyan")]
-        grid += [Text(self.sheet.spelled(part)) for part in table.status_parts(state, room)]
+        grid += [Text(printable(part)) for part in table.status_parts(state, room)]
         line = Table.grid(padding=(0, len(table.GAP), 0, 0))
         for _ in grid:
             line.add_column(no_wrap=True, overflow="crop")
         line.add_row(*grid)
         return line
+
+
+class _Ink:
+    """The sheet as a file for `rich`, which would end the process when a terminal goes away."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+
+    @property
+    def encoding(self) -> str:
+        return self.sheet.encoding
+
+    def write(self, text: str) -> int:
+        self.sheet.write_raw(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Everything is flushed as it is written."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.sheet.stream.fileno()

@@ -7,10 +7,13 @@ reason to stop.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from paceline.progress.state import Row, State
+
+_USUAL_COLUMNS = 80
 
 
 class Painter(Protocol):
@@ -43,24 +46,44 @@ class Sheet:
         self.is_gone = False
         """The reader has left, or the stream was closed: nothing is written any more."""
 
+    @property
+    def encoding(self) -> str:
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    @property
+    def columns(self) -> int:
+        """How wide the terminal is at this moment."""
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or _USUAL_COLUMNS
+        except (OSError, ValueError):
+            return _USUAL_COLUMNS
+
     def write(self, *lines: str) -> None:
-        """Write whole lines at once."""
-        if self.is_gone or not lines:
+        """Write whole lines at once; control characters in them stay text."""
+        self.write_raw("".join(f"{printable(line)}\n" for line in lines))
+
+    def write_raw(self, text: str) -> None:
+        """Write as far as the encoding can say it, and control characters as they are."""
+        if self.is_gone or not text:
             return
         try:
-            self.stream.write("".join(f"{self.spelled(line)}\n" for line in lines))
+            self.stream.write(spelled(text, self.encoding))
             self.stream.flush()
         except (OSError, ValueError):
             self.is_gone = True
 
-    def spelled(self, text: str) -> str:
-        """The text as this stream's encoding can say it."""
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        printable = "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
-        try:
-            return printable.encode(encoding, "backslashreplace").decode(encoding)
-        except LookupError:
-            return printable.encode("ascii", "backslashreplace").decode()
+
+def printable(text: str) -> str:
+    """The text with escapes for what would move a cursor or change a colour."""
+    return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
+
+
+def spelled(text: str, encoding: str) -> str:
+    """The text with escapes for letters that the encoding does not have."""
+    try:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    except LookupError:
+        return text.encode("ascii", "backslashreplace").decode()
 
 
 def said(text: str, level: str) -> str:

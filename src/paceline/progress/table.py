@@ -50,15 +50,15 @@ def summary(state: State, status: str, lines: Sequence[str] = ()) -> list[str]:
 
 
 def headline(state: State, status: str) -> str:
-    """`digits finished: 50 steps, 5,000 samples in 1.20 s, 4,170 samples/s on 2 workers`."""
+    """`digits finished on 2 workers: 50 steps, 5,000 samples (4,170/s), 1.20 s`."""
     facts = state.facts
-    done = numbers.count(state.step - facts.first_step, "step")
+    steps = numbers.count(state.step - facts.first_step, "step")
     samples = numbers.count(state.samples, "sample")
-    workers = numbers.count(facts.workers, "worker")
-    text = f"{done}, {samples} in {numbers.duration(state.elapsed_s)}"
     if state.elapsed_s > 0 and state.samples:
-        text += f", {numbers.speed(state.samples / state.elapsed_s)} samples/s"
-    return f"{facts.name or 'run'} {status}: {text} on {workers}"
+        samples += f" ({numbers.speed(state.samples / state.elapsed_s)}/s)"
+    workers = numbers.count(facts.workers, "worker")
+    done = f"{steps}, {samples}, {numbers.duration(state.elapsed_s)}"
+    return f"{facts.name or 'run'} {status} on {workers}: {done}"
 
 
 def opening(state: State) -> list[str]:

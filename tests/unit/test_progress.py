@@ -1,0 +1,425 @@
+"""What a run looks like as plain lines, as JSON and in silence, and how often it speaks."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.env import TerminalSettings, read_terminal
+from paceline.errors import SettingError
+from paceline.progress import Progress, numbers, table
+from paceline.progress.mode import choose_mode
+from paceline.progress.speed import WINDOW_S, Speed
+from paceline.progress.state import Facts, Row, State
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Show:
+    """A progress on a stream that can be read back."""
+
+    def __init__(self, mode: str = "plain", stream: io.TextIOBase | None = None) -> None:
+        self.clock = Clock()
+        self.stream = io.StringIO() if stream is None else stream
+        self.progress = Progress(mode, stream=self.stream, clock=self.clock, environ={})  # type: ignore[arg-type]
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.stream, io.StringIO)
+        return self.stream.getvalue()
+
+    def run(self, *, epochs: int = 3, steps_per_epoch: int = 10, step_s: float = 0.5) -> None:
+        """A whole training whose loss falls."""
+        steps = epochs * steps_per_epoch
+        self.progress.start(
+            name="digits",
+            workers=2,
+            epochs=epochs,
+            steps=steps,
+            steps_per_epoch=steps_per_epoch,
+            global_batch=100,
+        )
+        for step in range(steps):
+            self.clock.now_s += step_s
+            epoch = step // steps_per_epoch
+            metrics = {"loss": 1.0 / (step + 1), "accuracy": 0.5}
+            self.progress.step(step + 1, epoch=epoch, samples=100, metrics=metrics)
+            if (step + 1) % steps_per_epoch == 0:
+                seconds = steps_per_epoch * step_s
+                self.progress.epoch(epoch, metrics, seconds=seconds, samples=100 * steps_per_epoch)
+        self.progress.finish(lines=["best checkpoint: step 30"])
+
+
+def test_a_run_is_an_opening_some_lines_a_table_and_a_summary() -> None:
+    show = Show()
+    show.run()
+    assert show.text == (
+        "digits: 2 workers, 3 epochs, 30 steps, global batch 100\n"
+        "epoch 1/3  loss 0.1000  accuracy 50.0%  200 samples/s  10 s left\n"
+        "epoch 2/3  loss 0.0500  accuracy 50.0%  200 samples/s  5.00 s left\n"
+        "epoch 3/3  step 30/30  loss 0.0333  accuracy 50.0%  200 samples/s\n"
+        "digits finished on 2 workers: 30 steps, 3,000 samples (200/s), 15 s\n"
+        "\n"
+        "  epoch     loss   accuracy   seconds   samples/s\n"
+        "      1   0.1000      50.0%     5.000         200\n"
+        "      2   0.0500      50.0%     5.000         200\n"
+        "      3   0.0333      50.0%     5.000         200\n"
+        "\n"
+        "  best checkpoint: step 30\n"
+    )
+
+
+def test_a_run_of_a_moment_is_its_opening_and_its_summary() -> None:
+    show = Show()
+    show.run(step_s=0.001)
+    assert "samples/s\n" not in show.text.partition("digits finished on")[0]
+
+
+def test_a_long_epoch_speaks_up_every_ten_seconds() -> None:
+    show = Show()
+    show.progress.start(steps=1_000, epochs=1)
+    for step in range(600):
+        show.clock.now_s += 0.1
+        show.progress.step(step + 1, epoch=0, samples=8)
+    lines = show.text.splitlines()[1:]
+    assert len(lines) == 5
+    assert lines[-1].endswith("left")
+
+
+def test_what_nobody_sees_is_not_computed() -> None:
+    show = Show()
+    show.progress.start(steps=1_000, epochs=1)
+    asked = []
+
+    def metrics() -> dict[str, float]:
+        asked.append(show.clock.now_s)
+        return {"loss": 0.5}
+
+    for step in range(1_000):
+        show.clock.now_s += 0.01
+        show.progress.step(step + 1, epoch=0, samples=8, metrics=metrics)
+    assert len(asked) <= 10
+
+
+def test_json_is_one_strict_object_per_line_and_complete_but_for_steps() -> None:
+    show = Show("json")
+    show.run(step_s=0.25)
+    seen = [
+        json.loads(line, parse_constant=lambda word: pytest.fail(word))
+        for line in show.text.splitlines()
+    ]
+    kinds = [line["kind"] for line in seen]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "finish"
+    assert kinds.count("epoch") == 3
+    assert kinds.count("step") == 7
+    assert all(isinstance(line["t"], float) for line in seen)
+    assert seen[0]["steps"] == 30
+    assert seen[-1]["status"] == "finished"
+
+
+def test_json_says_numbers_that_are_none_in_words() -> None:
+    show = Show("json")
+    show.progress.start(steps=2, epochs=1)
+    show.progress.epoch(0, {"loss": math.nan, "gap": -math.inf})
+    assert json.loads(show.text.splitlines()[-1])["metrics"] == {"loss": "nan", "gap": "-inf"}
+
+
+def test_quiet_speaks_up_only_when_something_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    show = Show("quiet")
+    show.run()
+    show.progress.message("saved")
+    show.progress.message("the disk is full", "warning")
+    assert show.text == ""
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "warning: the disk is full\n")
+
+
+@pytest.mark.parametrize("mode", ["plain", "json", "quiet", "bar"])
+def test_only_one_process_draws(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(mode, draws=False, stream=sys.stdout, environ={})
+    progress.start(steps=3)
+    progress.step(1, epoch=0, samples=1)
+    progress.message("lost", "error")
+    progress.finish()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_exception_ends_the_run_as_failed_and_is_not_swallowed() -> None:
+    show = Show()
+    show.progress.start(name="digits", steps=3)
+    with pytest.raises(ZeroDivisionError), show.progress:
+        raise ZeroDivisionError
+    assert "digits failed on 1 worker: 0 steps" in show.text
+
+
+def test_calls_before_the_start_and_after_the_end_do_nothing() -> None:
+    show = Show()
+    show.progress.step(1, epoch=0, samples=1)
+    show.progress.epoch(0, {})
+    show.progress.evaluation(0, {})
+    show.progress.finish()
+    assert show.text == ""
+    show.run()
+    before = show.text
+    show.progress.step(1, epoch=0, samples=1)
+    show.progress.finish("stopped")
+    show.progress.close()
+    assert show.text == before
+
+
+def test_a_resumed_run_counts_only_what_it_did_itself() -> None:
+    show = Show()
+    show.progress.start(steps=30, steps_per_epoch=10, step=20)
+    show.clock.now_s += 2
+    show.progress.step(21, epoch=2, samples=100)
+    show.progress.finish("stopped")
+    assert "goes on after step 20" in show.text
+    assert "run stopped on 1 worker: 1 step, 100 samples (50/s), 2.00 s" in show.text
+
+
+def test_an_evaluation_gets_columns_of_its_own() -> None:
+    show = Show()
+    show.progress.start(steps=2)
+    show.progress.epoch(0, {"loss": 0.5})
+    show.progress.epoch(1, {"loss": 0.4})
+    show.progress.evaluation(1, {"accuracy": 0.75})
+    show.progress.finish()
+    assert "epoch     loss   eval accuracy\n" in show.text
+    assert "1   0.5000               -\n" in show.text
+    assert "2   0.4000           75.0%\n" in show.text
+
+
+class Gone(io.StringIO):
+    """A reader that left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_left_does_not_stop_the_training() -> None:
+    show = Show(stream=Gone())
+    show.run()
+    closed = io.StringIO()
+    closed.close()
+    Show(stream=closed).run()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "no-such-code"])
+def test_any_encoding_can_say_any_name(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, "ascii" if encoding == "no-such-code" else encoding)
+    if encoding == "no-such-code":
+
+        class Odd(io.StringIO):
+            encoding = "no-such-code"
+
+        stream = Odd()  # type: ignore[assignment]
+    show = Show(stream=stream)
+    show.progress.start(name="模型 é", steps=1)
+    show.progress.message("\u2764 loss \u221e", "warning")
+    show.progress.finish()
+    text = stream.getvalue() if isinstance(stream, io.StringIO) else raw.getvalue().decode(encoding)
+    assert "warning: " in text
+    assert ("模型" in text) == (encoding == "utf-8")
+    stream.close()
+
+
+def test_control_characters_in_a_name_stay_text() -> None:
+    show = Show()
+    show.progress.start(name="\x1b[2Jevil\r", steps=1)
+    show.progress.message("one\ntwo")
+    show.progress.finish()
+    assert "\x1b" not in show.text
+    assert "\r" not in show.text
+    assert "one\\ntwo\n" in show.text
+
+
+def test_threads_may_speak_while_another_draws() -> None:
+    show = Show()
+    show.progress.start(steps=10)
+    threads = [
+        threading.Thread(target=show.progress.message, args=(f"thread {number}",))
+        for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(show.text.splitlines()[1:]) == [f"thread {number}" for number in range(8)]
+
+
+class Interrupting(io.StringIO):
+    """Speaks up in the middle of a write, as a signal handler may."""
+
+    speak: Callable[[], None] | None = None
+
+    def write(self, text: str) -> int:
+        speak, self.speak = self.speak, None
+        if speak is not None:
+            speak()
+        return super().write(text)
+
+
+def test_a_signal_handler_may_speak_in_the_middle_of_a_line() -> None:
+    stream = Interrupting()
+    show = Show(stream=stream)
+    stream.speak = lambda: show.progress.message("finishing this step")
+    show.progress.start(name="digits", steps=10)
+    assert show.text.splitlines() == ["digits: 1 worker, 10 steps", "finishing this step"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_terminal", "settings", "has_rich", "chosen"),
+    [
+        ("auto", True, TerminalSettings(), True, "bar"),
+        ("auto", True, TerminalSettings(), False, "plain"),
+        ("auto", False, TerminalSettings(), True, "plain"),
+        ("auto", True, TerminalSettings(is_ci=True), True, "plain"),
+        ("bar", True, TerminalSettings(is_ci=True), True, "bar"),
+        ("bar", False, TerminalSettings(), True, "plain"),
+        ("auto", True, TerminalSettings(is_dumb=True), True, "plain"),
+        ("auto", True, TerminalSettings(progress="json"), True, "json"),
+        ("quiet", True, TerminalSettings(progress="json"), True, "quiet"),
+        ("plain", True, TerminalSettings(), True, "plain"),
+    ],
+)
+def test_how_a_run_is_shown_depends_on_the_wish_then_on_the_terminal(
+    wanted: str, is_terminal: bool, settings: TerminalSettings, has_rich: bool, chosen: str
+) -> None:
+    found = choose_mode(wanted, is_terminal=is_terminal, settings=settings, has_rich=has_rich)
+    assert found == chosen
+
+
+def test_an_unknown_way_of_showing_is_refused_with_its_source() -> None:
+    with pytest.raises(SettingError, match="cannot be shown as 'loud'"):
+        Progress("loud", environ={})
+    with pytest.raises(SettingError, match="PACELINE_PROGRESS is 'loud'"):
+        Progress(environ={"PACELINE_PROGRESS": "Loud"})
+
+
+def test_the_environment_is_read_as_people_set_it() -> None:
+    assert read_terminal({}) == TerminalSettings()
+    assert read_terminal({"CI": "true", "NO_COLOR": "1", "TERM": "dumb"}) == TerminalSettings(
+        is_ci=True, is_dumb=True, has_colour=False
+    )
+    assert not read_terminal({"CI": "false"}).is_ci
+    assert read_terminal({"NO_COLOR": ""}).has_colour
+
+
+def test_speed_is_that_of_the_recent_past() -> None:
+    speed = Speed()
+    assert speed.samples_per_s is None
+    assert speed.time_left_s(10) is None
+    for second in range(100):
+        speed.mark(float(second), steps=second, samples=10 * second)
+    for second in range(1, 2 * int(WINDOW_S)):
+        speed.mark(99.0 + second, steps=99 + 5 * second, samples=990 + 50 * second)
+    assert speed.samples_per_s == pytest.approx(50.0)
+    assert speed.time_left_s(50) == pytest.approx(10.0)
+    assert speed.time_left_s(None) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (0.0042, "0.0042 s"),
+        (0.42, "0.42 s"),
+        (9.994, "9.99 s"),
+        (17.4, "17 s"),
+        (59.7, "1:00"),
+        (185, "3:05"),
+        (7_209, "2:00:09"),
+        (357_120, "4 d 03:12"),
+        (math.inf, "?"),
+        (math.nan, "?"),
+        (-1, "?"),
+    ],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert numbers.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", 0.12345, "0.1235"),
+        ("loss", 0.0, "0.0000"),
+        ("loss", 0.0000123, "1.23e-05"),
+        ("loss", 1234.5, "1234.5"),
+        ("loss", 1e9, "1.00e+09"),
+        ("loss", math.nan, "nan"),
+        ("accuracy", 0.9312, "93.1%"),
+        ("top 5 accuracy", 1.0, "100.0%"),
+        ("accuracy", 93.12, "93.1200"),
+        ("", 1.0, "1.0000"),
+    ],
+)
+def test_metrics_read_well(name: str, value: float, text: str) -> None:
+    assert numbers.metric(name, value) == text
+
+
+metric_names = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=12)
+metric_values = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    st.lists(st.dictionaries(metric_names, metric_values, max_size=6), max_size=60),
+    st.integers(1, 10**6),
+    st.floats(0, 1e6),
+)
+def test_no_line_is_wider_than_can_be_pasted(
+    epochs: list[dict[str, float]], samples: int, elapsed_s: float
+) -> None:
+    rows = [
+        Row(number, dict(metrics), dict(metrics), 1.5, samples)
+        for number, metrics in enumerate(epochs)
+    ]
+    metrics: dict[str, Any] = epochs[0] if epochs else {}
+    facts = Facts("digits", workers=128, epochs=100, steps=10**6, lines=("a word " * 30,))
+    state = State(facts, 0.0, elapsed_s, 10**5, 7, samples, metrics, rows)
+    state.speed.mark(0.0, 0, 0)
+    state.speed.mark(elapsed_s, 10**5, samples)
+    lines = [*table.summary(state, "finished", facts.lines), *table.opening(state)]
+    assert max(map(len, [*lines, table.status_line(state)])) <= table.WIDTH
+    assert len(table.epoch_table(rows)) <= 26
+
+
+def test_a_long_table_leaves_out_its_middle_and_says_so() -> None:
+    lines = table.epoch_table([Row(number, {"loss": 0.5}) for number in range(100)])
+    assert lines[5] == "  ... 77 more ..."
+    assert lines[4].split()[0] == "4"
+    assert lines[-1].split()[0] == "100"
+
+
+def test_progress_needs_neither_torch_nor_rich() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = None\n"
+        "from paceline.progress import Progress\n"
+        "with Progress() as progress:\n"
+        "    progress.start(name='x', steps=1)\n"
+        "print(progress.mode, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "plain False", done.stderr
