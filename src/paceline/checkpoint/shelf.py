@@ -28,6 +28,7 @@ from paceline.checkpoint.files import (
     create_inside,
     open_folder,
     open_inside,
+    open_plain,
     read_bounded,
     sync_folder,
     write_fully,
@@ -292,3 +293,36 @@ def _remove_if_abandoned(path: Path) -> None:
         shutil.rmtree(path)
     finally:
         os.close(file)
+
+
+def find_folder(path: Path) -> Path:
+    """The folder with the checkpoints, given it or the run folder around it."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() and not list_entries(path) else path
+
+
+def find_entry(path: Path, step: int | None = None) -> Entry:
+    """The checkpoint that a path means: itself, or the newest in a folder of them."""
+    if (path / FILE_NAME).exists():
+        named = entry_at(path.resolve())
+        if named is not None:
+            return Entry(path, named.step, named.serial)
+        # Copied or renamed by its owner: its manifest says which step it is.
+        return Entry(path, _stated_step(path), 0)
+    folder = find_folder(path)
+    entries = [each for each in list_entries(folder) if step in (None, each.step)]
+    if entries:
+        return entries[0]
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise CheckpointError(
+        f"There is {wanted} in {folder}.", advice="`paceline ckpt ls` lists what is there."
+    )
+
+
+def _stated_step(path: Path) -> int:
+    file = open_plain(path / FILE_NAME)
+    try:
+        data = read_bounded(file, MAX_MANIFEST_BYTES, path / FILE_NAME)
+    finally:
+        os.close(file)
+    return read_manifest(data, path / FILE_NAME).step
