@@ -56,6 +56,8 @@ class Stopwatch:
         self.step = 0
         self.bucket: int | None = None
         """The bucket whose sum this rank waits for."""
+        self.waits_for: Callable[[int], str] | None = None
+        """Names a bucket; there only while waiting, because it holds the model."""
         self.thread = threading.get_ident()
         """Who trains: whose optimizer steps are meant, and whose stack tells where it is."""
         self.finished: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
@@ -72,11 +74,14 @@ class Stopwatch:
         self.phase = phase
         self.since_ns = now
 
-    def end_step(self) -> None:
-        """All sums of this step have arrived."""
+    def end_step(self, *, counts: bool = True) -> None:
+        """All sums of this step have arrived, or it has failed.
+
+        A step that does not count was no work of this rank's own.
+        """
         self.enter("other")
-        self.bucket = None
-        self._close(self.step)
+        self.bucket = self.waits_for = None
+        self._close(self.step, counts)
         self.step += 1
 
     def on_forward(self) -> None:
@@ -98,8 +103,9 @@ class Stopwatch:
         if recorder is not None and phase != "other":
             recorder.add(phase, begin_ns, end_ns, {"step": step})
 
-    def _close(self, step: int) -> None:
-        self.finished.append(StepTimes(step, self._step_ns))
+    def _close(self, step: int, counts: bool) -> None:
+        if counts:
+            self.finished.append(StepTimes(step, self._step_ns))
         self._step_ns = dict.fromkeys(PHASES, 0)
 
 
@@ -118,24 +124,25 @@ class DeviceStopwatch(Stopwatch):
         self._reached.synchronize()  # once: ties the device's clock to the host's
         self._accounted_ns = self._clock()
         self._exact_ns = float(self._accounted_ns)
-        self._pending: deque[tuple[Any, str, int, bool]] = deque()
+        self._pending: deque[tuple[Any, str, int, bool | None]] = deque()
+        """Events with what ended there; and where a step did, whether it counts."""
 
     def enter(self, phase: str) -> None:
-        self._follow(is_end_of_step=False)
+        self._follow(counts=None)
         self.phase = phase
         self.since_ns = self._clock()
 
-    def end_step(self) -> None:
-        self._follow(is_end_of_step=True)
+    def end_step(self, *, counts: bool = True) -> None:
+        self._follow(counts)
         self.phase = "other"
         self.since_ns = self._clock()
-        self.bucket = None
+        self.bucket = self.waits_for = None
         self.step += 1
         self._resolve()
 
-    def _follow(self, is_end_of_step: bool) -> None:
+    def _follow(self, counts: bool | None) -> None:
         if len(self._pending) < _PENDING_LIMIT:
-            self._pending.append((self._record(), self.phase, self.step, is_end_of_step))
+            self._pending.append((self._record(), self.phase, self.step, counts))
 
     def _record(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
@@ -145,15 +152,15 @@ class DeviceStopwatch(Stopwatch):
     def _resolve(self) -> None:
         """Account for the changes that the device has passed, in order."""
         while self._pending and self._pending[0][0].query():
-            event, phase, step, is_end_of_step = self._pending.popleft()
+            event, phase, step, counts = self._pending.popleft()
             # Differences of neighbours, because milliseconds since the start lose precision.
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
             self._reached = event
             now = round(self._exact_ns)
             self._account(phase, self._accounted_ns, now, step)
             self._accounted_ns = now
-            if is_end_of_step:
-                self._close(step)
+            if counts is not None:
+                self._close(step, counts)
 
 
 def of(group: Any, device: Any = None) -> Stopwatch:

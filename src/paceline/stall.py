@@ -1,0 +1,282 @@
+"""A rank that makes no progress says so, says where it is, and finds out whom it waits for.
+
+Each process has one thread that looks at its stopwatches now and then. When one has stood still for
+too long, the thread prints step, bucket and the line of Python the rank is at, leaves the same in
+the group's store, and reads there what the others left. Whoever waits for a sum waits for the
+ranks that do not: those say where they are, and one that says nothing is stopped or gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+from paceline import spans
+from paceline.stopwatch import WAIT, Stopwatch
+
+_KEY = "paceline/stalled/{rank}"
+_STATUS_LIMIT_BYTES = 4096
+_LINE_LIMIT_CHARS = 120
+_POLL_S = 0.1
+_NO_STORE = (
+    "The store of the group does not answer: the process that serves it, usually rank 0, is "
+    "stopped or gone."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Where a rank that stands still says it is."""
+
+    rank: int
+    step: int
+    phase: str
+    what: str = ""
+    """What it waits for, in words."""
+    line: str = ""
+    """The line of Python it is at."""
+
+    @property
+    def waits(self) -> bool:
+        return self.phase == WAIT
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Status | None:
+        """What another rank left in the store; nothing if that makes no sense."""
+        try:
+            value = json.loads(data[:_STATUS_LIMIT_BYTES])
+            status = cls(**value)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        kinds = {"rank": int, "step": int, "phase": str, "what": str, "line": str}
+        is_sane = all(type(getattr(status, name)) is kind for name, kind in kinds.items())
+        return status if is_sane else None
+
+
+def say(status: Status, seconds: float) -> str:
+    """What a rank that stands still prints about itself."""
+    doing = f"waiting for {status.what or 'the other ranks'}" if status.waits else _in(status.phase)
+    where = f" It is at {status.line}" if status.line else ""
+    return (
+        f"Rank {status.rank} has made no progress for {seconds:.0f} s: it is at step "
+        f"{status.step}, {doing}.{where}"
+    )
+
+
+def accuse(said: Sequence[Status], size: int) -> str:
+    """Whom the ranks that wait are waiting for, as far as what they said tells."""
+    waiting = sorted(status.rank for status in said if status.waits)
+    if not waiting:
+        return ""
+    busy = [status for status in sorted(said, key=lambda s: s.rank) if not status.waits]
+    silent = sorted(set(range(size)) - {status.rank for status in said})
+    causes = [f"rank {s.rank}, which is {_in(s.phase)}, at {s.line or 'no line'}" for s in busy]
+    if silent:
+        causes.append(f"{_ranks(silent)}, which said nothing: busy, stopped or gone")
+    if not causes:
+        return f"All {size} ranks wait for each other: they are not at the same sum."
+    verb = "waits" if len(waiting) == 1 else "wait"
+    who = _ranks(waiting)
+    return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line that is the user's own: not torch's, Python's or ours."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_foreign_folders()):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
+    return f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+
+
+class StallWatch:
+    """Looks after one stopwatch.
+
+        quiet --(nothing for timeout_s)--> said --(progress)--> quiet, and says so
+
+    Holds its group weakly: a group that is done with ends the watching.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        watch: Stopwatch,
+        timeout_s: float,
+        *,
+        print_line: Callable[[str], None] | None = None,
+        clock: Callable[[], int] = spans.now_ns,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._group = weakref.ref(group)
+        self._rank: int = group.rank()
+        self._size: int = group.size()
+        self._watch = watch
+        self._print = print_line or _print_to_stderr
+        self._clock = clock
+        self._said_at_ns: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._group() is None
+
+    def look(self) -> None:
+        """Speak if there has been no progress, or if there is some again."""
+        since, now = self._watch.since_ns, self._clock()
+        if self._said_at_ns is not None and since > self._said_at_ns:
+            self._said_at_ns = None
+            self._print(f"Rank {self._rank} goes on, at step {self._watch.step}.")
+        if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
+            self._said_at_ns = now
+            status = self.status()
+            self._print(say(status, (now - since) / 1e9))
+            # On a thread of its own: a store that is served by a stopped rank never answers.
+            asking = threading.Thread(
+                target=self._ask, args=(status, since), name="paceline stall", daemon=True
+            )
+            asking.start()
+
+    def status(self) -> Status:
+        watch = self._watch
+        describe = watch.waits_for
+        what = ""
+        if describe is not None and watch.bucket is not None:
+            with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
+                what = describe(watch.bucket)
+        frame = sys._current_frames().get(watch.thread)
+        return Status(
+            rank=self._rank,
+            step=watch.step,
+            phase=watch.phase,
+            what=what,
+            line=place_of(frame),
+        )
+
+    def _ask(self, mine: Status, since_ns: int) -> None:
+        """Tell the others, hear what they say, and let the lowest rank that speaks sum it up."""
+        group = self._group()
+        if group is None:
+            return
+        patience = threading.Timer(self.timeout_s + 1.0, self._print, [_NO_STORE])
+        patience.daemon = True
+        patience.start()
+        key = _KEY.format(rank=self._rank)
+        try:
+            # A connection of its own: the training thread may be holding the other in a wait.
+            store = group.get_group_store().clone()
+            del group
+            store.set(key, json.dumps(asdict(mine)))
+            said = self._listen(store, mine, since_ns)
+            patience.cancel()
+            verdict = accuse(list(said.values()), self._size)
+            if self._stands_since(since_ns) and verdict and min(said) == self._rank:
+                self._print(verdict)
+            pause = threading.Event()
+            while self._stands_since(since_ns):
+                pause.wait(_POLL_S)
+            store.delete_key(key)  # it would mislead when somebody stands still again
+        except Exception:
+            return  # the store is gone with the rank that served it; a sum will fail soon
+        finally:
+            patience.cancel()
+
+    def _listen(self, store: Any, mine: Status, since_ns: int) -> dict[int, Status]:
+        """What all say, after a while for those that notice later than this rank."""
+        said = {self._rank: mine}
+        pause = threading.Event()
+        for _ in range(int(max(2.0, self.timeout_s / 2) / _POLL_S)):
+            for rank in set(range(self._size)) - set(said):
+                key = _KEY.format(rank=rank)
+                status = Status.from_json(store.get(key)) if store.check([key]) else None
+                if status is not None and status.rank == rank:
+                    said[rank] = status
+            if len(said) == self._size or not self._stands_since(since_ns):
+                break
+            pause.wait(_POLL_S)
+        return said
+
+    def _stands_since(self, since_ns: int) -> bool:
+        return self._watch.since_ns == since_ns and not self.is_over
+
+
+def begin(
+    group: Any,
+    watch: Stopwatch,
+    timeout_s: float,
+    print_line: Callable[[str], None] | None = None,
+) -> None:
+    """Watch this rank's progress in `group` from now on, on the one thread for all of them."""
+    global _thread
+    with _lock:
+        _watched.append(StallWatch(group, watch, timeout_s, print_line=print_line))
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="paceline stalls", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    """Look at all that is watched; end when nothing is left."""
+    global _thread
+    pause = threading.Event()
+    while True:
+        with _lock:
+            _watched[:] = [each for each in _watched if not each.is_over]
+            current = list(_watched)
+            if not current:
+                _thread = None
+                return
+        for each in current:
+            each.look()
+        period = min(each.timeout_s for each in current) / 8
+        del current
+        pause.wait(min(1.0, max(0.02, period)))
+
+
+_lock = threading.Lock()
+_watched: list[StallWatch] = []
+_thread: threading.Thread | None = None
+
+
+def _forget() -> None:
+    """In a forked child nobody trains, and the thread is not there."""
+    global _lock, _thread
+    _lock = threading.Lock()
+    _thread = None
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def _foreign_folders() -> tuple[str, ...]:
+    folders = [os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen"]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:
+        folders.append(os.path.dirname(torch.__file__))
+    return tuple(folders)
+
+
+def _in(phase: str) -> str:
+    return "in its own code" if phase == "other" else f"in {phase}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

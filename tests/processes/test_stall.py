@@ -1,0 +1,74 @@
+"""Stalls of real processes: one is stopped, or busy, and the others say who."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import torch
+
+from paceline import comm, stall, stopwatch
+from paceline.testing import run_processes
+from paceline.world import World
+
+
+def stop_one(world: World, culprit: int) -> list[str]:
+    """All wait for a rank that has stopped itself; who hears its name wakes it up."""
+    pids = comm.exchange(world.group, os.getpid(), torch.device("cpu"), "pids")
+    lines: list[str] = []
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        if f"for rank {culprit}, which said nothing" in line:
+            os.kill(pids[culprit], signal.SIGCONT)
+
+    watch = stopwatch.of(world.group)
+    stall.begin(world.group, watch, 0.5, hear)
+    if world.rank == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with stopwatch.waiting(world.group):
+        comm.all_reduce(world.group, torch.ones(1), "a sum")
+    return lines
+
+
+def test_a_stopped_rank_is_named_by_those_that_wait() -> None:
+    first, second, _ = run_processes(3, stop_one, 2)
+    assert "Ranks 0 and 1 wait for rank 2, which said nothing: busy, stopped or gone." in first
+    assert any("Rank 0 has made no progress" in line and "waiting for" in line for line in first)
+    assert any("Rank 1 has made no progress" in line for line in second)
+    assert not any(" wait for " in line for line in second)  # one of them is enough
+
+
+def hang_in_own_code(world: World, culprit: int) -> list[str]:
+    """One rank waits for an event in its own code until the stall was told."""
+    lines: list[str] = []
+    told = threading.Event()
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        if " for rank " in line and world.rank == 0:
+            world.group.get_group_store().set("told", "yes")
+
+    def look_up() -> None:
+        store = world.group.get_group_store().clone()
+        store.wait(["told"])
+        told.set()
+
+    watch = stopwatch.of(world.group)
+    stall.begin(world.group, watch, 0.5, hear)
+    if world.rank == culprit:
+        threading.Thread(target=look_up, daemon=True).start()
+        watch.enter("data")
+        told.wait()  # the line to be named
+    with stopwatch.waiting(world.group):
+        comm.all_reduce(world.group, torch.ones(1), "a sum")
+    return lines
+
+
+def test_a_rank_stuck_in_its_own_code_is_named_with_the_line() -> None:
+    first, second = run_processes(2, hang_in_own_code, 1)
+    (verdict,) = [line for line in first if " waits for " in line]
+    assert verdict.startswith("Rank 0 waits for rank 1, which is in data, at ")
+    assert verdict.endswith("in hang_in_own_code: told.wait()  # the line to be named.")
+    assert any(line.startswith("Rank 1 has made no progress") for line in second)

@@ -1,0 +1,131 @@
+"""Stalls: what a rank that stands still says, and whom the others name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from paceline.stall import StallWatch, Status, accuse, place_of, say
+from paceline.stopwatch import Stopwatch
+
+SECOND = 10**9
+
+
+def waiting(rank: int) -> Status:
+    return Status(rank=rank, step=7, phase="wait", what="the sum of bucket 1 ('a' to 'b')")
+
+
+def busy(rank: int) -> Status:
+    return Status(rank=rank, step=7, phase="data", line="train.py:12 in load: sleep()")
+
+
+def test_a_rank_says_step_bucket_parameters_and_line() -> None:
+    status = Status(
+        rank=1,
+        step=412,
+        phase="wait",
+        what="the sum of bucket 3 ('a.weight' to 'b.bias')",
+        line="train.py:57 in main: loss.backward()",
+    )
+    assert say(status, 120.4) == (
+        "Rank 1 has made no progress for 120 s: it is at step 412, waiting for the sum of bucket 3 "
+        "('a.weight' to 'b.bias'). It is at train.py:57 in main: loss.backward()"
+    )
+    assert "at step 7, in data. It is at train.py:12" in say(busy(0), 5)
+
+
+def test_those_that_wait_name_the_one_that_does_not() -> None:
+    assert accuse([waiting(2), busy(1), waiting(0)], 3) == (
+        "Ranks 0 and 2 wait for rank 1, which is in data, at train.py:12 in load: sleep()."
+    )
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    assert accuse([waiting(0)], 3) == (
+        "Rank 0 waits for ranks 1 and 2, which said nothing: busy, stopped or gone."
+    )
+    assert accuse([waiting(0), busy(2)], 3) == (
+        "Rank 0 waits for rank 2, which is in data, at train.py:12 in load: sleep(); "
+        "and for rank 1, which said nothing: busy, stopped or gone."
+    )
+
+
+def test_ranks_at_different_sums_are_told_so() -> None:
+    assert accuse([waiting(0), waiting(1)], 2) == (
+        "All 2 ranks wait for each other: they are not at the same sum."
+    )
+
+
+def test_nobody_is_accused_where_nobody_waits() -> None:
+    assert accuse([busy(0), busy(1)], 3) == ""
+
+
+def test_the_line_is_the_users_own() -> None:
+    seen: list[str] = []
+    hook = lambda _: seen.append(place_of(sys._getframe(1)))  # noqa: E731
+    json.loads('{"a": 1}', object_hook=hook)  # calls it from a file of Python's own
+    path, rest = seen[0].split(":", 1)
+    assert Path(path).name == "test_stall.py"
+    assert "json.loads('{\"a\": 1}', object_hook=hook)" in rest
+    assert place_of(None) == ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"[]", b'{"rank": "0"}', b'{"rank":0,"step":"x","phase":"wait"}', b"[" * 10_000],
+)
+def test_nonsense_in_the_store_is_ignored(data: bytes) -> None:
+    assert Status.from_json(data) is None
+
+
+def test_a_status_survives_the_store() -> None:
+    assert Status.from_json(json.dumps(asdict(busy(3))).encode()) == busy(3)
+
+
+class Group:
+    """As much of a process group as watching needs: a world of one."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+
+def test_it_speaks_once_per_stall_and_when_it_goes_on() -> None:
+    group, lines, now = Group(), list[str](), [0]
+    watch = Stopwatch(lambda: now[0])
+    stalls = StallWatch(group, watch, 100, print_line=lines.append, clock=lambda: now[0])
+    for seconds in (50, 99, 101, 150, 300):
+        now[0] = seconds * SECOND
+        stalls.look()
+    assert len(lines) == 1
+    assert lines[0].startswith("Rank 0 has made no progress for 101 s: it is at step 0, in its own")
+    assert "test_stall.py" in lines[0]
+    watch.enter("forward")
+    stalls.look()
+    assert lines[1:] == ["Rank 0 goes on, at step 0."]
+    now[0] += 100 * SECOND
+    stalls.look()
+    assert len(lines) == 3
+    watch.enter("forward")
+
+
+def test_a_group_that_is_gone_is_not_watched() -> None:
+    group = Group()
+    stalls = StallWatch(group, Stopwatch(), 100)
+    assert not stalls.is_over
+    del group
+    assert stalls.is_over
