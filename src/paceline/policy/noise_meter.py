@@ -22,6 +22,8 @@ from paceline.policy.noise import NoiseEstimate, NoiseScale, from_shards
 _SLOTS = 32
 """So many measurements are kept until the next reading; older ones are forgotten."""
 _WORDS = 5
+_SMALL = 2**14
+"""Gradients of at most so many elements are measured together."""
 
 
 class NoiseMeter:
@@ -41,6 +43,7 @@ class NoiseMeter:
         self._parameters: Sequence[Parameter] = list(parameters)
         self._measured: list[Parameter] = []
         self._handles: list[Any] = []
+        self._small: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []
         self._rows: list[float | Tensor] = []
@@ -69,7 +72,8 @@ class NoiseMeter:
         """
         if not self.is_measuring:
             return
-        norms, self._norms = self._norms, []
+        norms = [*self._norms, *_norms(self._small)]
+        self._norms, self._small = [], []
         if not norms or (not isinstance(rows, Tensor) and rows <= 0):
             return
         squared = _squared(norms)
@@ -89,7 +93,7 @@ class NoiseMeter:
         self.cancel()
         if not grads:
             return
-        whole = _squared([_norm(grad) for grad in grads])
+        whole = _squared(_norms(grads))
         device = whole.device
         words = torch.zeros(_WORDS, dtype=torch.float64, device=device)
         words[0] = 1.0
@@ -109,7 +113,7 @@ class NoiseMeter:
         for handle in self._handles:
             handle.remove()
         self._handles, self._measured = [], []
-        self._norms, self._squares, self._rows = [], [], []
+        self._small, self._norms, self._squares, self._rows = [], [], [], []
 
     def read(self, group: Group | None) -> NoiseEstimate | None:
         """Put together what all ranks have measured; None while that is too little.
@@ -132,20 +136,27 @@ class NoiseMeter:
         return self.scale.estimate()
 
     def _on_grad(self, grad: Tensor) -> None:
-        self._norms.append(_norm(grad))
+        if grad.numel() <= _SMALL and not grad.is_sparse:
+            # Keeping a gradient costs autograd a copy of it; measuring each alone costs more.
+            self._small.append(grad)
+        else:
+            self._norms += _norms([grad])
 
 
-def _norm(grad: Tensor) -> Tensor:
-    """The length of a gradient, in a precision in which squares do not overflow."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    length: Tensor = torch.linalg.vector_norm(values, dtype=_WIDE.get(values.dtype))
-    return length
+@torch.no_grad()
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The lengths of gradients, in a precision in which squares do not overflow."""
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    wide = [value.float() if value.dtype in _NARROW else value for value in values]
+    return list(torch._foreach_norm(wide)) if wide else []
 
 
 def _squared(norms: Sequence[Tensor]) -> Tensor:
     """The squared length of all of them together."""
-    device = norms[0].device
-    return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    if len(kinds) > 1:
+        norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
+    return torch.stack(list(norms)).double().square().sum()
 
 
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_NARROW = {torch.float16, torch.bfloat16}
