@@ -33,8 +33,10 @@ class Command:
 COMMANDS = {
     "demo": Command("paceline.demo", "train a small built-in model on two workers"),
     "run": Command("paceline.launcher.run", "run a training script on several workers"),
+    "ckpt": Command("paceline.checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
     "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
+    "report": Command("paceline.report.command", "write a run as one HTML file"),
 }
 
 

@@ -55,6 +55,7 @@ SURFACE = {
     "doctor": {"--json", "--no-test", "--workers"},
     "demo": {"--workers", "--epochs", "--seed", "--json"},
     "compare": {"--devices", "--steps", "target"},
+    "report": {"run", "--output -o", "--force"},
 }
 
 

@@ -1,0 +1,339 @@
+"use strict";
+// The page is complete without this script. It adds a theme switch, values under the pointer,
+// stepping through the pipeline and a timeline that can be zoomed. Text goes in as text only.
+
+const root = document.documentElement;
+const SVG = "http://www.w3.org/2000/svg";
+
+function make(name, attributes, text) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+function dataOf(box) {
+  return JSON.parse(box.querySelector('script[type="application/json"]').textContent);
+}
+
+// Theme: the system's choice until somebody presses the button.
+const themeButton = document.getElementById("theme");
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const repaints = [];
+
+function isDark() {
+  return root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches;
+}
+
+function showTheme() {
+  themeButton.textContent = isDark() ? "Light" : "Dark";
+  themeButton.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+  for (const repaint of repaints) repaint();
+}
+
+themeButton.hidden = false;
+themeButton.addEventListener("click", () => {
+  root.dataset.theme = isDark() ? "light" : "dark";
+  showTheme();
+});
+systemDark.addEventListener("change", showTheme);
+
+// Charts: the nearest point, under the pointer or by arrow keys.
+function setUpChart(box) {
+  const picture = box.querySelector("svg.chart");
+  const cross = box.querySelector(".crosshair");
+  const { x: unit, lines } = dataOf(box);
+  const main = lines[0].points;
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  tip.setAttribute("role", "status");
+  box.append(tip);
+  let at = main.length - 1;
+
+  function nearest(points, x) {
+    let low = 0, high = points.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (points[middle][0] < x) low = middle; else high = middle;
+    }
+    return x - points[low][0] < points[high][0] - x ? low : high;
+  }
+
+  function show(index) {
+    at = Math.max(0, Math.min(main.length - 1, index));
+    const [x, , step] = main[at];
+    cross.replaceChildren(make("line", { x1: x, x2: x, y1: 12, y2: 178, class: "cross" }));
+    const said = [];
+    for (const line of lines) {
+      const point = line.points[nearest(line.points, x)];
+      cross.append(make("circle", { cx: point[0], cy: point[1], r: 4, class: "dot fill-" + line.look }));
+      said.push(lines.length > 1 ? line.label + " " + point[3] : point[3]);
+    }
+    tip.textContent = unit + " " + step.toLocaleString("en") + ": " + said.join(", ");
+    tip.hidden = false;
+    const scale = picture.clientWidth / 360;
+    const left = x * scale - tip.offsetWidth / 2;
+    tip.style.left = Math.max(0, Math.min(box.clientWidth - tip.offsetWidth, left)) + "px";
+    tip.style.top = picture.offsetTop + 2 + "px";
+  }
+
+  function hide() {
+    cross.replaceChildren();
+    tip.hidden = true;
+  }
+
+  picture.setAttribute("tabindex", "0");
+  picture.addEventListener("pointermove", (event) => {
+    const place = picture.getBoundingClientRect();
+    show(nearest(main, (event.clientX - place.left) * 360 / place.width));
+  });
+  picture.addEventListener("pointerleave", hide);
+  picture.addEventListener("blur", hide);
+  picture.addEventListener("keydown", (event) => {
+    const big = Math.max(1, Math.round(main.length / 20));
+    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - big, PageDown: at + big, Home: 0, End: main.length - 1 };
+    if (event.key === "Escape") hide();
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    show(moves[event.key]);
+  });
+}
+
+// Pipeline: one stage at a time, the others stay visible without their details.
+function setUpStepper(stepper) {
+  const stages = [...stepper.querySelectorAll(".stage")];
+  const controls = stepper.querySelector(".controls");
+  const [back, next, all] = ["back", "next", "all"].map((name) => controls.querySelector("." + name));
+  const place = controls.querySelector(".place");
+  let now = 0;
+  if (stages.length < 2) return;
+
+  function show(index, move) {
+    now = Math.max(0, Math.min(stages.length - 1, index));
+    stages.forEach((stage, i) => {
+      stage.classList.toggle("now", i === now);
+      stage.classList.toggle("later", i > now);
+      if (i === now) stage.setAttribute("aria-current", "step");
+      else stage.removeAttribute("aria-current");
+    });
+    back.disabled = now === 0;
+    next.disabled = now === stages.length - 1;
+    place.textContent = "Stage " + (now + 1) + " of " + stages.length;
+    if (move) stages[now].scrollIntoView({ block: "nearest" });
+  }
+
+  controls.hidden = false;
+  stepper.classList.add("stepping");
+  back.addEventListener("click", () => show(now - 1, true));
+  next.addEventListener("click", () => show(now + 1, true));
+  all.addEventListener("click", () => {
+    const everything = stepper.classList.toggle("stepping");
+    all.setAttribute("aria-pressed", String(!everything));
+  });
+  stages.forEach((stage, i) => stage.addEventListener("click", () => {
+    if (i !== now && !String(getSelection())) show(i, false);
+  }));
+  stepper.addEventListener("keydown", (event) => {
+    if (event.target.closest(".scroll") || event.ctrlKey || event.metaKey || event.altKey) return;
+    const moves = { ArrowLeft: now - 1, ArrowUp: now - 1, ArrowRight: now + 1, ArrowDown: now + 1, Home: 0, End: stages.length - 1 };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    show(moves[event.key], true);
+  });
+  show(0, false);
+}
+
+// Timeline: a canvas over the spans of the window.
+function setUpTimeline(box) {
+  const { length, names, ranks } = dataOf(box);
+  const holder = box.querySelector(".canvas-place");
+  const readout = box.querySelector(".readout");
+  const controls = box.querySelector(".controls");
+  const canvas = document.createElement("canvas");
+  const pen = canvas.getContext("2d");
+  if (!pen) return;
+  const ROW = 18, GAP = 10, TOP = 22, LABEL = 84;
+  const rows = [];
+  let height = TOP;
+  for (const each of ranks) {
+    rows.push(height);
+    height += each.lanes.length * ROW + GAP;
+  }
+  let begin = 0, end = length * Math.min(1, 3.2 / 10), width = 0, colours = {}, queued = false, under = null;
+
+  function readColours() {
+    const probe = document.createElement("i");
+    holder.append(probe);
+    const keys = ["card", "ink", "muted", "rule", "data", "forward", "backward", "wait", "transfer", "optimizer", "checkpoint", "other"];
+    for (const key of keys) {
+      probe.style.color = "var(--" + key + ")";
+      colours[key] = getComputedStyle(probe).color;
+    }
+    probe.remove();
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 8;
+    const t = tile.getContext("2d");
+    t.globalAlpha = 0.22;
+    t.fillStyle = colours.wait;
+    t.fillRect(0, 0, 8, 8);
+    t.globalAlpha = 1;
+    t.strokeStyle = colours.wait;
+    t.lineWidth = 2;
+    t.beginPath();
+    for (const shift of [-8, 0, 8]) { t.moveTo(shift, 8); t.lineTo(shift + 8, 0); }
+    t.stroke();
+    colours.hatch = pen.createPattern(tile, "repeat");
+  }
+
+  function xOf(time) { return LABEL + (time - begin) / (end - begin) * (width - LABEL - 6); }
+
+  function sayTime(us) {
+    if (us < 1e-6) return "0";
+    if (us >= 1e6) return +(us / 1e6).toPrecision(3) + " s";
+    return us >= 1000 ? +(us / 1000).toPrecision(3) + " ms" : +us.toPrecision(3) + " µs";
+  }
+
+  function paint() {
+    queued = false;
+    const ratio = devicePixelRatio || 1;
+    width = holder.clientWidth;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.height = height + "px";
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.fillStyle = colours.card;
+    pen.fillRect(0, 0, width, height);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    paintAxis();
+    ranks.forEach((each, index) => {
+      const top = rows[index];
+      pen.fillStyle = colours.ink;
+      pen.fillText("worker " + each.rank, 6, top + ROW / 2);
+      pen.fillStyle = colours.muted;
+      each.lanes.forEach((lane, i) => i && pen.fillText(lane, 6, top + (i + 0.5) * ROW));
+    });
+    pen.save();
+    pen.beginPath();
+    pen.rect(LABEL, 0, width - LABEL, height);
+    pen.clip();
+    ranks.forEach((each, index) => each.spans.forEach((span) => paintSpan(span, rows[index])));
+    pen.restore();
+  }
+
+  function paintAxis() {
+    const rough = (end - begin) / Math.max(2, width / 130);
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const unit = [1, 2, 5, 10].map((u) => u * power).find((u) => u >= rough);
+    pen.textAlign = "center";
+    for (let mark = Math.ceil(begin / unit) * unit; mark <= end; mark += unit) {
+      const x = Math.round(xOf(mark)) + 0.5;
+      if (x < LABEL + 12) continue;
+      pen.fillStyle = colours.rule;
+      pen.fillRect(x, TOP - 5, 1, height);
+      pen.fillStyle = colours.muted;
+      pen.fillText(sayTime(mark), x, 9);
+    }
+    pen.textAlign = "left";
+  }
+
+  function paintSpan([name, lane, start, long], top) {
+    const x = xOf(start), y = top + lane * ROW + 1;
+    if (x > width || xOf(start + long) < LABEL) return;
+    if (long === 0) {
+      pen.fillStyle = colours.ink;
+      pen.fillRect(x, y + 1, 1.5, ROW - 4);
+      return;
+    }
+    const wide = Math.max(0.7, xOf(start + long) - x - 0.5);
+    const word = names[name];
+    pen.fillStyle = word === "wait" ? colours.hatch : colours[word] || colours.other;
+    pen.fillRect(x, y, wide, ROW - 3);
+    if (wide > 7 * word.length && word !== "wait") {
+      pen.fillStyle = colours.card;
+      pen.fillText(word, Math.max(x, LABEL) + 4, y + ROW / 2 - 1);
+    }
+  }
+
+  function queue() {
+    if (!queued) { queued = true; requestAnimationFrame(paint); }
+  }
+
+  function look(from, to) {
+    const span = Math.max(length / 5000, Math.min(length, to - from));
+    begin = Math.max(0, Math.min(length - span, from));
+    end = begin + span;
+    queue();
+    if (!under) readout.textContent = "Shown: " + sayTime(begin) + " to " + sayTime(end) + " of " + sayTime(length) + ".";
+  }
+
+  function zoom(factor, centre = (begin + end) / 2) {
+    look(centre - (centre - begin) * factor, centre + (end - centre) * factor);
+  }
+
+  function pan(share) { look(begin + share * (end - begin), end + share * (end - begin)); }
+
+  const doing = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.3), right: () => pan(0.3), all: () => look(0, length) };
+  controls.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (button) doing[button.dataset.do]();
+  });
+  const keys = { ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", 0: "all", Home: "all" };
+  holder.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+    event.preventDefault();
+    doing[keys[event.key]]();
+  });
+
+  function find(x, y) {
+    const time = begin + (x - LABEL) / (width - LABEL - 6) * (end - begin);
+    for (let i = ranks.length - 1; i >= 0; i--) {
+      if (y < rows[i]) continue;
+      const lane = Math.floor((y - rows[i]) / ROW);
+      const hit = ranks[i].spans.filter((s) => s[1] === lane && s[2] <= time && time <= s[2] + s[3]);
+      return hit.length ? [ranks[i].rank, hit[hit.length - 1]] : null;
+    }
+    return null;
+  }
+
+  let drag = null;
+  holder.addEventListener("pointerdown", (event) => {
+    drag = { x: event.clientX, begin, end };
+    holder.setPointerCapture(event.pointerId);
+  });
+  holder.addEventListener("pointermove", (event) => {
+    if (drag) {
+      const shift = (drag.x - event.clientX) / (width - LABEL) * (drag.end - drag.begin);
+      look(drag.begin + shift, drag.end + shift);
+      return;
+    }
+    const place = canvas.getBoundingClientRect();
+    under = find(event.clientX - place.left, event.clientY - place.top);
+    if (!under) return;
+    const [rank, [name, , start, long, facts]] = under;
+    readout.textContent = "Worker " + rank + ": " + names[name] + ", " + sayTime(long) + ", from " + sayTime(Math.max(0, start)) + (facts ? " (" + facts + ")" : "") + ".";
+  });
+  for (const kind of ["pointerup", "pointercancel"]) holder.addEventListener(kind, () => { drag = null; });
+  holder.addEventListener("pointerleave", () => { under = null; });
+  holder.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    const x = event.clientX - canvas.getBoundingClientRect().left;
+    zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, begin + (x - LABEL) / (width - LABEL - 6) * (end - begin));
+  }, { passive: false });
+
+  holder.append(canvas);
+  holder.hidden = readout.hidden = controls.hidden = false;
+  box.classList.add("drawn");
+  readColours();
+  repaints.push(() => { readColours(); queue(); });
+  new ResizeObserver(queue).observe(holder);
+  look(begin, end);
+}
+
+showTheme();
+document.querySelectorAll(".stepper").forEach(setUpStepper);
+document.querySelectorAll(".chart-box").forEach(setUpChart);
+document.querySelectorAll(".timeline").forEach(setUpTimeline);
+root.dataset.ready = "true";

@@ -1,0 +1,267 @@
+"""From a run folder to the facts of the story: everything the report shows, in bounded memory.
+
+Event files are read line by line, one rank after the other. What is missing, damaged or left out is
+remembered as a sentence, because a reader must know what the page does not show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError, WireError
+from paceline.report.files import lines_of, read_document
+from paceline.report.markup import as_number, count, text
+from paceline.report.series import Column
+from paceline.run_folder import Event, RunFolder, RunInfo, parse_event, read_info
+
+PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other")
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
+"""What a worker does by itself. The others depend on its peers."""
+
+METRICS_LIMIT = 12
+RANKS_LIMIT = 1024
+ROWS_LIMIT = 2000
+"""The most epochs, checkpoints and so on that are kept; the oldest leave first."""
+MESSAGES_LIMIT = 200
+PIPELINES_LIMIT = 4
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one worker did in the whole run."""
+
+    rank: int
+    host: str = ""
+    device: str = ""
+    starts: int = 0
+    size: int = 1
+    steps: int = 0
+    samples: float = 0
+    seconds: float = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own_s(self) -> float | None:
+        """Seconds of own work in a step, on average; None where no phase was measured."""
+        if not self.steps or not self.phases:
+            return None
+        return sum(self.phases.get(name, 0.0) for name in OWN_PHASES) / self.steps
+
+    def phase_s(self, name: str) -> float | None:
+        """Seconds of one phase in a step, on average."""
+        return self.phases[name] / self.steps if self.steps and name in self.phases else None
+
+
+@dataclass(slots=True)
+class Story:
+    """Everything that the page tells."""
+
+    folder: RunFolder
+    name: str
+    info: RunInfo | None = None
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    metrics: dict[str, Column] = field(default_factory=dict)
+    rate: Column = field(default_factory=Column)
+    """Samples per second of all workers together."""
+    epochs: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    evaluations: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    checkpoints: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    noises: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    blames: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    stops: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    messages: deque[Event] = field(default_factory=lambda: deque(maxlen=MESSAGES_LIMIT))
+    message_count: int = 0
+    first_t: float = math.inf
+    last_t: float = -math.inf
+    redone: int = 0
+    """Steps of rank 0 that a restart has undone, and that were trained again."""
+    restarts: int = 0
+    pipelines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    scaling: dict[str, Any] | None = None
+    missing: list[str] = field(default_factory=list)
+    """What the page cannot show, in words."""
+
+    @property
+    def steps(self) -> int:
+        """Steps applied, as far as anybody has written it down."""
+        seen = max([self.rate.last, *(column.last for column in self.metrics.values())])
+        return max(seen, self.info.step if self.info else 0)
+
+    @property
+    def workers(self) -> int:
+        sizes = [rank.size for rank in self.ranks.values()]
+        return max([self.info.workers if self.info else 0, *sizes, 0])
+
+    @property
+    def status(self) -> str:
+        return self.info.status if self.info else "unknown"
+
+    @property
+    def is_empty(self) -> bool:
+        return self.info is None and not self.ranks
+
+
+def collect(path: Path) -> Story:
+    """Read a run folder; only one that is not there at all is an error."""
+    if not path.is_dir():
+        raise UsageError(
+            f"There is no run folder {str(path)!r}.",
+            advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
+        )
+    folder = RunFolder(path)
+    story = Story(folder, name=folder.name)
+    _take_info(story)
+    _take_events(story)
+    _take_documents(story)
+    if story.is_empty:
+        story.missing.insert(
+            0, "This folder holds no run: there is neither run.json nor a file of events in it."
+        )
+    return story
+
+
+def _take_info(story: Story) -> None:
+    try:
+        story.info = read_info(story.folder)
+    except (WireError, OSError) as error:
+        story.missing.append(f"The description of the run could not be read. {_said(error)}")
+        return
+    if story.info is None:
+        story.missing.append(
+            "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
+        )
+    else:
+        story.name = text(story.info.name, 200) or story.name
+
+
+def _take_events(story: Story) -> None:
+    ranks = story.folder.event_ranks()
+    if not ranks:
+        story.missing.append("No worker has written events, so there are no curves and no times.")
+    if len(ranks) > RANKS_LIMIT:
+        story.missing.append(f"Only the first {RANKS_LIMIT:,} of {len(ranks):,} ranks are read.")
+    starts = [
+        (event["t"], event.get("step", 0))
+        for event in _events_of(story.folder.events_of(0), only=b'"start"')
+        if event["kind"] == "start" and isinstance(event.get("step", 0), int)
+    ]
+    story.restarts = max(0, len(starts) - 1)
+    for rank in ranks[:RANKS_LIMIT]:
+        problems: Counter[str] = Counter()
+        for event in _events_of(story.folder.events_of(rank), problems=problems):
+            _take_event(story, rank, event, starts)
+        for problem, times in problems.items():
+            story.missing.append(
+                f"{count(times, 'line')} of events/rank{rank}.jsonl could not be read."
+                if problem == "line"
+                else f"The events of rank {rank} could not be read. {problem}"
+            )
+    there = set(ranks)
+    expected = story.info.workers if story.info else 0
+    if ranks and (lost := [rank for rank in range(expected) if rank not in there]):
+        shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
+        story.missing.append(f"There are no events of rank {shown}; sums leave their part out.")
+
+
+def _events_of(
+    path: Path, *, only: bytes = b"", problems: Counter[str] | None = None
+) -> Iterator[Event]:
+    """The events of a file, with what could not be read counted in `problems`."""
+    problems = Counter() if problems is None else problems
+    try:
+        for line in lines_of(path):
+            if only and only not in line:
+                continue
+            event = parse_event(line)
+            if event is not None:
+                yield event
+            elif line.strip():
+                problems["line"] += 1
+    except FileNotFoundError:
+        return
+    except (WireError, OSError) as error:
+        problems[_said(error)] += 1
+
+
+def _take_event(story: Story, number: int, event: Event, starts: list[tuple[float, int]]) -> None:
+    """Add one event to the story. `starts`: when rank 0 began, and from which step."""
+    kind, t, step = event["kind"], event["t"], event.get("step")
+    if math.isfinite(t) and t > 0:
+        story.first_t = min(story.first_t, t)
+        story.last_t = max(story.last_t, t)
+    rank = story.ranks.setdefault(number, Rank(number))
+    if kind == "start":
+        rank.starts += 1
+        rank.host, rank.device = text(event.get("host", ""), 80), text(event.get("device", ""), 40)
+        rank.size = max(1, size) if isinstance(size := event.get("size"), int) else rank.size
+        return
+    if kind == "message":
+        story.messages.append(event)
+        story.message_count += 1
+        return
+    if type(step) is not int:
+        return
+    if any(began > t and applied < step for began, applied in starts[1:]) and kind != "stop":
+        story.redone += kind == "step" and number == 0
+        return
+    if kind == "step":
+        _take_step(story, rank, step, event)
+    elif kind in {"epoch", "evaluation", "checkpoint", "noise", "blame", "stop"}:
+        getattr(story, "noises" if kind == "noise" else kind + "s").append(event)
+
+
+def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
+    samples, seconds = as_number(event.get("samples")), as_number(event.get("seconds"))
+    rank.steps += 1
+    rank.samples += samples or 0
+    if seconds is not None and math.isfinite(seconds) and seconds > 0:
+        rank.seconds += seconds
+        if samples:
+            # Each rank brings its share of the one step, so that a lost rank is not seen as speed.
+            story.rate.add(step, samples / seconds, 1 / rank.size)
+    phases = event.get("phases")
+    for name, value in phases.items() if isinstance(phases, dict) else ():
+        spent = as_number(value)
+        if spent is not None and math.isfinite(spent) and spent >= 0:
+            name = name if name in PHASES else "other"
+            rank.phases[name] = rank.phases.get(name, 0.0) + spent
+    metrics = event.get("metrics")
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        if name not in story.metrics:
+            if len(story.metrics) >= METRICS_LIMIT:
+                continue
+            story.metrics[name] = Column()
+        match value:
+            case [int() | float() as total, int() | float() as weight] if weight > 0:
+                story.metrics[name].add(step, total, weight)
+            case [int() | float() as total, int() | float() as weight] if math.isnan(weight):
+                story.metrics[name].add(step, math.nan, 1)
+
+
+def _take_documents(story: Story) -> None:
+    """The pipeline traces and the scaling study, where there are any."""
+    steps = story.folder.pipeline_steps()
+    if len(steps) > PIPELINES_LIMIT:
+        story.missing.append(
+            f"{len(steps)} batches were followed; the first {PIPELINES_LIMIT} are shown."
+        )
+    for step in steps[:PIPELINES_LIMIT]:
+        try:
+            story.pipelines.append((step, read_document(story.folder.pipeline_of(step))))
+        except (WireError, OSError) as error:
+            story.missing.append(f"The trace of step {step} could not be read. {_said(error)}")
+    try:
+        story.scaling = read_document(story.folder.scaling)
+    except FileNotFoundError:
+        pass
+    except (WireError, OSError) as error:
+        story.missing.append(f"The scaling study could not be read. {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    return error.what if isinstance(error, WireError) else f"{error}."
