@@ -35,6 +35,7 @@ COMMANDS = {
     "run": Command("paceline.launcher.run", "run a training script on several workers"),
     "ckpt": Command("paceline.checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
+    "timeline": Command("paceline.timeline", "show where each worker's time went, step by step"),
     "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
     "report": Command("paceline.report.command", "write a run as one HTML file"),
 }

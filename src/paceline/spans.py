@@ -32,8 +32,8 @@ FILE_NAME = "rank{rank}.trace.json"
 COMPUTE, COMMUNICATION, BACKGROUND, OTHER = 1, 2, 3, 4
 LANES = {COMPUTE: "compute", COMMUNICATION: "communication", BACKGROUND: "background"}
 LANE_BY_NAME = {
-    **dict.fromkeys(("data", "forward", "backward", "optimizer", "other"), COMPUTE),
-    **dict.fromkeys(("wait", "transfer", "ready"), COMMUNICATION),
+    **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), COMPUTE),
+    **dict.fromkeys(("transfer", "ready"), COMMUNICATION),
     "checkpoint": BACKGROUND,
 }
 """Spans of one lane must nest, so what overlaps computing has a lane of its own."""

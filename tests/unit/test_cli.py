@@ -54,6 +54,7 @@ SURFACE = {
     },
     "doctor": {"--json", "--no-test", "--workers"},
     "demo": {"--workers", "--epochs", "--seed", "--json"},
+    "timeline": {"-o --output", "--steps", "run"},
     "compare": {"--devices", "--steps", "target"},
     "report": {"run", "--output -o", "--force"},
 }

@@ -1,0 +1,166 @@
+"""The timeline of all ranks: on one clock, waits apart from transfers, adding up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import timeline
+from paceline.cli import main
+from paceline.spans import Recorder
+
+US = 1000
+# By rank: own work and wait of every step, in microseconds. Rank 1 is late; the sum takes 50.
+STEP = {
+    0: [("data", 100), ("forward", 200), ("backward", 300), ("wait", 450), ("optimizer", 30)],
+    1: [("data", 500), ("forward", 200), ("backward", 300), ("wait", 50), ("optimizer", 30)],
+}
+GAP = 20
+
+
+def record(folder: Path, rank: int, steps: int = 4, clock_us: int = 0) -> Recorder:
+    """A recording as the engine makes it, of a rank whose clock is ahead by `clock_us`."""
+    recorder = Recorder(folder, rank)
+    now = 10**6 + clock_us
+    for step in range(steps):
+        for name, us in STEP[rank]:
+            recorder.add(name, now * US, (now + us) * US, {"step": step})
+            if name == "backward":
+                ready = (now + us) * US
+                recorder.add("ready", ready, None, {"step": step, "bucket": 0})
+            now += us
+        now += GAP
+    return recorder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for rank in (0, 1):
+        record(tmp_path / "timeline", rank).close()
+    return tmp_path
+
+
+def merged(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    recordings = [timeline.survey(path) for path in timeline.find_recordings(folder)]
+    return list(timeline.merge(recordings, **options))
+
+
+def spans_of(events: list[dict[str, Any]], rank: int, name: str) -> list[tuple[float, float]]:
+    return [
+        (event["ts"], event["dur"])
+        for event in events
+        if event["ph"] == "X" and (event["pid"], event["name"]) == (rank, name)
+    ]
+
+
+def test_every_event_has_what_a_chrome_trace_needs(folder: Path) -> None:
+    events = merged(folder)
+    for event in events:
+        assert {"name", "ph", "ts", "pid", "tid"} <= set(event)
+        assert event["ph"] in "XiM"
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        if event["ph"] == "i":
+            assert event["s"] == "t"
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
+    assert names == {(0, "rank 0"), (1, "rank 1")}
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {"compute", "communication", "background"}
+
+
+def test_spans_of_a_lane_never_overlap(folder: Path) -> None:
+    for rank in (0, 1):
+        lane = sorted(
+            (event["ts"], event["dur"])
+            for event in merged(folder)
+            if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank, 1)
+        )
+        for (begin, length), (after, _) in itertools.pairwise(lane):
+            assert begin + length <= after + 0.001
+
+
+def test_what_the_last_rank_waits_is_transfer_and_the_rest_is_waiting_for_it(folder: Path) -> None:
+    events = merged(folder)
+    assert [length for _, length in spans_of(events, 0, "wait")] == [400.0] * 4
+    assert [length for _, length in spans_of(events, 0, "transfer")] == [50.0] * 4
+    assert spans_of(events, 1, "wait") == []
+    assert spans_of(events, 0, "transfer") == spans_of(events, 1, "transfer")
+
+
+def test_phases_add_up_to_the_step(folder: Path) -> None:
+    recordings = [timeline.survey(path) for path in timeline.find_recordings(folder)]
+    slow = timeline.rows(recordings)[1]
+    assert slow.steps == 3
+    assert slow.step_ms == pytest.approx(1.1)
+    assert sum(slow.ms_by_phase.values()) == pytest.approx(slow.step_ms)
+    assert slow.ms_by_phase["data"] == pytest.approx(0.5)
+    assert slow.ms_by_phase["other"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_clocks_of_several_machines_are_brought_together(tmp_path: Path, compared: bool) -> None:
+    """By the offset that the ranks have measured, else by the clock of the day."""
+    ahead = 5_000_000
+    record(tmp_path, 0).close()
+    other = record(tmp_path, 1, clock_us=ahead)
+    if compared:
+        other.set_clock(-ahead * US, 10)
+    other.close()
+    path = tmp_path / "rank1.trace.json"
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if '"name": "paceline"' in line:
+            header = json.loads(line.rstrip(","))
+            header["args"]["machine"] = "another"
+            header["args"]["unix_minus_monotonic_ns"] -= ahead * US
+            lines[number] = json.dumps(header) + ","
+    path.write_text("\n".join(lines))
+    events = merged(tmp_path)
+    close = 20_000  # the clock of the day was read twice
+    (first, _), (second, _) = (spans_of(events, rank, "data")[0] for rank in (0, 1))
+    assert abs(first - second) < (0.001 if compared else close)
+
+
+def test_a_file_that_is_still_written_is_read_up_to_its_last_whole_line(folder: Path) -> None:
+    path = folder / "timeline" / "rank0.trace.json"
+    whole = len(list(timeline.read_events(path)))
+    with open(path, "a") as file:
+        file.write('{"name":"forward","ph":"X","ts":12')
+    assert len(list(timeline.read_events(path))) == whole
+
+
+def test_some_steps_can_be_chosen(folder: Path) -> None:
+    events = merged(folder, steps=range(1, 3))
+    assert {e["args"]["step"] for e in events if e["ph"] != "M"} == {1, 2}
+    assert min(e["ts"] for e in events if e["ph"] != "M") == 0
+
+
+def test_the_command_writes_one_trace_and_prints_where_time_went(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = folder / "all.json"
+    assert main(["timeline", str(folder), "-o", str(target), "--steps", "0:2"]) == 0
+    trace = json.loads(target.read_text())
+    assert len([e for e in trace["traceEvents"] if e["name"] == "forward"]) == 4
+    printed = capsys.readouterr().out
+    assert "Recording took" in printed
+    assert printed.splitlines()[2].split()[:3] == ["0", "0.10", "0.20"]
+
+
+def test_a_folder_without_recordings_says_how_to_make_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["timeline", str(tmp_path)]) == 2
+    assert "paceline run --timeline" in capsys.readouterr().err
+    (tmp_path / "rank0.trace.json").symlink_to("/etc/passwd")
+    assert main(["timeline", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("steps", ["x", "1", "1:2:3", "-1:2"])
+def test_an_impossible_choice_of_steps_is_refused(folder: Path, steps: str) -> None:
+    assert main(["timeline", str(folder), f"--steps={steps}"]) == 2
