@@ -52,6 +52,7 @@ SURFACE = {
         "script",
         "script_args",
     },
+    "ckpt": {"verb", "arguments"},  # flags of the verbs: test_ckpt_command.py
     "doctor": {"--json", "--no-test", "--workers"},
     "demo": {"--workers", "--epochs", "--seed", "--json"},
     "timeline": {"-o --output", "--steps", "run"},

@@ -165,7 +165,8 @@ def _check_old_file(path: Path) -> None:
     """The format before torch 1.6: four short streams of instructions before the raw bytes."""
     with path.open("rb") as file:
         for _ in range(4):
-            _check_instructions(file, path)
+            if file.peek(1):
+                _check_instructions(file, path)
 
 
 def _check_instructions(file: IO[bytes], path: Path) -> None:
@@ -174,8 +175,8 @@ def _check_instructions(file: IO[bytes], path: Path) -> None:
     `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte.
     """
     try:
-        for _, argument, _ in pickletools.genops(file):
-            if isinstance(argument, str) and argument.endswith("bytearray"):
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "GLOBAL" and str(argument).endswith(" bytearray"):
                 raise _needs_running(path, "bytearray")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:100]}.") from error
