@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +89,20 @@ def _name(entry: list[Any]) -> str:
     return f"{name!r} is {tuple(shape)} {dtype.removeprefix('torch.')}{remarks}"
 
 
+class Broadcaster(Protocol):
+    """Copies one flat tensor of bytes from a rank to all others."""
+
+    def broadcast(self, tensor: Tensor, root: int, what: str) -> None: ...
+
+
 @torch.no_grad()
-def broadcast_tensors(group: Group, tensors: Sequence[Tensor], root: int, what: str) -> None:
+def broadcast_tensors(
+    transport: Broadcaster, tensors: Sequence[Tensor], what: str, *, root: int, is_root: bool
+) -> None:
     """Overwrite the tensors with those of rank `root`, in as few messages as sensible."""
-    is_root = group.rank() == root
     for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES):
         flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
-        comm.broadcast(group, flat, root, what)
+        transport.broadcast(flat, root, what)
         if is_root:
             continue
         start = 0
@@ -147,8 +154,9 @@ def check_in_sync(group: Group, named: Named, device: torch.device, step: int) -
     odd = _minority([tuple(row) for row in sums[:, index].tolist()])
     name, tensor = named[index]
     reference = next(rank for rank in range(group.size()) if rank not in odd)
-    theirs = tensor.detach().clone()
-    broadcast_tensors(group, [theirs], reference, "Comparing a tensor that differs")
+    flat = _as_bytes(tensor).clone()
+    comm.broadcast(group, flat, reference, "Comparing a tensor that differs")
+    theirs = _from_bytes(flat, tensor)
     distance = (theirs - tensor).abs().max().item() if theirs.is_floating_point() else None
     distances = comm.exchange(group, distance, device, "Comparing a tensor that differs")
     ranks = ", ".join(map(str, odd))

@@ -30,6 +30,8 @@ class BucketLayout:
         self.trailer_apart = False
         """Give the trailer a bucket of its own: a hook sees gradients only."""
         self.buckets: list[Bucket] = []
+        self.is_placed = False
+        """Whether a transport was asked for memory for these buckets."""
         self.bucket_of: list[int] = []
         """By parameter, the number of its bucket."""
         self.missing: list[int] = []
@@ -56,6 +58,7 @@ class BucketLayout:
             gradients, self._order, self._capacities_bytes, trailer_apart=self.trailer_apart
         )
         self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
+        self.is_placed = False
         self.trailer = Trailer(len(gradients), plans[-1].dtype, plans[-1].device)
         self.bucket_of = [0] * len(gradients)
         for number, bucket in enumerate(self.buckets):

@@ -64,6 +64,9 @@ class Bucket:
         self._refs = [params[index].get for index in self.indices]
         self._layouts = [_layout(param) for param in self.params]
         self._always_views = always_views
+        self.home: Tensor | None = None
+        """Memory to live in, given by a transport; see Note [Whose memory]."""
+        self._home_uses = 0
         self._buffer: Tensor | None = None
         self._storage_uses = 0
         self._versions: list[int] | None = None
@@ -223,10 +226,24 @@ class Bucket:
             advice="Move or convert the model first, then wrap it.",
         )
 
+    def settle_in(self, home: Tensor | None) -> None:
+        """Live in this memory from the next fill on, whenever nobody looks at it."""
+        self.home = home
+        self._home_uses = _storage_uses(home) if home is not None else 0
+        self.release()
+
+    def _is_home_free(self) -> bool:
+        return self.home is not None and _storage_uses(self.home) <= self._home_uses
+
     def _allocate(self) -> None:
         plan = self.plan
-        numel = plan.numel + plan.trailer
-        self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
+        self.release()
+        if self._is_home_free():
+            self._buffer = self.home
+        else:
+            numel = plan.numel + plan.trailer
+            self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
+        assert self._buffer is not None
         self.views = [
             # `data` is no view for autograd: it can be detached in place, and changing one gradient
             # does not make another one look changed.
@@ -294,5 +311,6 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # the bucket, which would be the same memory again. So before the buffer is overwritten, two counts
 # are compared with what they are when only the bucket and `param.grad` know its views: references
 # to the view objects, and tensors that share the storage (somebody's `p.grad.view(-1)`). If
-# either is higher, the old buffer is left to its holders and a new one is allocated.
+# either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
+# a home (shared memory) comes back to it when its holders have let go and it is needed again.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.

@@ -42,6 +42,10 @@ class Pending:
         self._group = group
         self._what = what
 
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        return bool(self._work.is_completed())
+
     def wait(self) -> None:
         try:
             self._work.wait()
@@ -63,8 +67,13 @@ def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
     start_all_reduce(group, tensor, what).wait()
 
 
-def broadcast(group: Group, tensor: Tensor, root: int, what: str) -> None:
-    """Overwrite `tensor` with the one of rank `root`, counted within the group."""
+def broadcast(
+    group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
+) -> None:
+    """Overwrite `tensor` with the one of rank `root`, counted within the group.
+
+    `blame` is the group whose ranks an error names, if it is another.
+    """
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -72,7 +81,7 @@ def broadcast(group: Group, tensor: Tensor, root: int, what: str) -> None:
     try:
         group.broadcast([flat], options).wait()
     except RuntimeError as error:
-        raise explain_failure(group, what, error) from error
+        raise explain_failure(blame or group, what, error) from error
 
 
 def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
@@ -102,6 +111,29 @@ def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[
         json.loads(bytes(part[: int(size.item())].tolist()))
         for part, size in zip(parts, sizes, strict=True)
     ]
+
+
+def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
+    """A Gloo backend among some ranks of a group, all of which call this; others need not.
+
+    It has the collectives of a group, but torch does not know it.
+    """
+    store = dist.PrefixStore(f"paceline/{name}", group.get_group_store())
+    options = group._get_backend(torch.device("cpu")).options
+    return dist.ProcessGroupGloo(store, ranks.index(group.rank()), len(ranks), options)
+
+
+def have_left(group: Group, ranks: Sequence[int]) -> bool:
+    """Whether any of the ranks has left word that it will not answer any more."""
+    try:
+        store = group.get_group_store()
+        for rank in ranks:
+            key = _WORDS_KEY.format(rank=rank)
+            if store.check([key]) and json.loads(store.get(key))["kind"] != "waiting":
+                return True
+    except Exception:
+        return False  # without a store nobody can leave word
+    return False
 
 
 def post_last_words(group: Group, text: str, kind: str = "left") -> None:

@@ -27,6 +27,7 @@ from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.low_precision import LowPrecision
 from paceline.reducer import Reducer
 from paceline.torch_surface import TorchSurface
+from paceline.transport import Kind, TransportChoice, check_kind
 from paceline.uneven import UnevenInputs
 from paceline.world import default_group
 from paceline.wrapper import Wrapper, bare
@@ -44,7 +45,12 @@ class DDPOptions:
     check_every: int = 0
     """Compare all replicas bit by bit after every so many synchronised steps; 0 means never."""
 
+    transport: Kind = "auto"
+    """How gradients travel: "shared_memory" between the ranks of a host, "c10d" through
+    torch.distributed, "auto" the first where it is possible."""
+
     def __post_init__(self) -> None:
+        check_kind(self.transport)
         if self.check_every < 0:
             raise UsageError(
                 f"check_every is {self.check_every}.", advice="Use 0 for never, or a step count."
@@ -136,10 +142,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._has_buffers = bool(_named_buffers(module))
         self._syncs_buffers_next = True
         self.module = module
+        self._build_transport()
         self._build_reducer()
+        self._transport.get()
         if init_sync and group.size() > 1:
-            tensors = self._state(with_buffers=sync_buffers_now)
-            agreement.broadcast_tensors(group, tensors, 0, "Copying rank 0's model to all")
+            self._copy_from(0, self._state(with_buffers=sync_buffers_now), "Copying rank 0's model")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
@@ -262,7 +269,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """Copy the model of a rank that was there to the end to all others."""
         root = self._agree_on_root(is_last_joiner)
         tensors = self._state(with_buffers=self.broadcast_buffers)
-        agreement.broadcast_tensors(self.process_group, tensors, root, "Copying the final model")
+        self._copy_from(root, tensors, "Copying the final model")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -273,13 +280,14 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer"):
+        for name in ("process_group", "_reducer", "_transport"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["process_group"] = default_group()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._build_transport()
         self._build_reducer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -287,8 +295,21 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         memo[id(self)] = clone
         state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
         clone.__dict__ |= {**state, "process_group": self.process_group}
+        clone._build_transport()
         clone._build_reducer()
         return clone
+
+    @property
+    def transport(self) -> str:
+        """How gradients travel between ranks, and why so, in words."""
+        chosen: TransportChoice = self.__dict__["_transport"]
+        return chosen.description
+
+    def _build_transport(self) -> None:
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        devices = [tensor.device for tensor in tensors]
+        group, kind = self.__dict__["process_group"], self._ddp_options.transport
+        self.__dict__["_transport"] = TransportChoice(group, devices, kind)
 
     def _build_reducer(self, before: Reducer | None = None) -> None:
         group = self.__dict__["process_group"]
@@ -296,6 +317,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         reducer = Reducer(
             _named_parameters(self.module),
             group,
+            self._transport,
             capacities_bytes=self._bucket_capacities,
             sparse_names=sparse,
             always_views=self.gradient_as_bucket_view,
@@ -344,8 +366,13 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
-        tensors = [buffer for _, buffer in _named_buffers(self.module)]
-        agreement.broadcast_tensors(self.process_group, tensors, root, "Copying buffers")
+        self._copy_from(root, [b for _, b in _named_buffers(self.module)], "Copying buffers")
+
+    def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
+        is_root = self.process_group.rank() == root
+        agreement.broadcast_tensors(
+            self._transport.get(), tensors, what, root=root, is_root=is_root
+        )
 
     def _mark_outputs(self, output: Any) -> None:
         """Let the backward of this forward pass know what the forward pass wanted."""

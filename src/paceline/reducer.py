@@ -24,6 +24,7 @@ from paceline.errors import DesyncError, UsageError
 from paceline.loss_weight import LossWeight
 from paceline.sparse import sum_sparse
 from paceline.trailer import Words
+from paceline.transport import Transport, TransportChoice
 
 MODEL_CHECK_PERIOD = 25
 """Every so many steps the model is searched for parameters that nobody averages."""
@@ -43,6 +44,7 @@ class Reducer(BackwardFollower):
         self,
         named_params: Sequence[tuple[str, Parameter]],
         group: Group,
+        transport: TransportChoice,
         *,
         capacities_bytes: Sequence[int],
         sparse_names: frozenset[str] = frozenset(),
@@ -50,6 +52,7 @@ class Reducer(BackwardFollower):
     ) -> None:
         super().__init__()
         self.group = group
+        self._transport_choice = transport
         self.size: int = group.size()
         self.steps = 0
         """How many backward passes have been synchronised."""
@@ -114,6 +117,10 @@ class Reducer(BackwardFollower):
 
     def prepare_for_backward(self, _outputs: object = ()) -> None:
         """Nothing to do; libraries call it on torch's reducer."""
+
+    @property
+    def transport(self) -> Transport:
+        return self._transport_choice.get()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -206,13 +213,16 @@ class Reducer(BackwardFollower):
             self._start_next(current)
 
     def _start_next(self, current: Backward) -> None:
+        if not self._layout.is_placed:
+            self._place()
         number = len(current.in_flight)
         bucket = self._layout.buckets[number]
         if current.is_shadow:
             current.unused += bucket.fill_zeros()
         else:
             self._refuse_second_average(bucket)
-            current.unused += bucket.fill(1.0 if self._hook else 1.0 / self.size)
+            is_whole = self._hook is not None or self.transport.divides(bucket.plan.dtype)
+            current.unused += bucket.fill(1.0 if is_whole else 1.0 / self.size)
         if bucket.plan.trailer:
             self._layout.trailer.write(bucket.trailer, current.unused, self._words(current))
         if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
@@ -226,7 +236,18 @@ class Reducer(BackwardFollower):
             return HookCall(*self._hook, bucket, number, last=len(self._layout.buckets) - 2)
         if self.size == 1:
             return _ALONE
-        return comm.start_all_reduce(self.group, bucket.buffer, self._describe(number))
+        what = self._describe(number)
+        return self.transport.start(number, bucket.buffer, self.weight.value, what)
+
+    def _place(self) -> None:
+        """Ask the transport where new buckets are to live; all ranks do so at the same point."""
+        self._layout.is_placed = True
+        if self.size == 1:
+            return
+        what = f"Step {self.steps}: finding memory for the buckets"
+        homes = self.transport.place([bucket.plan for bucket in self._layout.buckets], what)
+        for bucket, home in zip(self._layout.buckets, homes, strict=True):
+            bucket.settle_in(home)
 
     def _words(self, current: Backward) -> Words:
         return Words(
@@ -275,7 +296,8 @@ class Reducer(BackwardFollower):
             self._refuse_aborted(aborts)
             self._refuse_other_labels(labels)
             factor = self.size / total if total else 0.0
-        if isinstance(factor, Tensor) or factor != 1.0:
+        is_applied = self.transport.applies_weights and self._hook is None
+        if not is_applied and (isinstance(factor, Tensor) or factor != 1.0):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
@@ -356,6 +378,7 @@ class Reducer(BackwardFollower):
             agreed = torch.tensor(order, device=self._layout.buckets[-1].plan.device)
             comm.broadcast(self.group, agreed, 0, "Agreeing on the order of the buckets")
             self._layout.lay_out(agreed.tolist())
+            self._place()
         self._order_is_agreed = True
         self.detach()
         self.attach()

@@ -1,0 +1,140 @@
+"""Several hosts: shared memory inside each, c10d between one leader per host.
+
+    ready --(slices summed into the leader's bucket)--> summed on this host
+          --(the leaders' all-reduce)--> arrived --(every rank copies the leader's)--> the sum
+
+Only the leaders' sums cross the network, once per host instead of once per rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline import comm
+from paceline.buckets import BucketPlan
+from paceline.comm import Group
+from paceline.transport.channel import Channel
+from paceline.transport.hosts import Hosts
+from paceline.transport.peers import Peers
+from paceline.transport.segment import Segment
+from paceline.transport.shared_buckets import SharedBuckets
+from paceline.transport.shared_memory import SharedMemory
+
+
+class BridgedBuckets(SharedBuckets):
+    """Buckets that are summed on this host first, and then with those of the other hosts."""
+
+    applies_weights = False  # this host does not know the weights of the others
+
+    def __init__(
+        self,
+        segment: Segment,
+        plans: Sequence[BucketPlan],
+        ranks: Sequence[int],
+        position: int,
+        size: int,
+        peers: Peers,
+        *,
+        group: Group,
+        leaders: Any,
+    ) -> None:
+        super().__init__(segment, plans, ranks, position, size, peers)
+        self._group = group
+        self._leaders = leaders
+        places = segment.places
+        self._copied = [places.copied_word(p) for p in range(len(ranks))]
+        """The leader's says that the sum has arrived; the others' that they have taken it."""
+        self._unsent: deque[int] = deque()
+        self._sent: deque[tuple[int, int, comm.Pending]] = deque()
+
+    def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Any:
+        if self.position == 0:
+            self._unsent.append(number)
+        return super().start(number, buffer, weight, what)
+
+    def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ()
+
+    def advance(self) -> None:
+        super().advance()
+        while self._unsent and self._is_summed_here(self._unsent[0]):
+            number = self._unsent.popleft()
+            what = f"The sum of bucket {number} between hosts"
+            flat = self._leaders_bucket(number)
+            pending = comm.Pending(self._leaders.allreduce([flat]), self._group, what)
+            self._sent.append((number, self.turns[number], pending))
+        while self._sent and self._sent[0][2].is_completed():
+            number, turn, pending = self._sent.popleft()
+            pending.wait()
+            self.words[self._copied[0] + number] = turn
+
+    def is_done(self, number: int, turn: int) -> bool:
+        self.advance()
+        words, mine = self.words, self._copied[self.position] + number
+        if words[self._copied[0] + number] < turn:
+            return False
+        if self.position and words[mine] < turn:
+            is_private = words[self.ready[self.position] + number] & 1
+            own = self.spare(number) if is_private else self.homes[number]
+            own.copy_(self._leaders_bucket(number))
+            words[mine] = turn
+        # The leader's gradients are what the others copy: it may not touch them before all have.
+        return self.position > 0 or all(words[row + number] >= turn for row in self._copied)
+
+    def missing(self, number: int, turn: int) -> list[int]:
+        late = super().missing(number, turn)
+        waits_for = self._copied if self.position == 0 else self._copied[:1]
+        return late or [
+            rank
+            for rank, row in zip(self.ranks, waits_for, strict=False)
+            if self.words[row + number] < turn
+        ]
+
+    def _is_summed_here(self, number: int) -> bool:
+        words, turn = self.words, self.turns[number]
+        return all(words[row + number] >= turn for row in self.summed)
+
+    def _leaders_bucket(self, number: int) -> Tensor:
+        is_spare = bool(self.words[self.ready[0] + number] & 1)
+        return self.bucket(0, number, is_spare=is_spare)
+
+
+class BetweenHosts(SharedMemory):
+    """Ranks on several hosts, at least two of them on one."""
+
+    def __init__(
+        self, group: Group, hosts: Hosts, peers: Peers, channel: Channel, name: str
+    ) -> None:
+        super().__init__(group, hosts, peers, channel)
+        count = len(hosts.ranks_by_host)
+        self.description = f"shared memory on each of {count} hosts, c10d between their leaders"
+        self._leaders: Any = None
+        if group.rank() in hosts.leaders:
+            self._leaders = comm.gloo_subgroup(group, hosts.leaders, name)
+
+    def make_buckets(self, segment: Segment, plans: Sequence[BucketPlan]) -> SharedBuckets:
+        ranks = self.hosts.neighbours
+        return BridgedBuckets(
+            segment,
+            plans,
+            ranks,
+            ranks.index(self.group.rank()),
+            self.group.size(),
+            self.peers,
+            group=self.group,
+            leaders=self._leaders,
+        )
+
+    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
+        """From the root to its host, from its leader to the other leaders, from these to all."""
+        hosts, source = self.hosts, self.hosts.host_of(root)
+        if hosts.mine == source:
+            self.channel.broadcast(tensor, root, what)
+        if self._leaders is not None:
+            comm.broadcast(self._leaders, tensor, source, what, blame=self.group)
+        if hosts.mine != source:
+            self.channel.broadcast(tensor, hosts.neighbours[0], what)
