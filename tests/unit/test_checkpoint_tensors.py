@@ -1,0 +1,145 @@
+"""Our safetensors files hold every type of torch, and are the safetensors package's files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.tensors import TensorFile, read_tensors, write_tensors
+from paceline.errors import CheckpointError, UsageError
+
+NATIVE = [
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+]
+VIEWED = [torch.complex32, torch.complex128, torch.float8_e8m0fnu]
+
+
+def example(dtype: torch.dtype, shape: tuple[int, ...] = (3, 4)) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    count = torch.empty(shape, dtype=dtype).nbytes
+    high = 2 if dtype is torch.bool else 100
+    raw = torch.randint(high, (count,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+
+
+def assert_same(first: Tensor, second: Tensor) -> None:
+    assert (first.dtype, first.shape) == (second.dtype, second.shape)
+    assert bits(first) == bits(second)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [*NATIVE, *VIEWED], ids=str)
+def test_every_type_comes_back_bit_by_bit(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensor = example(dtype, shape)
+    write_tensors(tmp_path / "a.safetensors", {"x": tensor, "y": torch.zeros(3)})
+    found = read_tensors(tmp_path / "a.safetensors")
+    assert_same(found["x"], tensor)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch lacks the type")
+def test_packed_four_bit_numbers_come_back_bit_by_bit(tmp_path: Path) -> None:
+    raw = torch.arange(6, dtype=torch.uint8)
+    write_tensors(tmp_path / "a.safetensors", {"x": raw.view(torch.float4_e2m1fn_x2)})
+    found = read_tensors(tmp_path / "a.safetensors")["x"]
+    assert found.dtype == torch.float4_e2m1fn_x2
+    assert found.view(torch.uint8).tolist() == raw.tolist()
+
+
+def test_strided_expanded_conjugate_and_negated_tensors_are_stored_as_their_values(
+    tmp_path: Path,
+) -> None:
+    whole = torch.randn(4, 6, dtype=torch.complex64)
+    given = {
+        "strided": whole[::2, 1::2],
+        "transposed": whole.t(),
+        "expanded": torch.arange(3).expand(5, 3),
+        "conjugate": whole.conj(),
+        "negated": whole.conj().imag,
+        "wide conjugate": whole.to(torch.complex128).conj(),
+        "needs a gradient": torch.ones(2, requires_grad=True),
+    }
+    write_tensors(tmp_path / "a.safetensors", given)
+    for name, tensor in read_tensors(tmp_path / "a.safetensors").items():
+        assert torch.equal(tensor, given[name].detach().resolve_conj().resolve_neg()), name
+        assert tensor.is_contiguous()
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    tensors = {f"layer.{i}.{dtype}": example(dtype, (i, 3)) for i, dtype in enumerate(NATIVE)}
+    tensors["naïve ⚡ name"] = torch.tensor(1.5)
+
+    write_tensors(tmp_path / "ours.safetensors", tensors, {"format": "pt"})
+    package.save_file(tensors, str(tmp_path / "theirs.safetensors"), {"format": "pt"})
+    theirs = package.load_file(str(tmp_path / "ours.safetensors"))
+    ours = read_tensors(tmp_path / "theirs.safetensors")
+
+    assert theirs.keys() == ours.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same(theirs[name], tensor)
+        assert_same(ours[name], tensor)
+
+
+def test_tensors_have_memory_of_their_own_and_can_be_read_one_by_one(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(3), "y": torch.zeros(3)})
+    with TensorFile(tmp_path / "a.safetensors") as file:
+        y, x = file.read("y"), file.read("x")
+    assert x.untyped_storage().nbytes() == 12
+    x.add_(1)
+    assert y.tolist() == [0, 0, 0]
+
+
+def test_a_file_is_private_and_takes_the_place_of_the_old_one_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"x": torch.ones(3)})
+    with pytest.raises(UsageError, match=r"'bad' is a torch\.sparse_coo tensor"):
+        write_tensors(path, {"x": torch.zeros(3), "bad": torch.ones(2).to_sparse()})
+    assert read_tensors(path)["x"].tolist() == [1, 1, 1]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def damaged(data: bytes, kind: str) -> bytes:
+    match kind:
+        case "truncated":
+            return data[:-1]
+        case "longer":
+            return data + b"x"
+        case "bool":
+            return data[:-1] + b"\x02"
+        case "views":
+            return data.replace(b"complex128", b"complex999")
+        case "views of nothing":
+            return data.replace(b'"shape":[1,2]', b'"shape":[2,1]')
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "longer", "bool", "views", "views of nothing"])
+def test_a_damaged_file_is_a_typed_error(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors: Any = {"c": torch.ones(1, dtype=torch.complex128), "z": torch.tensor([True])}
+    write_tensors(path, tensors)
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.raises(CheckpointError):
+        read_tensors(path)
+
+
+def test_a_pipe_and_a_folder_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, tmp_path / "nothing"):
+        with pytest.raises(CheckpointError, match=r"not a plain file|cannot be read"):
+            read_tensors(path)
