@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
     "timeline": Command("paceline.timeline", "show where each worker's time went, step by step"),
     "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
+    "trace": Command("paceline.trace.command", "follow one batch through a training step"),
     "report": Command("paceline.report.command", "write a run as one HTML file"),
 }
 

@@ -58,6 +58,24 @@ SURFACE = {
     "timeline": {"-o --output", "--steps", "run"},
     "compare": {"--devices", "--steps", "target"},
     "report": {"run", "--output -o", "--force"},
+    "trace": {
+        "recorded",
+        "--engine",
+        "--workers",
+        "--batch",
+        "--seed",
+        "--epochs",
+        "--model",
+        "--device",
+        "--sample",
+        "--weight",
+        "--predict",
+        "--values --no-values",
+        "--step",
+        "--folder",
+        "--json",
+        "--ascii",
+    },
 }
 
 

@@ -21,7 +21,7 @@ from paceline.pipeline.stages import (
     Weight,
     WeightStop,
 )
-from paceline.pipeline.words import count, count_bytes, join_words, shape_words
+from paceline.pipeline.words import count, count_bytes, shape_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +203,11 @@ def _forward(everyone: Sequence[Seen]) -> Stage:
 
 
 def _loss(everyone: Sequence[Seen]) -> Stage:
-    weights = [seen.loss_weight for seen in everyone]
-    told = "How wrong each worker's predictions are, as one number."
-    if len(everyone) > 1 and None not in weights:
-        told = (
-            "How wrong each worker's predictions are, as one number: the mean over its "
-            f"{join_words([f'{w:g}' for w in weights if w is not None])} items."
-        )
+    is_weighted = all(seen.loss_weight is not None for seen in everyone)
+    mean = ": the mean over its rows" if is_weighted else ""
+    told = f"How wrong each worker's predictions are, as one number{mean}."
+    if len(everyone) == 1:
+        told = "How wrong the predictions are, as one number."
     return Stage(
         name="loss",
         title="loss",

@@ -294,12 +294,15 @@ class _Finish:
         rows = sum(rows_of(call) for call in calls)
         sample = self._own_sample(rows_before, rows)
         found = None if sample is None else find_sample(sample, calls, values=self.values)
+        # Of a loss that is a sum, so that they compare with the averages.
+        share = self._loss_weight() or 1.0
+        local = {name: grad / share for name, grad in watch.local.items()}
         first = calls[0] if calls else None
         last = calls[-1] if calls else None
         weight = None
         if self.followed is not None:
             new = self.followed.read(self.parameters)
-            own, averaged = self.followed.read(watch.local), self.followed.read(watch.averaged)
+            own, averaged = self.followed.read(local), self.followed.read(watch.averaged)
             weight = [self.before, own, averaged, new]
         return Seen(
             rank=rank,
@@ -312,7 +315,7 @@ class _Finish:
             outputs=tree_facts("output", first.output, values=self.values) if first else [],
             loss=self._loss_facts(),
             loss_weight=self._loss_weight(),
-            gradients=self._flat_facts("own gradients", watch.local),
+            gradients=self._flat_facts("own gradients", local),
             averaged=self._flat_facts("averaged gradients", watch.averaged),
             parameters=self._flat_facts("weights", self.parameters),
             has_update=self.has_update,

@@ -243,7 +243,7 @@ def _forward(seen: Replicas) -> Stage:
     return Stage(
         name="forward",
         title="forward, in parallel",
-        text=f"All {len(seen.rows)} copies compute at the same time, each on its own rows."
+        text=f"The {len(seen.rows)} copies compute at the same time, each on its own rows."
         if len(seen.rows) > 1
         else "The model is run on the rows.",
         parts=_each(seen, seen.outputs, seen.seconds),

@@ -1,0 +1,173 @@
+"""`paceline trace`: the command line.
+
+Without arguments it records one step of a built-in model. With a file or run folder it draws a step
+that was recorded before, and needs no torch for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import IO
+
+from paceline import env
+from paceline.errors import UsageError, WireError
+from paceline.pipeline import schema
+from paceline.pipeline.stages import Trace
+from paceline.run_folder import RunFolder
+from paceline.trace.drawing import Line, Style, draw
+
+_COLOURS: dict[Style, str] = {
+    "title": "1",
+    "quiet": "2",
+    "good": "32",
+    "bad": "1;31",
+    "sample": "36",
+    "weight": "35",
+}
+_BEYOND_ASCII = "┌─▼●✓"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `paceline trace`."""
+    parser.description = (
+        "Follow one real batch through a training step, stage by stage, and compare the step with "
+        "one process on the whole batch."
+    )
+    parser.add_argument(
+        "recorded",
+        nargs="?",
+        metavar="RUN",
+        help="draw a step that was recorded before: a run folder or a file of its pipeline/ "
+        "(default: record one now)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["dp", "ddp"],
+        default="ddp",
+        help="DataParallel: one process with replicas; DistributedDataParallel: a process for "
+        "each worker (default: ddp)",
+    )
+    for flag, default, text in (
+        ("--workers", 2, "how many workers or replicas share the batch"),
+        ("--batch", 100, "rows of the batch, all workers together"),
+        ("--seed", 0, "generates the data, the model and the order of the rows"),
+        ("--epochs", 0, "also train so many epochs, and say what the numbers mean"),
+    ):
+        told = f"{text} (default: {default})"
+        parser.add_argument(flag, metavar="N", type=int, default=default, help=told)
+    parser.add_argument(
+        "--model",
+        metavar="FILE:FUNCTION",
+        help="your own: a function that returns (model, dataset, loss_fn)",
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: cpu)"
+    )
+    parser.add_argument(
+        "--sample", metavar="I", type=int, help="the row to follow (default: the batch's first)"
+    )
+    parser.add_argument(
+        "--weight", metavar="NAME[I,J]", help='the weight to follow, such as "0.weight[3,1]"'
+    )
+    parser.add_argument(
+        "--predict", metavar="I", type=int, help="also show row I on its way through every layer"
+    )
+    parser.add_argument(
+        "--values",
+        action=argparse.BooleanOptionalAction,
+        help="keep values of data, weights and outputs; --no-values keeps shapes and statistics "
+        "(default: values of the built-in model only)",
+    )
+    parser.add_argument("--step", metavar="N", type=int, help="which recorded step of RUN to draw")
+    parser.add_argument(
+        "--folder", metavar="RUN", help="also write pipeline/step{n}.json into this run folder"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the picture")
+    parser.add_argument("--ascii", action="store_true", help="draw without characters beyond ASCII")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Record or read a step, and show it; 1 if it is not the same as one process."""
+    trace = _find(args.recorded, args.step) if args.recorded else _record(args)
+    if args.json:
+        print(json.dumps(schema.to_json(trace), allow_nan=False))
+    else:
+        _show(draw(trace, plain=args.ascii or not _can_show(sys.stdout)), sys.stdout)
+    failed = trace.check is not None and (
+        trace.check.is_same is False or trace.check.is_equal_on_all is False
+    )
+    return 1 if failed else 0
+
+
+def _record(args: argparse.Namespace) -> Trace:
+    if args.step is not None:
+        raise UsageError("--step chooses among recorded steps.", advice="Name a run folder too.")
+    if args.folder is not None:
+        RunFolder(args.folder).create()  # a name that is refused is refused before the work
+    with warnings.catch_warnings():
+        # torch without NumPy says so once; nothing here needs it.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        from paceline.trace import task
+        from paceline.trace.training import Options, trace_task
+
+        options = Options(
+            engine=args.engine,
+            workers=args.workers,
+            batch=args.batch,
+            seed=args.seed,
+            device=args.device,
+            sample=args.sample,
+            weight=args.weight,
+            epochs=args.epochs,
+            predict=args.predict,
+            values=args.model is None if args.values is None else args.values,
+        )
+        made = task.load(args.model, args.seed) if args.model else task.built_in(args.seed)
+        trace = trace_task(made, options)
+    if args.folder is not None:
+        schema.write(trace, RunFolder(args.folder).pipeline_of(trace.step))
+    return trace
+
+
+def _find(place: str, step: int | None) -> Trace:
+    """The recorded step in a file, or the one of a run folder that was asked for, or its last."""
+    path = Path(place)
+    if path.is_dir():
+        folder = RunFolder(path)
+        steps = folder.pipeline_steps()
+        if not steps or (step is not None and step not in steps):
+            known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
+            raise UsageError(
+                f"{place} has no recorded step" + (f" {step}." if step is not None else "."),
+                known if steps else "",
+                "Record one with paceline.trace.record_step(..., folder=...).",
+            )
+        path = folder.pipeline_of(steps[-1] if step is None else step)
+    try:
+        return schema.read(path)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}.",
+            advice="Name a run folder, or a file of its pipeline/ folder.",
+        ) from error
+    except WireError as error:
+        raise UsageError(f"{path} is no recorded step.", error.what, error.advice) from error
+
+
+def _can_show(stream: IO[str]) -> bool:
+    try:
+        _BEYOND_ASCII.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _show(lines: list[Line], stream: IO[str]) -> None:
+    has_colour = stream.isatty() and env.read_terminal().has_colour
+    for line in lines:
+        code = _COLOURS.get(line.style) if has_colour and line.text else None
+        print(f"\x1b[{code}m{line.text}\x1b[0m" if code else line.text, file=stream)

@@ -1,0 +1,401 @@
+"""A recorded step as lines of text: boxes for what each worker has, lines for where it goes.
+
+Pure: a `Trace` in, lines out, none wider than asked. `plain` has no character beyond ASCII. Colour
+is a style beside the text, so that a width is always that of the text.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.pipeline.stages import (
+    Part,
+    Prediction,
+    Sample,
+    Stage,
+    TensorFacts,
+    Trace,
+    Training,
+    Weight,
+)
+from paceline.pipeline.words import count, count_bytes, count_time, shape_words
+from paceline.trace.boxes import Box, connect, meet, room_inside, side_by_side
+
+WIDTH = 80
+MOST_LANES = 3
+"""Boxes side by side; of more workers the first, the last and the followed sample's are drawn."""
+MOST_BUCKETS = 5
+MARGIN = 4
+
+Style = Literal["", "title", "quiet", "good", "bad", "sample", "weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line, and what it is."""
+
+    text: str
+    style: Style = ""
+
+
+SAMPLE, WEIGHT, GOOD, BAD = "●", "◆", "✓", "✗"
+_PLAIN: dict[int, str] = {
+    **{ord(fine): plain for fine, plain in zip("┌┐└┘┬┴┼─│▼●◆", "+++++++-|v*#", strict=True)},
+    ord(GOOD): "ok",
+    ord(BAD): "NO",
+}
+
+
+def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
+    """The whole picture: heading, stages, what was followed, the check, training, prediction."""
+    lines = [*_heading(trace, width), Line("")]
+    shown = _shown_workers(trace)
+    lanes_before = 0
+    for number, stage in enumerate(trace.stages, start=1):
+        drawn, lanes_before = _stage(trace, stage, number, shown, lanes_before, width)
+        lines += [*drawn, Line("")]
+    lines += _followed(trace, width)
+    lines += _check(trace, width)
+    if trace.training is not None:
+        lines += [Line(""), *draw_training(trace.training, width)]
+    if trace.prediction is not None:
+        lines += [Line(""), *draw_prediction(trace.prediction, width)]
+    return [_fit(line, width, plain) for line in lines]
+
+
+def draw_training(training: Training, width: int = WIDTH) -> list[Line]:
+    """The table of epochs, an observation beside each, and one below."""
+    has_evaluation = any(e.evaluation_loss is not None for e in training.epochs)
+    header = f"{'epoch':>7} {'loss':>9} {'accuracy':>9} {'seconds':>8}"
+    header += f" {'new rows':>9}" if has_evaluation else ""
+    lines = [Line("Training", "title"), Line(f"{header}  what it says", "quiet")]
+    for epoch in training.epochs:
+        accuracy = "-" if epoch.accuracy is None else f"{epoch.accuracy:.1%}"
+        row = f"{epoch.epoch:>7} {_number(epoch.loss):>9} {accuracy:>9} {epoch.seconds:>8.3f}"
+        if has_evaluation:
+            loss = epoch.evaluation_loss
+            row += f" {'-' if loss is None else _number(loss):>9}"
+        said = textwrap.wrap(epoch.observation, max(10, width - len(row) - 2)) or [""]
+        lines.append(Line(f"{row}  {said[0]}"))
+        lines += [Line(" " * (len(row) + 2) + more) for more in said[1:]]
+    return [*lines, Line(""), *_paragraph(training.observation, width, "  ")]
+
+
+def draw_prediction(prediction: Prediction, width: int = WIDTH) -> list[Line]:
+    """One sample on its way through the layers."""
+    rows = [("input", "", facts.shape, facts) for facts in prediction.input[:1]] + [
+        (each.name, each.kind, each.output.shape, each.output) for each in prediction.layers
+    ]
+    layers = [" ".join(part for part in (name, kind) if part) for name, kind, _, _ in rows]
+    wide = min(28, max([5, *map(len, layers)]))
+    shapes = [shape_words(shape) for _, _, shape, _ in rows]
+    long = min(18, max([5, *map(len, shapes)]))
+    header = f"  {'layer':<{wide}}  {'shape':<{long}}"
+    header += f"  {'min':>8} {'mean':>8} {'max':>8} {'zeros':>6}"
+    title = f"Prediction for sample {prediction.index:,}, layer by layer"
+    lines = [Line(title, "title"), Line(header, "quiet")]
+    for label, shape, (_, _, _, facts) in zip(layers, shapes, rows, strict=True):
+        stats = facts.stats
+        told = f"{'(too few numbers to hide them)':>33}"
+        if stats is not None:
+            numbers = (stats.min, stats.mean, stats.max)
+            told = " ".join(f"{_number(number):>8}" for number in numbers)
+            told += f" {stats.zeros:>6.0%}"
+        lines.append(Line(f"  {_cut(label, wide):<{wide}}  {_cut(shape, long):<{long}}  {told}"))
+    if prediction.answer is not None:
+        lines += [Line(""), *_paragraph(f"Answer: {prediction.answer.text}.", width, "  ")]
+    return lines
+
+
+def _heading(trace: Trace, width: int) -> list[Line]:
+    if trace.engine == "DataParallel":
+        copies = "1 copy" if trace.workers == 1 else f"{trace.workers} copies"
+        who = f"One process with {copies} of the model"
+    else:
+        who = f"{trace.workers} workers, each a process with its own copy of the model"
+        who = "One worker: one process" if trace.workers == 1 else who
+    lines = [
+        *_paragraph(f"One batch on its way through {trace.engine}", width, "", "title"),
+        *_paragraph(f"{who}.", width, ""),
+    ]
+    facts = (
+        f"Step {trace.step} of a real training, recorded: {count(trace.batch_rows, 'row')}, "
+        f"model {trace.model.name} with {trace.model.parameters:,} weights, "
+        f"{count_time(trace.seconds)} in all."
+    )
+    lines += _paragraph(facts, width, "", "quiet")
+    if trace.sample is not None:
+        where = f"row {trace.sample.index:,} of the data"
+        lines.append(Line(f"{SAMPLE} marks one sample: {where}", "sample"))
+    if trace.weight is not None and (trace.has_values or trace.weight.bucket is not None):
+        lines.append(Line(f"{WEIGHT} marks one weight: {_weight_name(trace.weight)}", "weight"))
+    return lines
+
+
+def _shown_workers(trace: Trace) -> list[int]:
+    """Which workers get a box of their own."""
+    everyone = list(range(trace.workers))
+    if trace.workers <= MOST_LANES:
+        return everyone
+    owners = [s.worker for s in trace.sample.stops if s.worker is not None] if trace.sample else []
+    middle = next((owner for owner in owners if 0 < owner < trace.workers - 1), 1)
+    return [0, middle, trace.workers - 1]
+
+
+def _stage(
+    trace: Trace, stage: Stage, number: int, shown: Sequence[int], lanes_before: int, width: int
+) -> tuple[list[Line], int]:
+    """The lines of one stage, and how many lanes leave it."""
+    cost = []
+    if stage.bytes_moved:
+        cost.append(f"{count_bytes(stage.bytes_moved)} moved")
+    if stage.seconds is not None:
+        cost.append(count_time(stage.seconds))
+    title = f"{number:>2}  {stage.title.upper()}"
+    right = ", ".join(cost)
+    gap = max(2, width - len(title) - len(right))
+    lines = [Line(f"{title}{' ' * gap}{right}".rstrip(), "title")]
+    lines += _paragraph(stage.text, width, " " * MARGIN)
+    boxes = _boxes(trace, stage, shown, width)
+    if not boxes:
+        return lines, lanes_before
+    if lanes_before:
+        way = connect(lanes_before, len(boxes), MARGIN, width)
+        if stage.name == "all-reduce":
+            way = meet(len(boxes), "added up, divided, sent to all", MARGIN, width)
+        lines += [Line(text, "quiet") for text in way]
+    lines += [Line(text) for text in side_by_side(boxes, MARGIN, width, is_fed=lanes_before > 0)]
+    hidden = trace.workers - len(shown)
+    if len(boxes) > 1 and hidden > 0:
+        others = [w for w in range(trace.workers) if w not in shown]
+        lines.append(Line(f"{' ' * MARGIN}and {_ranges(others)} in the same way", "quiet"))
+    return lines, len(boxes)
+
+
+def _boxes(trace: Trace, stage: Stage, shown: Sequence[int], width: int) -> list[Box]:
+    if stage.name == "buckets":
+        room = room_inside(len(shown), MARGIN, width)
+        lines = _bucket_lines(stage.parts, trace.weight, room)
+        return [Box(f"worker {worker}", lines) for worker in shown] if stage.parts else []
+    parts = [p for p in stage.parts if p.worker is None or p.worker in shown]
+    room = room_inside(max(1, len(parts)), MARGIN, width)
+    return [_box(trace, stage, part, room) for part in parts]
+
+
+def _box(trace: Trace, stage: Stage, part: Part, room: int) -> Box:
+    lines = []
+    for facts in part.tensors[:2]:
+        lines += _tensor(facts, stage.name, room)
+    if len(part.tensors) > 2:
+        lines.append(f"and {count(len(part.tensors) - 2, 'tensor')} more")
+    if part.text:
+        lines += textwrap.wrap(part.text, room)
+    for mark in _marks(trace, stage, part):
+        lines += textwrap.wrap(mark, room, subsequent_indent="  ")
+    is_somewhere = part.device and part.device != part.title and part.worker is not None
+    title = f"{part.title} on {part.device}"
+    title = title if is_somewhere and room > 30 else part.title
+    took = "" if part.seconds is None or part.worker is None else count_time(part.seconds)
+    return Box(title, [_cut(line, room) for line in lines], took)
+
+
+_OBVIOUS = {"input", "inputs", "output", "batch"}
+
+
+def _tensor(facts: TensorFacts, stage: str, room: int) -> list[str]:
+    """Shape, dtype and size on a line, then the first values or else their statistics."""
+    if facts.name == "model":
+        return [f"model, {count_bytes(facts.bytes)}"]
+    if facts.name == "loss" and facts.first:
+        return [f"loss {facts.first[0]:.6g}"]
+    shape = shape_words(facts.shape)
+    if facts.name in _OBVIOUS or stage == "batch":
+        words = [shape, facts.dtype, count_bytes(facts.bytes)]
+    else:
+        words = [f"{shape} {facts.name}"]
+    first = words[0]
+    for word in words[1:]:
+        first = f"{first}  {word}" if len(first) + len(word) + 2 <= room else first
+    if facts.first:
+        return [first, _values(facts.first, facts.shape, room)]
+    if facts.stats is not None:
+        low, mean, high = (_number(v) for v in (facts.stats.min, facts.stats.mean, facts.stats.max))
+        told = f"{low} to {high}, mean {mean}"
+        return [first, told if len(told) <= room else f"{low} to {high}"]
+    return [first]
+
+
+def _values(first: Sequence[float], shape: Sequence[int], room: int) -> str:
+    """As many of the first values as fit, with dots if there are more."""
+    total = 1
+    for extent in shape:
+        total *= extent
+    shown: list[str] = []
+    for number in first:
+        word = _number(number)
+        rest = " ..." if len(shown) + 1 < total else ""
+        if len(" ".join([*shown, word])) + len(rest) > room:
+            break
+        shown.append(word)
+    return " ".join(shown) + (" ..." if len(shown) < total else "")
+
+
+def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
+    """Where the followed sample and weight are in this box."""
+    for stop in trace.sample.stops if trace.sample else []:
+        if stop.stage == stage.name and stop.worker == part.worker:
+            says = ""
+            if stop.values and stage.name in ("forward", "gather"):
+                says = f": {' '.join(_number(v) for v in stop.values[:3])}"
+            is_moved = stage.name in ("sampler", "batch", "split") and trace.sample is not None
+            if is_moved and trace.sample and trace.sample.stops[0].stage == "data":
+                yield f"{SAMPLE} row {trace.sample.index:,} is row {stop.row:,} here"
+            else:
+                yield f"{SAMPLE} row {stop.row:,}{says}"
+    for each in trace.weight.stops if trace.weight else []:
+        if each.stage != stage.name or not each.by_worker:
+            continue
+        if part.worker is None:
+            if len(each.by_worker) == 1:
+                yield f"{WEIGHT} {each.what} {each.by_worker[0]:.6g}"
+            else:
+                listed = " + ".join(f"{number:.4g}" for number in each.by_worker[:4])
+                yield f"{WEIGHT} {each.what} from each: {listed}"
+        elif part.worker < len(each.by_worker):
+            what = {"averaged gradient": "averaged"}.get(each.what, each.what)
+            yield f"{WEIGHT} {what} {each.by_worker[part.worker]:.6g}"
+
+
+def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> list[str]:
+    """What one worker packs: a line for each bucket, with what is in it where there are few."""
+    lines: list[str] = []
+    for number, part in enumerate(parts):
+        if MOST_BUCKETS <= number < len(parts) - 1:
+            continue
+        if number == len(parts) - 1 and len(parts) > MOST_BUCKETS + 1:
+            lines.append(f"... {len(parts) - MOST_BUCKETS - 1} more ...")
+        size = count_bytes(part.tensors[0].bytes) if part.tensors else ""
+        lines.append(f"{part.title}  {size}")
+        if len(parts) <= 2:
+            lines += textwrap.wrap(part.text, room)
+    if weight is not None and weight.bucket is not None:
+        lines.append(f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}")
+    return [_cut(line, room) for line in lines]
+
+
+def _followed(trace: Trace, width: int) -> Iterator[Line]:
+    """The ways of the sample and the weight once more, each in one sentence."""
+    if trace.sample is not None and trace.sample.stops:
+        yield from _paragraph(_sample_story(trace, trace.sample), width, "  ", "sample", SAMPLE)
+    if trace.weight is not None:
+        story = _weight_story(trace.weight)
+        if story:
+            yield from _paragraph(story, width, "  ", "weight", WEIGHT)
+
+
+def _sample_story(trace: Trace, sample: Sample) -> str:
+    owner = next((stop for stop in sample.stops if stop.worker is not None), None)
+    out = next((s.values for s in sample.stops if s.stage == "forward" and s.values), None)
+    if owner is None:
+        return f"Sample {sample.index:,} was in this batch."
+    place = f"worker {owner.worker}"
+    if trace.engine == "DataParallel":
+        place = trace.devices[owner.worker or 0]
+    said = f", and came out as {' '.join(_number(v) for v in out[:3])}" if out else ""
+    return f"Sample {sample.index:,} went to {place} as row {owner.row:,} there{said}."
+
+
+def _weight_story(weight: Weight) -> str:
+    stops = {stop.what: stop for stop in weight.stops}
+    words = [f"Weight {_weight_name(weight)}"]
+    value, new = stops.get("value"), stops.get("new value")
+    own = stops.get("gradient")
+    total = stops.get("averaged gradient") or stops.get("summed gradient")
+    if value and value.by_worker:
+        words.append(f"was {value.by_worker[0]:.6g}" + _everywhere(value.by_worker))
+    if own and own.by_worker and len(own.by_worker) > 1:
+        listed = ", ".join(f"{number:.4g}" for number in own.by_worker[:4])
+        more = ", ..." if len(own.by_worker) > 4 else ""
+        words.append(f"had the gradients {listed}{more}")
+    if total and total.by_worker:
+        kind = total.what.removesuffix(" gradient")
+        words.append(f"{kind} to {_numbers(total.by_worker)}")
+    if new and new.by_worker:
+        words.append(f"and is now {_numbers(new.by_worker)}" + _everywhere(new.by_worker))
+    elif new and new.is_equal is not None:
+        words.append("is now the same everywhere" if new.is_equal else "is now NOT the same")
+    return f"{words[0]} {', '.join(words[1:])}." if len(words) > 1 else ""
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    if len(set(numbers)) == 1:
+        return f"{numbers[0]:.6g}"
+    return " / ".join(f"{number:.6g}" for number in numbers[:4])
+
+
+def _everywhere(numbers: Sequence[float]) -> str:
+    if len(numbers) < 2:
+        return ""
+    return " everywhere" if len(set(numbers)) == 1 else " (NOT EQUAL)"
+
+
+def _check(trace: Trace, width: int) -> Iterator[Line]:
+    check = trace.check
+    if check is None:
+        return
+    if check.is_same is not None or check.reason:
+        text = check.text + (f" ({check.reason})" if check.reason else "")
+        style: Style = "good" if check.is_same else "quiet" if check.is_same is None else "bad"
+        mark = GOOD if check.is_same else BAD if check.is_same is False else "-"
+        yield from _paragraph(text, width, "  ", style, mark)
+    if check.is_equal_on_all is True:
+        told = f"the {trace.workers} workers' weights are equal to the last bit"
+        yield from _paragraph(told, width, "  ", "good", GOOD)
+    elif check.is_equal_on_all is False:
+        yield from _paragraph("the workers' weights are NOT EQUAL", width, "  ", "bad", BAD)
+
+
+def _weight_name(weight: Weight) -> str:
+    return f"{weight.name}[{', '.join(map(str, weight.index))}]" if weight.index else weight.name
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`workers 2 to 6` for those that are not drawn."""
+    if len(numbers) == 1:
+        return f"worker {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"workers {numbers[0]} to {numbers[-1]}"
+    return f"{len(numbers)} more"
+
+
+def _paragraph(text: str, width: int, indent: str, style: Style = "", mark: str = "") -> list[Line]:
+    head = f"{mark} " if mark else indent
+    room = width - 1 if mark else width  # in ASCII some marks take two characters
+    wrapped = textwrap.wrap(
+        text, room, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return [Line(line, style) for line in wrapped]
+
+
+def _number(number: float) -> str:
+    """Three digits, in as few characters as that takes."""
+    if number == 0:
+        return "0"
+    size = abs(number)
+    if size >= 1e5 or size < 1e-3:
+        return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+    return f"{number:.3g}" if size < 1000 else f"{number:.0f}"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
+
+
+def _fit(line: Line, width: int, plain: bool) -> Line:
+    text = line.text.translate(_PLAIN) if plain else line.text
+    if plain:
+        text = text.encode("ascii", "replace").decode()
+    return Line(_cut(text.rstrip(), width), line.style)

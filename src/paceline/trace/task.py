@@ -1,0 +1,200 @@
+"""What is trained in a trace: the built-in model and data, or the user's own.
+
+The built-in task is 1,000 rows of 10 numbers and a yes or no for each, which a small network
+learns; everything is generated, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from paceline.errors import UsageError
+from paceline.trace.prediction import Kind
+
+ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
+NOISE = 0.1
+LEARNING_RATE = 0.5
+USERS_LEARNING_RATE = 0.1
+KINDS = ("classes", "binary", "value")
+KEYS = {"model", "dataset", "loss_fn", "optimizer", "evaluation", "kind"}
+_EXPECTED = "(model, dataset, loss_fn), or a dictionary with these keys"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model, what it learns from, and how."""
+
+    model: nn.Module
+    dataset: Any
+    """Pairs of input and target."""
+    loss_fn: Callable[[Any, Any], Tensor]
+    """The mean over the rows of an output and their targets."""
+    optimizer: Callable[[Any], Optimizer]
+    """Makes one for parameters."""
+    evaluation: Any = None
+    """A dataset of rows that are not trained on."""
+    kind: Kind | None = None
+    """What outputs mean; None: whole numbers as targets are classes, others are values."""
+
+    def kind_of(self, targets: Any) -> Kind:
+        if self.kind is not None:
+            return self.kind
+        is_whole = isinstance(targets, Tensor) and not targets.is_floating_point()
+        return "classes" if is_whole else "value"
+
+
+def count_right(output: Any, targets: Any, kind: Kind) -> int | None:
+    """How many rows are predicted right; None where that is not a question."""
+    if kind == "value" or not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if kind == "binary":
+        return int(((output > 0) == (targets > 0.5)).sum())
+    if output.dim() != 2 or targets.shape != output.shape[:1]:
+        return None
+    return int((output.argmax(dim=1) == targets).sum())
+
+
+def built_in(seed: int) -> Task:
+    """The 10-feature demo: does a row lie on this side of a plane, or on the other?"""
+    generator = torch.Generator().manual_seed(seed)
+    rows = ROWS + NEW_ROWS
+    x = torch.randn(rows, FEATURES, generator=generator)
+    direction = F.normalize(torch.randn(FEATURES, generator=generator), dim=0)
+    noise = NOISE * torch.randn(rows, generator=generator)
+    y = (x @ direction + noise > 0).float().unsqueeze(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+    return Task(
+        model=model,
+        dataset=TensorDataset(x[:ROWS], y[:ROWS]),
+        loss_fn=F.binary_cross_entropy_with_logits,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
+        evaluation=TensorDataset(x[ROWS:], y[ROWS:]),
+        kind="binary",
+    )
+
+
+def load(target: str, seed: int) -> Task:
+    """The task that `FILE:function` makes, with torch's random numbers seeded."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(
+            f"--model is {target!r}.",
+            advice="Write it as FILE:function, such as train.py:make, or package.module:make.",
+        )
+    function = getattr(_module(place), name, None)
+    if not callable(function):
+        raise UsageError(
+            f"{place!r} has no function {name!r}.",
+            advice=f"Name a function without arguments that returns {_EXPECTED}.",
+        )
+    _refuse_arguments(function, target)
+    torch.manual_seed(seed)
+    return _as_task(function(), target)
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            return import_module(place)
+        path = Path(place)
+        if not path.is_file():
+            raise UsageError(
+                f"There is no file {place!r}.", advice="Name the file as FILE:function."
+            )
+        sys.path.insert(0, str(path.resolve().parent))  # as for a script
+        name = f"paceline_traced_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    except (ImportError, SyntaxError) as error:
+        raise UsageError(
+            f"{place!r} cannot be imported: {error}.", advice="Name the file as FILE:function."
+        ) from error
+
+
+def _refuse_arguments(function: Any, target: str) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        raise UsageError(
+            f"{target!r} needs arguments.", advice="Name a function that can be called without."
+        ) from None
+    except ValueError:
+        return  # a builtin, which does not say
+
+
+def _as_task(made: Any, target: str) -> Task:
+    if isinstance(made, Mapping):
+        parts = dict(made)
+    elif isinstance(made, tuple) and len(made) == 3:
+        parts = dict(zip(("model", "dataset", "loss_fn"), made, strict=True))
+    else:
+        raise UsageError(
+            f"{target!r} returned a {type(made).__name__}.", advice=f"Return {_EXPECTED}."
+        )
+    unknown = sorted(map(str, parts.keys() - KEYS))
+    missing = sorted({"model", "dataset", "loss_fn"} - parts.keys())
+    if unknown or missing:
+        what = f"no {missing[0]!r}" if missing else f"the key {unknown[0]!r}, which means nothing"
+        raise UsageError(
+            f"What {target!r} returned has {what}.",
+            advice=f"The keys are {', '.join(sorted(KEYS))}.",
+        )
+    if not isinstance(parts["model"], nn.Module):
+        raise UsageError(f"The model of {target!r} is a {type(parts['model']).__name__}.")
+    if not callable(parts["loss_fn"]):
+        raise UsageError(f"The loss_fn of {target!r} cannot be called.")
+    if parts.get("kind") not in (None, *KINDS):
+        raise UsageError(
+            f"The kind of {target!r} is {parts['kind']!r}.",
+            advice=f"Use one of {', '.join(KINDS)}, or leave it out.",
+        )
+    for name in ("dataset", "evaluation"):
+        if parts.get(name) is not None:
+            parts[name] = _as_dataset(parts[name], name, target)
+    make = parts.get("optimizer") or (lambda p: torch.optim.SGD(p, lr=USERS_LEARNING_RATE))
+    return Task(
+        model=parts["model"],
+        dataset=parts["dataset"],
+        loss_fn=parts["loss_fn"],
+        optimizer=make,
+        evaluation=parts.get("evaluation"),
+        kind=parts.get("kind"),
+    )
+
+
+def _as_dataset(value: Any, name: str, target: str) -> Any:
+    """A pair of tensors is a dataset too."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if is_pair and all(isinstance(part, Tensor) for part in value):
+        if len(value[0]) != len(value[1]):
+            raise UsageError(
+                f"The {name} of {target!r} has {len(value[0])} inputs and {len(value[1])} targets."
+            )
+        return TensorDataset(*value)
+    if not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+        raise UsageError(
+            f"The {name} of {target!r} is a {type(value).__name__} without rows to pick from.",
+            advice="Use a torch Dataset with a length, or a pair of tensors.",
+        )
+    return value

@@ -1,0 +1,298 @@
+"""One recorded step of a task on a real engine, and the epochs around it.
+
+Both engines see the same batches: the order of an epoch is a function of the seed. The recorded
+step is the one whose batch has the sample that is followed, else the first. Without epochs to train
+it is the only step that is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
+
+from paceline import comm, tree
+from paceline.ddp import DistributedDataParallel
+from paceline.dp import DataParallel
+from paceline.errors import UsageError
+from paceline.launcher import launch
+from paceline.pipeline.follow import find_weight
+from paceline.pipeline.recording import record_step
+from paceline.pipeline.schema import from_json, to_json
+from paceline.pipeline.stages import Epoch, Prediction, Trace
+from paceline.sampler import DistributedBatchSampler
+from paceline.trace.observation import observe
+from paceline.trace.prediction import trace_prediction
+from paceline.trace.task import Task, count_right
+from paceline.world import init_process_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to trace."""
+
+    engine: Literal["dp", "ddp"] = "ddp"
+    workers: int = 2
+    batch: int = 100
+    seed: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    sample: int | None = None
+    weight: str | None = None
+    epochs: int = 0
+    predict: int | None = None
+    values: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UsageError(f"--workers is {self.workers}.", advice="Use at least one.")
+        if self.batch < self.workers:
+            raise UsageError(
+                f"--batch is {self.batch}, which cannot be shared among {self.workers} workers.",
+                advice="Give every worker at least one row.",
+            )
+        if self.epochs < 0:
+            raise UsageError(f"--epochs is {self.epochs}.", advice="Use 0 or more.")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed is {self.seed}.", advice="Use a number from 0 to 2**32 - 1.")
+
+
+def trace_task(task: Task, options: Options) -> Trace:
+    """Record the step, train and predict as the options say."""
+    check(task, options)
+    if options.engine == "dp":
+        return _Loop(task, options, _replicas(task, options), None).run()
+    # The first optimizer imports half of torch: once here, not once per worker.
+    task.optimizer([nn.Parameter(torch.zeros(1))])
+    told = launch(_work, task, options, workers=options.workers, label=False)
+    return from_json(told[0])
+
+
+def _work(task: Task, options: Options) -> dict[str, Any]:
+    chosen = torch.device("cpu") if options.device == "cpu" else None
+    with init_process_group(device_id=chosen) as world:
+        model = DistributedDataParallel(task.model.to(world.device))
+        trace = _Loop(task, options, model, world.group).run()
+        return to_json(trace) if world.rank == 0 else {}
+
+
+def _replicas(task: Task, options: Options) -> DataParallel:
+    if options.device == "cpu":
+        return DataParallel(task.model, [f"cpu:{i}" for i in range(options.workers)])
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if not devices:
+        raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
+    places = [i % devices for i in range(options.workers)]
+    return DataParallel(task.model.to(f"cuda:{places[0]}"), places)
+
+
+def check(task: Task, options: Options) -> None:
+    """Refuse what cannot be traced before any worker is started."""
+    rows = len(task.dataset)
+    if rows < options.batch:
+        raise UsageError(
+            f"--batch is {options.batch}, but the dataset has only {rows} rows.",
+            advice=f"Use --batch {rows} or less.",
+        )
+    for flag, number in (("--sample", options.sample), ("--predict", options.predict)):
+        if number is not None and not 0 <= number < rows:
+            raise UsageError(
+                f"{flag} is {number}, but the dataset has {rows:,} rows.",
+                advice=f"Rows are counted from 0 to {rows - 1:,}.",
+            )
+    trained = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UsageError(f"The {type(task.model).__name__} has nothing to train.")
+    find_weight(options.weight, trained)
+    choose_step(task, options)
+    first = task.dataset[0]
+    if not isinstance(first, (tuple, list)) or len(first) != 2:
+        raise UsageError(
+            f"A row of the dataset is a {type(first).__name__}, not a pair of input and target.",
+            advice="Return (input, target) from the dataset; an input may be a tuple.",
+        )
+
+
+def batches(
+    task: Task, options: Options, epoch: int, size: int = 1, rank: int = 0
+) -> Iterator[list[int]]:
+    """One rank's rows of every batch of an epoch; all rows where there is one rank."""
+    whole = BatchSampler(RandomSampler(task.dataset), options.batch, drop_last=True)
+    parts = DistributedBatchSampler(whole, size, rank, seed=options.seed, split=True)
+    parts.set_epoch(epoch)
+    yield from parts
+
+
+def choose_step(task: Task, options: Options) -> tuple[int, list[int]]:
+    """Which step of the first epoch to record, counted from 0, and the rows of its batch."""
+    for number, rows in enumerate(batches(task, options, epoch=0)):
+        if options.sample is None or options.sample in rows:
+            return number, rows
+    raise UsageError(
+        f"--sample is {options.sample}, a row that is left over in the first epoch.",
+        f"{len(task.dataset):,} rows are no whole number of batches of {options.batch}.",
+        "Follow another one, or choose another --batch or --seed.",
+    )
+
+
+class _Loop:
+    """The training of one process: all of it for replicas, one rank's part otherwise."""
+
+    def __init__(self, task: Task, options: Options, model: Any, group: Any) -> None:
+        self.task, self.options, self.model, self.group = task, options, model, group
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
+        self.device = next(model.parameters()).device
+        self.optimizer = task.optimizer(model.parameters())
+        self.trace: Trace | None = None
+
+    def run(self) -> Trace:
+        self.model.train()
+        step, rows = choose_step(self.task, self.options)
+        mine = next(islice(self._batches(0), step, None))
+        sample = rows[0] if self.options.sample is None else self.options.sample
+        self._warm_up(mine)
+        if self.options.epochs == 0:
+            self._record(step, mine, sample)
+        epochs = [self._epoch(number, step, sample) for number in range(self.options.epochs)]
+        assert self.trace is not None  # the chosen step is one of the first epoch
+        trace = self.trace
+        if epochs:
+            trace = replace(trace, training=observe(epochs))
+        if self.options.predict is not None:
+            trace = replace(trace, prediction=self._predict(self.options.predict))
+        return trace
+
+    def _batches(self, epoch: int) -> Iterator[list[int]]:
+        return batches(self.task, self.options, epoch, self.size, self.rank)
+
+    def _warm_up(self, mine: list[int]) -> None:
+        """Let everything that happens only once happen before the step that is timed."""
+        inputs, targets = self._load(mine)
+        twin = copy.deepcopy(self.model.module)
+        with torch.random.fork_rng(devices=[]):
+            loss = self.task.loss_fn(twin(*inputs), targets)
+            torch.autograd.backward(loss)
+        self.model.eval()
+        with torch.no_grad():
+            self.model(*inputs)
+        self.model.train()
+
+    def _epoch(self, number: int, chosen: int, sample: int) -> Epoch:
+        begin_s = time.perf_counter()
+        sums = torch.zeros(3, dtype=torch.float64)
+        paused_s = 0.0
+        for step, mine in enumerate(self._batches(number)):
+            if number == 0 and step == chosen:
+                pause_s = time.perf_counter()
+                sums += self._record(step, mine, sample)
+                paused_s += time.perf_counter() - pause_s
+            else:
+                sums += self._step(mine)
+        seconds = time.perf_counter() - begin_s - paused_s
+        loss, accuracy = self._totals(sums)
+        new_loss, new_accuracy = self._evaluate()
+        return Epoch(
+            epoch=number + 1,
+            loss=loss,
+            accuracy=accuracy,
+            seconds=seconds,
+            evaluation_loss=new_loss,
+            evaluation_accuracy=new_accuracy,
+        )
+
+    def _record(self, step: int, mine: list[int], sample: int) -> Tensor:
+        options = self.options
+        with record_step(
+            self.model,
+            self.optimizer,
+            step=step + 1,
+            dataset=self.task.dataset,
+            sample=sample,
+            weight=options.weight,
+            values=options.values,
+        ) as recording:
+            recording.note_batch(mine)
+            sums = self._step(mine, recording.note_loss)
+        self.trace = recording.trace
+        return sums
+
+    def _step(self, mine: list[int], note_loss: Any = None) -> Tensor:
+        """Forward, loss, backward, update; the sums of losses and hits, and the rows."""
+        self.optimizer.zero_grad()
+        inputs, targets = self._load(mine)
+        if self.group is None:
+            output = self.model(*inputs)
+            loss = self.task.loss_fn(output, targets)
+            if note_loss is not None:
+                note_loss(loss)
+            torch.autograd.backward(loss)
+        else:
+            with self.model.weighted(len(mine)):
+                output = self.model(*inputs)
+                # The engine divides by the rows of all workers, so the mean becomes a sum.
+                loss = self.task.loss_fn(output, targets)
+                if note_loss is not None:
+                    note_loss(loss * len(mine))
+                torch.autograd.backward(loss * len(mine))
+        self.optimizer.step()
+        return self._score(output, targets, loss.item(), len(mine))
+
+    def _score(self, output: Any, targets: Any, loss: float, rows: int) -> Tensor:
+        right = count_right(output, targets, self.task.kind_of(targets))
+        hits = float("nan") if right is None else right
+        return torch.tensor([loss * rows, hits, rows], dtype=torch.float64)
+
+    def _totals(self, sums: Tensor) -> tuple[float, float | None]:
+        if self.group is not None:
+            there = sums.to(self.device)
+            comm.all_reduce(self.group, there, "Adding up an epoch")
+            sums = there.cpu()
+        loss, right, rows = sums.tolist()
+        return loss / rows, None if right != right else right / rows
+
+    def _evaluate(self) -> tuple[float | None, float | None]:
+        """Loss and accuracy on rows that were not trained on, each counted once."""
+        data = self.task.evaluation
+        if data is None:
+            return None, None
+        sums = torch.zeros(3, dtype=torch.float64)
+        own = range(self.rank, len(data), self.size)
+        self.model.eval()
+        with torch.no_grad():
+            loader: DataLoader[Any] = DataLoader(data, self.options.batch, sampler=list(own))
+            for batch in loader:
+                inputs, targets = self._place(batch)
+                output = self.model.module(*inputs)
+                loss = self.task.loss_fn(output, targets)
+                rows = len(next(tree.tensors(targets)))
+                sums += self._score(output, targets, loss.item(), rows)
+        self.model.train()
+        return self._totals(sums)
+
+    def _predict(self, index: int) -> Prediction:
+        inputs, targets = self._load([index])
+        expected = next(tree.tensors(targets), None)
+        is_number = expected is not None and expected.numel() == 1
+        return trace_prediction(
+            self.model,
+            inputs,
+            index=index,
+            expected=float(expected) if is_number and expected is not None else None,
+            kind=self.task.kind_of(targets),
+            values=self.options.values,
+        )
+
+    def _load(self, rows: list[int]) -> tuple[tuple[Any, ...], Any]:
+        return self._place(default_collate([self.task.dataset[row] for row in rows]))
+
+    def _place(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        """Inputs as arguments of the model, and targets, on the device."""
+        inputs, targets = tree.map_tensors(lambda t: t.to(self.device), tuple(batch))
+        return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), targets
