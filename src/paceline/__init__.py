@@ -18,6 +18,8 @@ _HOME_BY_NAME = {
     "DistributedDataParallel": "paceline.ddp",
     "DistributedSampler": "paceline.sampler",
     "EpochNotSetWarning": "paceline.sampler",
+    "Run": "paceline.run",
+    "RunOptions": "paceline.run",
     "SyncBatchNorm": "paceline.sync_batch_norm",
     "World": "paceline.world",
     "compare": "paceline.comparison",
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from paceline.dp import DataParallel as DataParallel
     from paceline.dp import DPOptions as DPOptions
     from paceline.launcher import launch as launch
+    from paceline.run import Run as Run
+    from paceline.run import RunOptions as RunOptions
     from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
     from paceline.sampler import DistributedSampler as DistributedSampler
     from paceline.sampler import EpochNotSetWarning as EpochNotSetWarning

@@ -10,6 +10,7 @@
     │   └── ReplicaError         parameters or buffers that should be equal are not
     ├── CheckpointError          a checkpoint or weights file is damaged, or not what it should be
     │   └── WeightsError         the weights in a file do not fit the model
+    ├── NotFiniteError           a loss or a gradient is NaN or infinite
     ├── PeerError                another rank died, left, or did not arrive in time
     ├── WorkerError              a worker process of ours failed; carries its traceback
     └── WireError                bytes from a file, pipe or store are malformed
@@ -69,6 +70,10 @@ class CheckpointError(PacelineError, RuntimeError):
 
 class WeightsError(CheckpointError):
     """The weights in a file do not fit the model they are loaded into."""
+
+
+class NotFiniteError(PacelineError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite; the parameters have not seen it."""
 
 
 class PeerError(PacelineError, RuntimeError):

@@ -56,13 +56,17 @@ class RunFolder:
     def name(self) -> str:
         return self.path.resolve().name
 
-    def create(self) -> None:
-        """Make the folder, for this user alone; refuse a name that no page or file could carry."""
+    def check_name(self) -> None:
+        """Refuse a name that no page or file could carry."""
         if not NAME.fullmatch(self.name):
             raise UsageError(
                 f"A run cannot be named {self.name!r}.",
                 advice="Use up to 64 letters, digits, dots, dashes and underscores for the folder.",
             )
+
+    def create(self) -> None:
+        """Make the folder, for this user alone, if its name will do."""
+        self.check_name()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         make_private(self.path)
 

@@ -1,0 +1,311 @@
+"""Puts the parts of a run together: checks the arguments, finds a checkpoint, wraps the model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from paceline import comm
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import DesyncError, UsageError
+from paceline.policy import NoiseMeter
+from paceline.run.buffers import Buffers
+from paceline.run.finite import FiniteCheck
+from paceline.run.loader import MapLoader, Position, loading_options
+from paceline.run.metrics import Metrics
+from paceline.run.options import RunOptions
+from paceline.run.place import check_batch_norm, find_world, unwrapped
+from paceline.run.plan import Plan, check_batch
+from paceline.run.record import Record, host, versions
+from paceline.run.saving import Saving
+from paceline.run.seeds import Generators, derive
+from paceline.run.state import RunState, describe_model
+from paceline.run.step import Workshop
+from paceline.run.stream import STATEMENT, StreamLoader
+from paceline.run.update import Update
+from paceline.run.vote import Vote, word_device
+from paceline.run_folder import RunFolder, RunInfo, read_info
+from paceline.world import World
+from paceline.wrapper import bare
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """The arguments of `Run`."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    dataset: Any
+    global_batch: int
+    epochs: int
+    seed: int
+    folder: str | os.PathLike[str] | None
+    shards: int | None
+    scheduler: Any
+    scaler: Any
+    state: Mapping[str, Any]
+    workers: int
+    world: World | None
+    options: RunOptions
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_batch", 1), ("epochs", 1), ("shards", 1), ("workers", 0)):
+            value = getattr(self, name)
+            is_left_out = name == "shards" and value is None
+            if not is_left_out and (type(value) is not int or value < least):
+                raise UsageError(
+                    f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up."
+                )
+        if type(self.seed) is not int:
+            raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a run consists of."""
+
+    world: World
+    group: Any
+    word_device: torch.device
+    dataset: Any
+    loading: dict[str, Any]
+    shop: Workshop
+    state: RunState
+    saving: Saving
+    facts: dict[str, Any]
+    record: Record
+    vote: Vote
+    position: Position
+    lines: list[str]
+    """What is said when the loop begins."""
+
+
+def build(wanted: Wanted) -> Parts:
+    options, seed = wanted.options, wanted.seed
+    world = wanted.world or find_world()
+    group = world.group
+    model = unwrapped(wanted.model)
+    module = bare(model)
+    named = list(module.named_parameters())
+    device = named[0][1].device if named else torch.device("cpu")
+    words = word_device(group, device)
+    update = Update(
+        named,
+        wanted.optimizer,
+        scheduler=wanted.scheduler,
+        scaler=wanted.scaler,
+        clip_norm=options.clip_norm,
+    )
+    state = RunState(module, update, wanted.state)
+    folder = _open_folder(wanted.folder, world.rank)
+    saving = Saving(folder, options, group=group, word_device=words)
+    found = saving.find()
+    shards = wanted.shards or (found[1].get("shards") if found else None) or world.size
+    check_batch(wanted.global_batch, shards)
+    plan = _plan(wanted, shards)
+    check_batch_norm(model, world.size, shards, plan)
+    facts = {
+        "model": describe_model(module),
+        "seed": seed,
+        "global_batch": wanted.global_batch,
+        "shards": shards,
+        "shuffle": options.shuffle,
+        "drop_last": options.drop_last,
+        "dataset_size": None if plan is None else plan.samples,
+        "workers": world.size,
+        "optimizer": type(wanted.optimizer).__name__,
+        "versions": versions(),
+    }
+    saving.refuse_other_run(facts, found[1] if found else None)
+    _refuse_different_facts(group, {**facts, "epochs": wanted.epochs}, words)
+    ddp = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
+    position, sums = state.give_back(found[0]) if found else (Position(), {})
+    loading = loading_options(
+        workers=wanted.workers,
+        pin_memory=device.type == "cuda" if options.pin_memory is None else options.pin_memory,
+        prefetch=options.prefetch,
+    )
+    info = _info(wanted, folder, world, plan, facts=facts, module=module, device=device)
+    record = Record(folder, world.rank, options.progress, info)
+    metrics = Metrics(record.step_event)
+    if world.rank == 0:
+        metrics.epoch = sums
+    generators = Generators(device)
+    generators.seed(derive(seed, "between", position.step))
+    shop = Workshop(
+        model=ddp,
+        module=module,
+        device=device,
+        size=world.size,
+        seed=seed,
+        shards=shards,
+        loader=_loader(wanted, world, plan, shards, loading),
+        update=update,
+        buffers=Buffers(module, group, words),
+        finite=FiniteCheck(
+            named, mode=options.check_finite, group=group, device=device, word_device=words
+        ),
+        generators=generators,
+        metrics=metrics,
+        noise=_noise_meter(module, options),
+    )
+    return Parts(
+        world=world,
+        group=group,
+        word_device=words,
+        dataset=wanted.dataset,
+        loading=loading,
+        shop=shop,
+        state=state,
+        saving=saving,
+        facts=facts,
+        record=record,
+        vote=Vote(group, words),
+        position=position,
+        lines=_opening_lines(world, device, shards, plan, position),
+    )
+
+
+def _open_folder(path: str | os.PathLike[str] | None, rank: int) -> RunFolder | None:
+    if path is None:
+        return None
+    folder = RunFolder(path)
+    try:
+        folder.create()
+    except OSError as error:
+        raise UsageError(
+            f"Rank {rank} cannot make the run folder {folder.path}: {error}.",
+            advice="Choose a folder that this user may write to.",
+        ) from error
+    return folder
+
+
+def _plan(wanted: Wanted, shards: int) -> Plan | None:
+    """The plan; None for a dataset whose samples cannot be asked for by number."""
+    dataset = wanted.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"A {type(dataset).__name__} is no dataset.",
+                advice="Pass an object with __len__ and __getitem__, or an iterable one.",
+            )
+        return None
+    if not isinstance(dataset, Sized):
+        raise UsageError(
+            f"The dataset is a {type(dataset).__name__}, which has no length.",
+            advice="Give it __len__, or make it an IterableDataset.",
+        )
+    return Plan(
+        samples=len(dataset),
+        global_batch=wanted.global_batch,
+        shards=shards,
+        epochs=wanted.epochs,
+        drop_last=wanted.options.drop_last,
+    )
+
+
+def _loader(
+    wanted: Wanted, world: World, plan: Plan | None, shards: int, loading: dict[str, Any]
+) -> MapLoader | StreamLoader:
+    options = wanted.options
+    place: dict[str, Any] = {"rank": world.rank, "size": world.size, "seed": wanted.seed}
+    place |= {"collate_fn": options.collate_fn, "loading": loading}
+    if plan is None:
+        return StreamLoader(
+            wanted.dataset,
+            global_batch=wanted.global_batch,
+            shards=shards,
+            epochs=wanted.epochs,
+            drop_last=options.drop_last,
+            **place,
+        )
+    return MapLoader(
+        wanted.dataset,
+        plan,
+        shuffle=options.shuffle,
+        merge_shards=options.merge_shards,
+        **place,
+    )
+
+
+def _noise_meter(module: nn.Module, options: RunOptions) -> NoiseMeter | None:
+    if not options.noise_every:
+        return None
+    return NoiseMeter(module.parameters(), every=options.noise_every)
+
+
+def _info(
+    wanted: Wanted,
+    folder: RunFolder | None,
+    world: World,
+    plan: Plan | None,
+    *,
+    facts: Mapping[str, Any],
+    module: nn.Module,
+    device: torch.device,
+) -> RunInfo:
+    now = time.time()
+    before = read_info(folder) if folder is not None and world.rank == 0 else None
+    return RunInfo(
+        name=folder.name if folder else type(module).__name__,
+        created=now if before is None else before.created,
+        updated=now,
+        seed=wanted.seed,
+        epochs=wanted.epochs,
+        global_batch=wanted.global_batch,
+        shards=facts["shards"],
+        workers=world.size,
+        dataset_size=facts["dataset_size"],
+        steps_per_epoch=plan.steps_per_epoch if plan else None,
+        steps=plan.steps if plan else None,
+        model=type(module).__name__,
+        parameters=sum(param.numel() for param in module.parameters()),
+        device=str(device),
+        host=host(),
+        versions=facts["versions"],
+        policy=list(wanted.options.policy),
+    )
+
+
+def _refuse_different_facts(group: Any, facts: dict[str, Any], words: torch.device) -> None:
+    """All workers must have been started with the same arguments."""
+    if group.size() == 1:
+        return
+    everyone = comm.exchange(group, facts, words, "Comparing the runs")
+    for rank, theirs in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if theirs[key] != value:
+                raise DesyncError(
+                    "The workers were started with different arguments.",
+                    f"First difference: {key} is {value!r} on rank 0, {theirs[key]!r} on rank "
+                    f"{rank}.",
+                    "Pass the same to Run on every worker.",
+                )
+
+
+def _opening_lines(
+    world: World, device: torch.device, shards: int, plan: Plan | None, position: Position
+) -> list[str]:
+    lines = []
+    if plan is None:
+        lines.append(STATEMENT)
+    if world.size > shards:
+        lines.append(
+            f"{world.size} workers share {shards} shards: {world.size - shards} of them have "
+            "nothing to compute. Pass shards= to a new run to use them."
+        )
+    if world.device.type == "cuda" and device.type == "cpu":
+        lines.append(f"The model is on the CPU, although this worker has {world.device}.")
+    if plan is not None and position.step >= plan.steps:
+        lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
+    elif position.step:
+        lines.append(f"Going on after step {position.step}, in epoch {position.epoch + 1}.")
+    return lines

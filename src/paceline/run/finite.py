@@ -1,0 +1,169 @@
+"""NaN and infinity: found before they reach the parameters, on every worker in the same step.
+
+A loss that is not finite makes its gradients NaN (`poisoned`), and those reach every worker with
+the sum. So each looks at the averaged gradients alone, all see the same, and only when something
+is wrong do they ask each other whose shard it was. See Note [What is looked at].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline import comm
+from paceline.errors import NotFiniteError
+from paceline.run.late import Late
+from paceline.run.loader import Shard
+
+_MOST_LOOKED_AT = 256
+_SAMPLES_SHOWN = 8
+
+
+class Loss(NamedTuple):
+    """The loss of one shard as it was computed."""
+
+    shard: Shard
+    value: Tensor
+
+
+class FiniteCheck:
+    """Looks at the gradients of every step, or, on a GPU, has the device look and asks later.
+
+    CPU:   averaged gradients --look--> raise, before the optimizer has seen them
+    GPU:   averaged gradients --(device: all zero if one is not finite)--> optimizer
+           the next step --ask--> raise
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        *,
+        mode: str,
+        group: Any,
+        device: torch.device,
+        word_device: torch.device,
+    ) -> None:
+        """`word_device` is where small messages of the group travel."""
+        self._named, self._mode = named, mode
+        self._group, self._word_device = group, word_device
+        self._is_late = device.type != "cpu"
+        self._pending: tuple[Late, int, list[Loss]] | None = None
+
+    def poisoned(self, loss: Tensor, scale: float) -> Tensor:
+        """The loss times `scale`; its gradient is NaN wherever the loss is not finite."""
+        if self._mode == "off":
+            return loss * scale
+        # Zero times infinity, and times NaN, is NaN: no host has to look.
+        return loss * (loss.detach() * 0 + scale)
+
+    @torch.no_grad()
+    def check(self, step: int, losses: list[Loss], norm: Tensor | None) -> None:
+        """Look at the gradients of `step`; `norm` is their length where somebody knows it."""
+        if self._mode == "off":
+            return
+        grads = [param.grad for _, param in self._named if param.grad is not None]
+        if not grads:
+            return
+        if self._is_late:
+            self.ask()
+            self._look_later(step, grads, losses, norm)
+        elif not self._looks_finite(grads, norm):
+            self._raise(step, losses)
+
+    def ask(self) -> None:
+        """Raise if the last step that was looked at was not finite."""
+        if self._pending is None:
+            return
+        (is_bad, step, losses), self._pending = self._pending, None
+        if bool(is_bad.read()):
+            self._raise(step, losses)
+
+    def forget(self) -> None:
+        self._pending = None
+
+    def _looks_finite(self, grads: list[Tensor], norm: Tensor | None) -> bool:
+        if norm is not None:
+            return math.isfinite(norm.item())
+        if self._mode == "sample":
+            grads = [_sample(grad) for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]]
+        else:
+            grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+            return all(bool(torch.isfinite(grad).all()) for grad in grads)
+        dtypes = {grad.dtype for grad in grads}
+        return all(
+            bool(torch.isfinite(torch.cat([g for g in grads if g.dtype == dtype])).all())
+            for dtype in dtypes
+        )
+
+    def _look_later(
+        self, step: int, grads: list[Tensor], losses: list[Loss], norm: Tensor | None
+    ) -> None:
+        if norm is None:
+            norms = torch._foreach_norm([g._values() if g.is_sparse else g for g in grads])
+            norm = torch.stack([each.float() for each in norms]).sum()
+        is_bad = torch.isfinite(norm).logical_not()
+        for grad in grads:
+            (grad._values() if grad.is_sparse else grad).masked_fill_(is_bad, 0)
+        self._pending = Late(is_bad), step, losses
+
+    def _raise(self, step: int, losses: list[Loss]) -> None:
+        mine = [
+            [loss.shard.number, loss.value.item(), loss.shard.indices[:_SAMPLES_SHOWN]]
+            for loss in losses
+            if not math.isfinite(loss.value.item())
+        ]
+        said = [[number, str(value), indices] for number, value, indices in mine]
+        what = "Asking whose loss is not finite"
+        size = self._group.size()
+        everyone = comm.exchange(self._group, said, self._word_device, what) if size > 1 else [said]
+        before = "one of the steps before" if self._is_late else f"step {step - 1}"
+        state = f"The model is as it was after {before}; the last checkpoint is good."
+        for rank, theirs in enumerate(everyone):
+            if theirs:
+                number, value, indices = theirs[0]
+                raise NotFiniteError(
+                    f"Step {step}: the loss of shard {number}, on rank {rank}, is {value}."
+                    f"{_name_samples(indices)}",
+                    state,
+                    "Look at these samples; if they are good, lower the learning rate or set "
+                    "clip_norm.",
+                )
+        name = self._first_bad()
+        raise NotFiniteError(
+            f"Step {step}: the losses are finite, but the gradient{name} is not.",
+            state,
+            "Look for a square root, a logarithm or a division near zero, or set clip_norm.",
+        )
+
+    def _first_bad(self) -> str:
+        for name, param in self._named:
+            if param.grad is not None and not torch.isfinite(param.grad.to_dense()).all():
+                return f" of {name!r}"
+        return ""
+
+
+def _sample(grad: Tensor) -> Tensor:
+    """One element of every row, and all of what has no rows."""
+    dense = grad._values() if grad.is_sparse else grad
+    return dense.reshape(-1) if dense.dim() < 2 else dense.select(-1, 0).reshape(-1)
+
+
+def _name_samples(indices: list[int]) -> str:
+    if not indices or indices[0] < 0:
+        return ""
+    return (
+        f" Its samples are {', '.join(map(str, indices))}{'…' * (len(indices) == _SAMPLES_SHOWN)}."
+    )
+
+
+# Note [What is looked at]
+# Reading every gradient costs a few percent of a step on a CPU, where memory is slow. The gradient
+# of a weight matrix is a product with the gradient that came from above, so one NaN there makes
+# a whole row of it NaN, and one element of every row tells. What has fewer than two dimensions is
+# read completely. A NaN that is born in single elements of an embedding, in a layer with nothing
+# below it, is found a step later by its loss; `check_finite="all"` finds it at once.

@@ -1,0 +1,304 @@
+"""`Run`: a training as a sequence of steps that can stop anywhere and go on at any size.
+
+The class puts the parts of this package together and walks through the steps; each part can be read
+alone. What happens in a step is in `step`, what happens between two of them is here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline import stopwatch
+from paceline.errors import UsageError
+from paceline.run.build import Wanted, build
+from paceline.run.evaluation import Score, add_up, gather, numbered_batches
+from paceline.run.loader import Position
+from paceline.run.metrics import means
+from paceline.run.options import RunOptions
+from paceline.run.signals import StopRequest
+from paceline.run.step import Step
+from paceline.run.vote import Wishes
+from paceline.world import World
+
+DEFAULT_OPTIONS = RunOptions()
+
+
+class Run:
+    """A training of `epochs` passes over `dataset`, in steps of `global_batch` samples.
+
+        for step in run:
+            with step:
+                for x, y in step.batches():
+                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
+                    step.backward(loss, weight=len(y))
+
+    The batch of a step is cut into `shards`, one per worker of the first start unless said
+    otherwise; any number of workers up to that computes the same training. With a `folder` the run
+    is recorded there, and goes on from its newest good checkpoint. `state` are further objects with
+    `state_dict()` that belong to it, by name. `workers` are processes that load data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        global_batch: int,
+        epochs: int,
+        seed: int = 0,
+        folder: str | os.PathLike[str] | None = None,
+        shards: int | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        workers: int = 0,
+        world: World | None = None,
+        options: RunOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        self.options = options
+        self._parts = build(
+            Wanted(
+                model=model,
+                optimizer=optimizer,
+                dataset=dataset,
+                global_batch=global_batch,
+                epochs=epochs,
+                seed=seed,
+                folder=folder,
+                shards=shards,
+                scheduler=scheduler,
+                scaler=scaler,
+                state=state or {},
+                workers=workers,
+                world=world,
+                options=options,
+            )
+        )
+        self._stop = StopRequest(self._parts.record.say)
+        self._position = self._parts.position
+        self._last: dict[str, float] = {}
+        self._open: Step | None = None
+        self._is_running = False
+        self._epoch_s = time.perf_counter()
+        self._epoch_samples = self._position.step_of_epoch * global_batch
+        self._phases: dict[str, float] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model to call in the loop; the one that was passed, kept equal on all workers."""
+        return self._parts.shop.model
+
+    @property
+    def world(self) -> World:
+        return self._parts.world
+
+    @property
+    def step(self) -> int:
+        """How many steps are applied."""
+        return self._position.step
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are complete."""
+        return self._position.epoch
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the whole run has; None for a dataset without a length."""
+        return self._parts.record.info.steps
+
+    @property
+    def shards(self) -> int:
+        return self._parts.shop.shards
+
+    def log(self, name: str, value: float | Tensor, weight: float = 1.0) -> None:
+        """Keep a metric of the current step: a mean over `weight` items.
+
+        A tensor stays on its device until the step is long over.
+        """
+        self._parts.shop.metrics.add(name, value, weight)
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Say something on the terminal, once for all workers, and keep it in the folder."""
+        self._parts.record.message(text, level)
+
+    def evaluate(
+        self,
+        score: Score,
+        dataset: Any = None,
+        *,
+        batch: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+    ) -> dict[str, float]:
+        """Score every sample once, on all workers together, and return the means by name.
+
+        `score(batch)` gives sums and counts: {"accuracy": (correct, len(y))}. It is called in
+        evaluation mode, without gradients. Every worker calls this; without a dataset it is the
+        one that is trained on.
+        """
+        self._refuse_inside_step("evaluate")
+        parts, shop, begin = self._parts, self._parts.shop, time.perf_counter()
+        batches = numbered_batches(
+            parts.dataset if dataset is None else dataset,
+            batch=batch or -(-parts.record.info.global_batch // shop.shards),
+            rank=parts.world.rank,
+            size=shop.size,
+            seed=shop.seed,
+            step=self.step,
+            collate_fn=collate_fn or self.options.collate_fn,
+            loading={**parts.loading, "num_workers": workers} if not workers else parts.loading,
+        )
+        sums = add_up(
+            score,
+            batches,
+            module=shop.module,
+            device=shop.device,
+            generators=shop.generators,
+            seed=shop.seed,
+            step=self.step,
+        )
+        total = gather(parts.group, sums, parts.word_device, "Adding up the evaluation")
+        samples = int(max((count for _, count in total.values()), default=0))
+        scores = means(total)
+        self._last |= scores
+        seconds = time.perf_counter() - begin
+        parts.record.evaluation(max(self.epoch - 1, 0), self.step, scores, seconds, samples)
+        return scores
+
+    def save(self) -> None:
+        """Save now, besides what the options say; every worker calls it, between two steps."""
+        self._refuse_inside_step("save")
+        parts = self._parts
+        parts.shop.finite.ask()
+        parts.shop.metrics.flush(wait=True)
+        parts.saving.save(
+            parts.state,
+            self._position,
+            facts=parts.facts,
+            epoch_sums=parts.shop.metrics.epoch,
+            metrics=self._last,
+        )
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._is_running:
+            raise UsageError("This run is being iterated already.", advice="One loop at a time.")
+        return self._walk()
+
+    def _walk(self) -> Iterator[Step]:
+        parts = self._parts
+        status, reason, number = "failed", "an error", 0
+        self._is_running = True
+        self._epoch_s = time.perf_counter()
+        parts.record.start(self.step, parts.lines)
+        portions = parts.shop.loader.portions(self._position)
+        try:
+            while (portion := next(portions, None)) is not None:
+                if self.options.handle_signals:
+                    self._stop.listen()
+                self._open = step = Step(portion, parts.shop, on_error=self._stop.ignore)
+                yield step
+                self._open = None
+                if step.state != "applied":
+                    self._refuse_untried(step)
+                    portions = parts.shop.loader.portions(self._position)
+                    continue
+                if number := self._after(step):
+                    status, reason = "stopped", f"signal {number}"
+                    break
+            else:
+                parts.shop.finite.ask()
+                status, reason = "finished", "all steps are applied"
+        except GeneratorExit:
+            if self._open is None or self._open.state != "failed":
+                status, reason = "stopped", "the loop was left"
+            raise
+        finally:
+            self._is_running, self._open = False, None
+            self._stop.ignore()
+            parts.shop.loader.close()
+            parts.shop.metrics.flush(wait=status == "finished" or number > 0)
+            parts.saving.report(parts.record, wait=True)
+            parts.record.stop(self.step, status, reason)
+        if number and self.options.exit_on_signal:
+            raise SystemExit(128 + number)
+
+    def _after(self, step: Step) -> int:
+        """A step is applied: keep what it was like, save if it is time; a signal to stop for."""
+        parts, shop = self._parts, self._parts.shop
+        before = self._position
+        if step.ends_epoch:
+            self._position = Position(step.number, step.epoch + 1, 0)
+        else:
+            self._position = Position(step.number, step.epoch, before.step_of_epoch + 1)
+        self._epoch_samples += step.samples
+        shop.metrics.end_step(
+            {
+                "step": step.number,
+                "epoch": step.epoch,
+                "samples": step.local_samples,
+                "seconds": step.seconds,
+                "phases": self._phases_of(step),
+            }
+        )
+        parts.record.step(step.number, step.epoch, step.samples, lambda: means(shop.metrics.last))
+        wishes = parts.vote.hold(step.number, self._wishes())
+        if wishes.buffers:
+            shop.buffers.adopt()
+        if step.ends_epoch:
+            self._end_epoch(step)
+        number = 15 if wishes.terminate else 2 if wishes.interrupt else 0
+        if number or parts.saving.is_due(step.number, step.ends_epoch):
+            self.save()
+        parts.saving.report(parts.record)
+        return number
+
+    def _end_epoch(self, step: Step) -> None:
+        parts, shop = self._parts, self._parts.shop
+        sums = gather(
+            parts.group, shop.metrics.take_epoch(), parts.word_device, "Adding up the epoch"
+        )
+        metrics = means(sums)
+        self._last |= metrics
+        now_s = time.perf_counter()
+        seconds, self._epoch_s = now_s - self._epoch_s, now_s
+        samples, self._epoch_samples = self._epoch_samples, 0
+        parts.record.epoch(step.epoch, step.number, metrics, seconds, samples)
+        if shop.noise is not None:
+            estimate = shop.noise.read(parts.group)
+            if estimate is not None:
+                parts.record.noise(step.number, estimate)
+
+    def _wishes(self) -> Wishes:
+        number = self._stop.signal
+        news = self._parts.shop.size > 1 and self._parts.shop.buffers.has_news
+        return Wishes(float(number == 2), float(number == 15), float(news))
+
+    def _phases_of(self, step: Step) -> dict[str, float]:
+        """Where the step's time went, as far as somebody has measured it."""
+        watch = stopwatch.find(self._parts.group)
+        if watch is None:
+            return step.phases
+        before, self._phases = self._phases, watch.totals()
+        return {phase: total - before.get(phase, 0.0) for phase, total in self._phases.items()}
+
+    def _refuse_inside_step(self, what: str) -> None:
+        if self._open is not None and self._open.state == "open":
+            raise UsageError(
+                f"run.{what}() was called inside step {self._open.number}.",
+                advice="Call it between two steps: after the `with` block, in the same loop.",
+            )
+
+    def _refuse_untried(self, step: Step) -> None:
+        if step.state != "failed":
+            raise UsageError(
+                f"Step {step.number} was not run.",
+                advice="Run every step: `for step in run: with step: ...`; `break` ends the loop.",
+            )

@@ -1,0 +1,107 @@
+"""When a run saves, what it goes on from, and which checkpoints are the best ones.
+
+Rank 0 writes; on the others saving is only a step in the same place. Nothing is saved that has
+not been looked at: `FiniteCheck.ask` comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import Checkpoints, Saved
+from paceline.run.evaluation import gather
+from paceline.run.loader import Position
+from paceline.run.metrics import Sums
+from paceline.run.options import RunOptions
+from paceline.run.record import Record
+from paceline.run.state import RunState, hand_out, refuse_other_run
+from paceline.run_folder import RunFolder, read_info
+
+
+class Saving:
+    """The checkpoints of one run, seen by one worker."""
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        options: RunOptions,
+        *,
+        group: Any,
+        word_device: torch.device,
+    ) -> None:
+        self._options, self._group, self._word_device = options, group, word_device
+        self._folder = folder
+        self.is_on = folder is not None and options.checkpoint_every != 0
+        self._checkpoints: Checkpoints | None = None
+        if folder is not None and group.rank() == 0:
+            self._checkpoints = Checkpoints(
+                folder.checkpoints,
+                keep=options.keep,
+                keep_best=options.keep_best,
+                better=options.better,
+            )
+        self._saved_step = -1
+
+    def find(self) -> tuple[Any, dict[str, Any]] | None:
+        """State and facts of the newest good checkpoint, on every worker; None without one."""
+        saved: Saved | None = None
+        problem: Exception | None = None
+        if self._checkpoints is not None and self._options.resume:
+            try:
+                saved = self._checkpoints.load()
+            except Exception as error:
+                problem = error
+        text = "" if problem is None else str(problem)
+        found = hand_out(self._group, saved, text, self._word_device)
+        if problem is not None:
+            raise problem
+        if saved is not None:
+            self._saved_step = saved.step
+        return found
+
+    def refuse_other_run(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
+        """Raise if the folder is another run's: by its checkpoint, or else by its `run.json`."""
+        if self._folder is None:
+            return
+        if there is None:
+            info = read_info(self._folder) if self._group.rank() == 0 else None
+            keys = ("seed", "global_batch", "dataset_size")
+            there = {} if info is None else {key: getattr(info, key) for key in keys}
+        refuse_other_run(here, there, self._folder.path)
+
+    def is_due(self, step: int, ends_epoch: bool) -> bool:
+        every = self._options.checkpoint_every
+        return self.is_on and (ends_epoch or bool(every and step % every == 0))
+
+    def save(
+        self,
+        state: RunState,
+        position: Position,
+        *,
+        facts: Mapping[str, Any],
+        epoch_sums: Sums,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Save, unless this very step has been; a collective: every worker calls it."""
+        if not self.is_on or self._saved_step == position.step:
+            return
+        self._saved_step = position.step
+        sums = gather(self._group, epoch_sums, self._word_device, "Adding up the epoch so far")
+        if self._checkpoints is not None:
+            best = self._options.best_metric
+            metric = metrics.get(best) if best is not None else None
+            self._checkpoints.save(
+                position.step, state.gather(position, sums), facts=facts, metric=metric
+            )
+
+    def report(self, record: Record, *, wait: bool = False) -> None:
+        """Say what has reached the disk since."""
+        if self._checkpoints is None:
+            return
+        if wait:
+            self._checkpoints.close()
+        for written in self._checkpoints.take_finished():
+            record.checkpoint(written)

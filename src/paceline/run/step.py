@@ -1,0 +1,295 @@
+"""One step as a transaction: it is applied as a whole, or nothing has happened.
+
+with step:                                   begin: gradients cleared, state remembered
+    for x, y in step.batches():              shard by shard, each with its own random numbers
+        step.backward(loss, weight=len(y))   the last backward also sums over the workers
+                                             end: checked, then committed; or all put back
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import tree
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.policy import NoiseMeter
+from paceline.run.buffers import Buffers
+from paceline.run.finite import FiniteCheck, Loss
+from paceline.run.loader import MapLoader, Portion, Shard
+from paceline.run.metrics import Metrics
+from paceline.run.seeds import Generators, derive
+from paceline.run.stream import StreamLoader
+from paceline.run.update import Update
+
+
+@dataclass(slots=True, kw_only=True)
+class Workshop:
+    """What every step of a run works with."""
+
+    model: DistributedDataParallel
+    module: nn.Module
+    device: torch.device
+    size: int
+    seed: int
+    shards: int
+    loader: MapLoader | StreamLoader
+    update: Update
+    buffers: Buffers
+    finite: FiniteCheck
+    generators: Generators
+    metrics: Metrics
+    noise: NoiseMeter | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What the step under way has spent, by phase, as the host sees it."""
+
+
+class Step:
+    """One step of a run, on one worker.
+
+        new --with--> open --(end of the block)--> applied
+                       └────────(an error)───────> failed: all is as before
+
+    Invariant: parameters, buffers, optimizer, scheduler and scaler change at the end of the block,
+    all of them or none.
+    """
+
+    def __init__(self, portion: Portion, workshop: Workshop, on_error: Callable[[], None]) -> None:
+        self.number = portion.step
+        """Counts from 1: the number of steps applied when this one is."""
+        self.epoch = portion.epoch
+        """Counts from 0."""
+        self.ends_epoch = portion.ends_epoch
+        """Whether this is the last step of its epoch."""
+        self.samples = portion.samples
+        """How many samples the global batch has, on all workers together."""
+        self.state = "new"
+        self.local_samples = sum(len(shard.indices) for shard in portion.shards)
+        """How many of them this worker computes."""
+        self.seconds = 0.0
+        """How long the block took."""
+        self._portion = portion
+        self._on_error = on_error
+        self._shop = workshop
+        self._inside = ExitStack()
+        self._before: tuple[Any, ...] = ()
+        self._shard: Shard | None = None
+        self._done = 0
+        self._losses: list[Loss] = []
+        self._weight = 0.0
+        self._is_weighted = False
+        self._scale = 1.0
+        self._begin_s = self._clock_s = 0.0
+
+    def __enter__(self) -> Step:
+        if self.state != "new":
+            raise UsageError(
+                f"Step {self.number} is {self.state} and cannot be run again.",
+                advice="Take steps from the run: `for step in run: with step: ...`.",
+            )
+        shop = self._shop
+        self.state = "open"
+        self._begin_s = time.perf_counter()
+        self._before = shop.generators.state()
+        shop.update.zero_grads()
+        shop.buffers.begin()
+        shop.seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        self._scale = shop.size / self.samples
+        if shop.noise is not None:
+            shop.noise.begin(self.number)
+            if shop.noise.is_measuring:
+                self._scale, self._is_weighted = 1.0, True
+        return self
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's shards of the global batch, on the model's device.
+
+        Empty on a worker that a short batch leaves without any; it takes part all the same.
+        """
+        if self.state != "open" or self._shard is not None or self._done:
+            raise UsageError(
+                f"Step {self.number}: batches() is for one loop inside `with step:`.",
+                advice="Keep the batches in a list to go through them twice.",
+            )
+        shop, shards = self._shop, self._portion.shards
+        for position, shard in enumerate(shards):
+            self._lap()
+            batch = shop.loader.load(shard)
+            if shop.device.type != "cpu":
+                batch = tree.map_tensors(self._to_device, batch)
+            self._lap("data")
+            shop.buffers.begin_shard()
+            shop.generators.seed(derive(shop.seed, "model", self.number, shard.number))
+            self._shard = shard
+            is_last = position == len(shards) - 1
+            # As in torch, whether gradients are summed is decided by the forward pass.
+            self._inside.enter_context(shop.model.no_sync(enabled=not is_last))
+            yield batch
+            self._inside.close()
+            if self._done <= position:
+                raise UsageError(
+                    f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
+                    advice="Call it once per batch; for a batch that should not count, with "
+                    "weight=0 and a loss times 0.",
+                )
+            shop.buffers.end_shard(shard.number)
+        self._shard = None
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+        """Add the gradients of one shard's loss, which is a SUM over `weight` items.
+
+        Gradients become those of the sum over all shards, divided by the sum of all weights.
+        Without a weight the items are the shard's samples. A tensor is read from its device.
+        """
+        shop, shard = self._shop, self._shard
+        if shard is None or self._is_done(shard):
+            raise UsageError(
+                f"Step {self.number}: step.backward() is called once per batch, inside the loop "
+                "over step.batches().",
+                advice="Add the losses of one batch together first.",
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"Step {self.number}: the loss has {loss.numel()} elements.",
+                advice='Use reduction="sum", and pass over how many items as weight=.',
+            )
+        self._lap("forward")
+        count = len(shard.indices) if weight is None else _number(weight)
+        self._is_weighted |= weight is not None
+        with self._weighted(count):
+            scaled = shop.finite.poisoned(loss, self._scale)
+            shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
+        self._done += 1
+        self._losses.append(Loss(shard, loss.detach()))
+        self._weight += count
+        shop.metrics.add_sum("loss", loss, count)
+        if shop.noise is not None:
+            shop.noise.add(count)
+        self._lap("backward")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._put_back()
+            return
+        try:
+            self._finish()
+        except BaseException:
+            self._put_back()
+            raise
+        self.state = "applied"
+        self.seconds = time.perf_counter() - self._begin_s
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Where the time of the block went. Of a GPU the host sees the loading of data only."""
+        spent = dict(self._shop.seconds)
+        if self._shop.device.type != "cpu":
+            return {"data": spent["data"]}
+        spent["other"] = max(0.0, self.seconds - sum(spent.values()))
+        return spent
+
+    def _finish(self) -> None:
+        shop = self._shop
+        shards = self._portion.shards
+        if self._done < len(shards):
+            raise UsageError(
+                f"Step {self.number}: {self._done} of this worker's {len(shards)} shards were "
+                "computed.",
+                advice="Go through all of step.batches() and call step.backward() for each; to "
+                "leave the step out, leave the `with` block by an exception.",
+            )
+        if not shards:
+            self._take_part_without_samples()
+        self._lap("other")
+        if shop.size == 1 and self._is_weighted:
+            self._divide_by_weight()
+        shop.buffers.settle(self.number, min(shop.shards, self.samples))
+        if shop.noise is not None and shop.noise.is_measuring:
+            shop.noise.end(scale=shop.update.loss_scale)
+        norm = shop.update.norm()
+        if shop.update.scaler is None:
+            shop.finite.check(self.number, self._losses, norm)
+        if norm is not None:
+            shop.metrics.add("grad_norm", norm, 1.0)
+        self._lap("other")
+        shop.update.apply(norm)
+        shop.generators.seed(derive(shop.seed, "between", self.number))
+        self._lap("optimizer")
+
+    def _put_back(self) -> None:
+        """Leave this worker as it was before the step."""
+        shop = self._shop
+        self.state = "failed"
+        self._on_error()
+        self._inside.close()
+        if shop.noise is not None:
+            shop.noise.cancel()
+        shop.update.zero_grads()
+        shop.buffers.restore()
+        shop.metrics.forget()
+        shop.finite.forget()
+        shop.generators.restore(self._before)
+
+    def _weighted(self, count: float) -> AbstractContextManager[None]:
+        """Say how much of the step's weight this backward brings; see Note [Weights]."""
+        shop = self._shop
+        if shop.size == 1:
+            return nullcontext()
+        if self._is_weighted:
+            return shop.model.weighted(count * self._scale)
+        is_first = self._shard is not None and self._shard.number == 0
+        return shop.model.weighted(shop.size if is_first else 0.0)
+
+    def _divide_by_weight(self) -> None:
+        """What the sum over the workers does otherwise, for a worker that is alone."""
+        total = self._weight * self._scale
+        if total != 1.0:
+            self._shop.update.multiply_grads(1.0 / total if total else 0.0)
+
+    def _take_part_without_samples(self) -> None:
+        """Sum with the others without anything to add, and get what they have."""
+        params = [p for p in self._shop.module.parameters() if p.requires_grad]
+        one = params[-1]
+        with self._shop.model.weighted(0.0):
+            (one.reshape(-1)[:1].sum() * 0).backward()  # type: ignore[no-untyped-call]
+
+    def _is_done(self, shard: Shard) -> bool:
+        return bool(self._losses) and self._losses[-1].shard is shard
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._shop.device, non_blocking=True)
+
+    def _lap(self, phase: str = "") -> None:
+        """What has passed since the last call belongs to `phase`."""
+        now_s = time.perf_counter()
+        if phase in self._shop.seconds:
+            self._shop.seconds[phase] += now_s - self._clock_s
+        self._clock_s = now_s
+
+
+def _number(weight: float | Tensor) -> float:
+    number = float(weight)
+    if not 0 <= number < float("inf"):
+        raise UsageError(
+            f"weight is {number}; it is how many items the loss is a sum over.",
+            advice="Pass the number of samples or tokens, from 0 up.",
+        )
+    return number
+
+
+# Note [Weights]
+# Gradients are summed over the workers and divided by the sum of all weights, which costs a pass
+# over them unless that quotient is one. Usually the items are samples, and everybody knows how
+# many the global batch has: so losses are multiplied by size / samples beforehand, and the worker
+# that has shard 0 brings all the weight there is, `size`, so that nothing is left to divide. Where
+# weights are given they are scaled alike, and the quotient corrects for the difference.

@@ -1,0 +1,136 @@
+"""An iterable dataset as global batches: everybody reads everything and keeps a share.
+
+A stream has no indices, so its samples cannot be dealt before they are read. Every worker reads the
+whole stream and keeps what belongs to its shards. That is exact at any number of workers, in
+mid-epoch too, as long as the stream yields the same samples in the same order whenever it is asked;
+only the dataset itself can promise that, and it pays by being read once per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from paceline.run.loader import Collate, Portion, Position, Shard, as_it_is
+from paceline.run.plan import shards_of
+from paceline.run.seeds import Generators, derive
+
+STATEMENT = (
+    "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
+    "which it comes. Exact resuming and equal results at other worker counts hold only if it "
+    "yields the same samples in the same order every time."
+)
+
+
+class Read(NamedTuple):
+    """One global batch as a worker has read it: how long it is, and the worker's shards of it."""
+
+    samples: int
+    ends_epoch: bool
+    shards: list[tuple[int, int, Any]]
+    """Number, how many samples, and their batch."""
+
+
+class StreamLoader:
+    """A worker's batches of a stream, epoch after epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        rank: int,
+        size: int,
+        global_batch: int,
+        shards: int,
+        epochs: int,
+        drop_last: bool = False,
+        collate_fn: Collate | None = None,
+        loading: dict[str, Any],
+    ) -> None:
+        self._dataset, self._seed, self._epochs = dataset, seed, epochs
+        self._cut = Cut(shards_of(rank, size, shards), shards, global_batch, drop_last)
+        self._collate = collate_fn or default_collate
+        # Several processes would each read a stream of their own.
+        self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
+        self._batches: dict[int, Any] = {}
+        self._reading: Iterator[Any] | None = None
+
+    def portions(self, done: Position) -> Iterator[Portion]:
+        step = done.step
+        for epoch in range(done.epoch, self._epochs):
+            if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+                set_epoch(epoch)
+            skipped = done.step_of_epoch if epoch == done.epoch else 0
+            for read in self._read(epoch, skipped):
+                step += 1
+                shards = [Shard(step, epoch, number, [-1] * n) for number, n, _ in read.shards]
+                self._batches = {number: batch for number, _, batch in read.shards}
+                yield Portion(step, epoch, read.samples, shards, read.ends_epoch)
+
+    def load(self, shard: Shard) -> Any:
+        return self._batches.pop(shard.number)
+
+    def close(self) -> None:
+        self._reading = None
+
+    def _read(self, epoch: int, skipped: int) -> Iterator[Read]:
+        seed = derive(self._seed, "stream", epoch)
+        fetcher = StreamFetcher(self._dataset, seed, self._cut, self._collate, skipped)
+        loader: DataLoader[Any] = DataLoader(
+            fetcher,
+            batch_size=None,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+            **self._loading,
+        )
+        self._reading = iter(loader)
+        own = Generators()
+        stream_state: tuple[Any, ...] | None = None
+        while self._reading is not None:
+            with own.kept():  # a stream read in this process draws from the same generators
+                if stream_state is not None:
+                    own.restore(stream_state)
+                read = next(self._reading, None)
+                stream_state = own.state()
+            if read is None:
+                return
+            yield Read(*read)
+
+
+class Cut(NamedTuple):
+    """Which samples of a stream a worker keeps."""
+
+    mine: range
+    shards: int
+    global_batch: int
+    drop_last: bool
+
+
+class StreamFetcher(IterableDataset[Any]):
+    """The stream as global batches, of which this worker's shards are put together."""
+
+    def __init__(
+        self, dataset: Any, seed: int, cut: Cut, collate_fn: Collate, skipped: int
+    ) -> None:
+        self._dataset, self._seed, self._cut = dataset, seed, cut
+        self._collate, self._skipped = collate_fn, skipped
+
+    def __iter__(self) -> Iterator[Read]:
+        Generators().seed(self._seed)
+        cut, samples = self._cut, iter(self._dataset)
+        for _ in islice(samples, self._skipped * cut.global_batch):
+            pass
+        batch = list(islice(samples, cut.global_batch))
+        while batch and not (cut.drop_last and len(batch) < cut.global_batch):
+            # Read ahead: whether a batch is the last of its epoch shows only in the next.
+            following = list(islice(samples, cut.global_batch))
+            is_last = len(following) < (cut.global_batch if cut.drop_last else 1)
+            parts = [(number, batch[number :: cut.shards]) for number in cut.mine]
+            shards = [(number, len(part), self._collate(part)) for number, part in parts if part]
+            yield Read(len(batch), is_last, shards)
+            batch = following

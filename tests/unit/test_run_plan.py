@@ -1,0 +1,87 @@
+"""The arithmetic of steps and shards: every sample once per epoch, whoever computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.run.plan import Plan, shards_of
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    shards = draw(st.integers(1, 9))
+    global_batch = draw(st.integers(shards, 40))
+    drop_last = draw(st.booleans())
+    samples = draw(st.integers(global_batch if drop_last else 1, 300))
+    return Plan(
+        samples=samples,
+        global_batch=global_batch,
+        shards=shards,
+        epochs=draw(st.integers(1, 4)),
+        drop_last=drop_last,
+    )
+
+
+@given(plans())
+def test_every_position_is_in_exactly_one_shard_of_each_epoch(plan: Plan) -> None:
+    for epoch in range(plan.epochs):
+        first = epoch * plan.steps_per_epoch + 1
+        seen = Counter(
+            position
+            for step in range(first, first + plan.steps_per_epoch)
+            for shard in range(plan.shards)
+            for position in plan.shard(step, shard)
+        )
+        left_out = plan.samples % plan.global_batch if plan.drop_last else 0
+        assert seen == Counter(range(plan.samples - left_out))
+
+
+@given(plans())
+def test_shards_of_a_batch_differ_by_at_most_one_sample(plan: Plan) -> None:
+    for step in (1, plan.steps_per_epoch, plan.steps):
+        sizes = [len(plan.shard(step, shard)) for shard in range(plan.shards)]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+        assert sum(sizes) == len(plan.batch(step))
+
+
+@given(plans(), st.integers(1, 12))
+def test_every_shard_has_exactly_one_worker(plan: Plan, size: int) -> None:
+    dealt = [shard for rank in range(size) for shard in shards_of(rank, size, plan.shards)]
+    assert sorted(dealt) == list(range(plan.shards))
+
+
+@given(plans())
+def test_steps_and_epochs_agree(plan: Plan) -> None:
+    epochs = [plan.epoch_of(step) for step in range(1, plan.steps + 1)]
+    assert epochs == sorted(epochs)
+    assert Counter(epochs) == dict.fromkeys(range(plan.epochs), plan.steps_per_epoch)
+    ends = [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step)]
+    assert len(ends) == plan.epochs
+    assert ends[-1] == plan.steps
+    assert plan.shortest_batch == min(len(plan.batch(s)) for s in range(1, plan.steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"epochs": -1}, "epochs is -1"),
+        ({"shards": 2.0}, "shards is 2.0"),
+        ({"samples": 0}, "dataset is empty"),
+        ({"shards": 9}, "cannot be cut into 9 shards"),
+        ({"samples": 5, "drop_last": True}, "do not fill one global batch"),
+    ],
+)
+def test_impossible_numbers_are_refused_with_advice(
+    changed: dict[str, object], message: str
+) -> None:
+    numbers: dict[str, object] = {"samples": 20, "global_batch": 8, "shards": 2, "epochs": 3}
+    with pytest.raises(UsageError, match=message) as raised:
+        Plan(**{**numbers, **changed})  # type: ignore[arg-type]
+    assert raised.value.advice
