@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import DesyncError, PeerError
+from paceline.stopwatch import waiting
 
 Group = Any
 """A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
@@ -64,7 +65,8 @@ def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
 
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
     """Sum `tensor` over the group, in place."""
-    start_all_reduce(group, tensor, what).wait()
+    with waiting(group):
+        start_all_reduce(group, tensor, what).wait()
 
 
 def broadcast(
@@ -79,7 +81,8 @@ def broadcast(
     options.rootRank = root
     options.rootTensor = 0
     try:
-        group.broadcast([flat], options).wait()
+        with waiting(group):
+            group.broadcast([flat], options).wait()
     except RuntimeError as error:
         raise explain_failure(blame or group, what, error) from error
 
@@ -91,7 +94,8 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
         return [torch.view_as_complex(part) for part in parts]
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     try:
-        group.allgather([gathered], [tensor]).wait()
+        with waiting(group):
+            group.allgather([gathered], [tensor]).wait()
     except RuntimeError as error:
         raise explain_failure(group, what, error) from error
     return gathered

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from paceline import agreement, comm, tree
+from paceline import agreement, comm, observer, tree
 from paceline.comm_hook import Hook, check_hook
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.low_precision import LowPrecision
@@ -152,8 +152,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """Run the module; on several ranks also bring its buffers up to date first."""
         if self._is_plain:  # a world of one must cost what the bare model costs
             return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
+        alone = self._reducer.observer if self._is_alone else None
         if not self._is_alone:
             self._around_forward(self._before_forward)
+        elif alone is not None:
+            self._around_forward(alone.forward_begins)
         if self.device_ids:
             inputs, kwargs = tree.map_tensors(self._to_device, (inputs, kwargs))
         if self._low_precision is not None:
@@ -162,6 +165,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             output = self.module(*inputs, **kwargs)
         if not self._is_alone and torch.is_grad_enabled():
             self._around_forward(self._mark_outputs, output)
+        elif alone is not None:
+            self._around_forward(alone.follow_alone, output)
         return output
 
     def _around_forward(self, function: Callable[..., None], *args: Any) -> None:
@@ -325,9 +330,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if before is not None:
             reducer.take_over(before)
         reducer.number = self._number
+        reducer.observer = observer.begin(group, self.device)
         self.__dict__["_reducer"] = reducer
         self.__dict__["_is_alone"] = group.size() == 1
         is_plain = group.size() == 1 and not self.device_ids and self._low_precision is None
+        is_plain = is_plain and reducer.observer is None
         self.__dict__["_is_plain"] = is_plain
         module = weakref.ref(self.module)
         checked = weakref.ref(reducer)
@@ -345,7 +352,10 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def _before_forward(self) -> None:
         self._reducer.check_not_interrupted()
+        watched = self._reducer.observer
         is_joinable = self._join_config.enable
+        if watched is not None and (is_joinable or self._will_broadcast_buffers()):
+            watched.forward_comes()
         if is_joinable:
             Join.notify_join_context(self)
         if self._will_broadcast_buffers():
@@ -355,6 +365,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if is_joinable:
             self._any_wants_sync(wants_sync)
         self._syncs_buffers_next = wants_sync
+        if watched is not None:
+            watched.forward_begins()
 
     def _state(self, with_buffers: bool) -> list[Tensor]:
         """What must be equal on all ranks, without its gradients' history."""
@@ -377,6 +389,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def _mark_outputs(self, output: Any) -> None:
         """Let the backward of this forward pass know what the forward pass wanted."""
         reducer, wants_sync = self._reducer, self._reducer.wants_sync
+        if reducer.observer is not None:
+            reducer.observer.forward_ends()
 
         def on_output_grad(_grad: Tensor) -> None:
             reducer.on_output_grad(wants_sync)

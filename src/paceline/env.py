@@ -317,3 +317,34 @@ def read_host_override(environ: Mapping[str, str] | None = None) -> str:
 def read_transport(environ: Mapping[str, str] | None = None) -> str:
     """The transport asked for by PACELINE_TRANSPORT, where the code leaves the choice open."""
     return (os.environ if environ is None else environ).get("PACELINE_TRANSPORT", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a launcher or a user wants to know about a worker while it trains."""
+
+    timeline: str = ""
+    """The folder to record spans to; none if empty."""
+    stall_s: float = 0.0
+    """After how long without progress a rank says where it is; 0 for never."""
+    blames: bool = True
+    """Whether ranks compare their pace; all ranks must want the same."""
+
+
+def read_observation(environ: Mapping[str, str] | None = None) -> Observation:
+    """Read PACELINE_TIMELINE, PACELINE_STALL_S and PACELINE_BLAME."""
+    environ = os.environ if environ is None else environ
+    stall = environ.get("PACELINE_STALL_S", "0")
+    blame = environ.get("PACELINE_BLAME", "1")
+    try:
+        stall_s = float(stall)
+    except ValueError:
+        stall_s = -1.0
+    if not 0 <= stall_s < float("inf"):
+        raise SettingError(
+            f"PACELINE_STALL_S is {stall!r}, which is no number of seconds.",
+            advice="Use a number from 0 up; 0 means never.",
+        )
+    if blame not in {"0", "1"}:
+        raise SettingError(f"PACELINE_BLAME is {blame!r}.", advice="Use 0 or 1.")
+    return Observation(environ.get("PACELINE_TIMELINE", ""), stall_s, blame == "1")

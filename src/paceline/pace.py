@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 from paceline import comm, spans, stopwatch
 from paceline.blame import WINDOWS, Blame, Pace, find_slow, summarise
 from paceline.comm import Group
+from paceline.errors import PeerError
 from paceline.stopwatch import OWN, Stopwatch
 
 WARM_UP_STEPS = 2
@@ -137,7 +139,8 @@ class Comparison:
         self._steps += 1
         if self._steps >= self._next:
             self._next = self._steps + LEAST_PERIOD
-            with stopwatch.waiting(group):
+            # Whoever is missing here is missed by the next sum too, which says so better.
+            with stopwatch.waiting(group), suppress(PeerError):
                 self._compare(group, device)
 
     def _compare(self, group: Group, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from paceline.comm import Group
 from paceline.comm_hook import Hook, HookCall
 from paceline.errors import DesyncError, UsageError
 from paceline.loss_weight import LossWeight
+from paceline.observer import Observer
 from paceline.sparse import sum_sparse
 from paceline.trailer import Words
 from paceline.transport import Transport, TransportChoice
@@ -60,6 +61,8 @@ class Reducer(BackwardFollower):
         """Called after every synchronised backward, at the same point on every rank."""
         self.check_model: Callable[[], None] | None = None
         """Raises if the model has parameters that this reducer does not know."""
+        self.observer: Observer | None = None
+        """Hears of every event, if anybody wants to know."""
         self.number = 0
         """The same on every rank, another for every model: see `_label`."""
         params = [ParamRef(name, param) for name, param in named_params]
@@ -182,6 +185,8 @@ class Reducer(BackwardFollower):
             self._handles.append(handle)
 
     def new_backward(self, wants_sync: bool) -> Backward:
+        if self.observer is not None:
+            self.observer.backward_begins()
         # While skipping no bucket is ever full, so the hooks need not ask.
         missing = self._layout.missing.copy() if wants_sync else self._layout.never_full()
         return Backward(skips=not wants_sync, missing=missing)
@@ -198,6 +203,8 @@ class Reducer(BackwardFollower):
         if ended.skips:
             self.current = None
             self.weight.on_local_backward()
+            if self.observer is not None:
+                self.observer.local_backward_ends()
         else:
             self._finish(ended)
 
@@ -229,6 +236,8 @@ class Reducer(BackwardFollower):
             # Hooks may communicate again when their first sum has arrived. Gloo does that on two
             # threads in any order, so two buckets at once could block each other for good.
             current.in_flight[-1].wait()
+        if self.observer is not None:
+            self.observer.bucket_starts(number, current.in_flight)
         current.in_flight.append(self._start(number, bucket))
 
     def _start(self, number: int, bucket: Bucket) -> Reduction:
@@ -268,8 +277,12 @@ class Reducer(BackwardFollower):
                 self.weight.refuse_mixture(self.steps)
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
-            for reduction in current.in_flight:
-                reduction.wait()
+            if self.observer is not None:
+                shadow = current.is_shadow
+                self.observer.wait_for(current.in_flight, self._describe, is_shadow=shadow)
+            else:
+                for reduction in current.in_flight:
+                    reduction.wait()
             self._settle(current)
         finally:
             self.current = None
@@ -277,6 +290,8 @@ class Reducer(BackwardFollower):
             self.steps += 1
         if not self._layout.is_learned:
             self._learn(current.ready)
+        if self.observer is not None:
+            self.observer.step_ends()
         if self.after_sync is not None:
             self.after_sync()
 

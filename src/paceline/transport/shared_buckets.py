@@ -220,6 +220,11 @@ class SharedSum:
         self._private = private
         self._what = what
 
+    def is_completed(self) -> bool:
+        """Whether every rank has summed its slice; looks, and does nothing for it."""
+        buckets = self._buckets
+        return all(buckets.words[row + self._number] >= self._turn for row in buckets.summed)
+
     def wait(self) -> None:
         self._buckets.finish(self._number, self._turn, self._what)
         if self._private is not None:
