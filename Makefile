@@ -31,9 +31,9 @@ types: $(VENV)/.installed-dev  ## mypy --strict
 unit: $(VENV)/.installed-dev  ## the tests that need no second rank: seconds
 	$(BIN)/pytest -q tests/unit
 
-bench: $(VENV)/.installed-dev  ## measure the step and the engine's own cost: minutes, keep quiet
-	$(BIN)/python -m benchmarks overhead
-	$(BIN)/python -m benchmarks step
+bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 8 minutes, keep quiet
+	$(PIP) --no-build-isolation --editable '.[bench]'
+	$(BIN)/python -m benchmarks all --out build/benchmarks
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

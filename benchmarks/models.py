@@ -107,6 +107,24 @@ def _conv() -> nn.Module:
     )
 
 
+class Words(nn.Module):
+    """Nearly all parameters are embeddings, few of which a batch reads."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.hidden, self.out = nn.Linear(width, width), nn.Linear(width, classes)
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.hidden(self.words(words).mean(1))))
+        return out
+
+
+def _word_rows(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    words = torch.randint(20_000, (64, 16), generator=generator)
+    return words, torch.randint(100, (64,), generator=generator)
+
+
 def _deep(layers: int, width: int) -> nn.Module:
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
@@ -118,5 +136,6 @@ MODELS: dict[str, Model] = {
     "gpt-17M": Model(lambda: GPT(8192, 384, 8, 6, 128), _text(4, 128, 8192), _next_token),
     "conv-0.1M": Model(_conv, _images, _classify),
     "deep-200x64": Model(lambda: _deep(200, 64), _rows(32, 64, 64), _classify),
+    "embedding-11M": Model(lambda: Words(20_000, 512, 100), _word_rows, _classify),
     "small-600": Model(lambda: _deep(300, 16), _rows(8, 16, 16), _classify),
 }

@@ -1,120 +1,198 @@
-"""How long one training step takes: ours, torch's DistributedDataParallel, and no communication.
+"""How long one training step takes: ours, torch's, those built on torch's, and no communication.
 
-All contestants live in the same processes and take turns, so that noise of the machine hits them
-alike; what counts is the ratio. A step is zero_grad, forward, backward and an SGD update.
+All contestants live in the same processes and take turns in every round, in an order that
+rotates, so that noise of the machine hits them alike; what counts are ratios, taken round by round.
+A step is zero_grad, forward, backward and an SGD update, begun together after a barrier, and has
+ended when the slowest rank has ended it. Every rank has one thread. The options of torch's class
+are screened first, and the best of them take part.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch import Tensor, nn
 
+from benchmarks.contestants import (
+    FLOOR,
+    Trainer,
+    build,
+    choose_tuned,
+    enter,
+    present,
+    tuned_options,
+)
 from benchmarks.models import MODELS
-from benchmarks.tables import print_table
-from paceline import DistributedDataParallel, World
+from benchmarks.spread import rotated, rows_of, slowest
+from benchmarks.tables import print_table, read_names
+from paceline import World, comm
 from paceline.testing import run_processes
 
-Wrap = Callable[[nn.Module], nn.Module]
+SCREENED = 3
+"""So many of torch's tuned variants run with the rest."""
+WARM_STEPS = 6
+"""Enough for every engine to have learned the order of gradients."""
+MAX_STEPS = 40
+
+Loss = Callable[[nn.Module], Tensor]
 
 
-def tuned(bucket_mb: int) -> Wrap:
-    """torch's class with every option that makes it faster, and buckets of the given size."""
-    options: dict[str, Any] = {
-        "gradient_as_bucket_view": True,
-        "static_graph": True,
-        "batched_grad_copy": True,
-    }
-    known = inspect.signature(TorchDDP).parameters  # older releases have fewer
-    options = {name: value for name, value in options.items() if name in known}
-    return lambda module: TorchDDP(module, bucket_cap_mb=bucket_mb, **options)
+def measure(
+    world: World,
+    models: list[str],
+    names: list[str],
+    rounds: int,
+    block_ms: float,
+    screens: bool,
+) -> Any:
+    """For each model the seconds of each step, by contestant and round, on this rank.
+
+    One set of processes for all models, as importing some contestants takes seconds.
+    """
+    enter(world)
+    measured = {}
+    for name in models:
+        if world.rank == 0:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        measured[name] = _measure_model(world, name, names, rounds, block_ms, screens)
+        gc.collect()
+    return measured
 
 
-CONTESTANTS: dict[str, Wrap] = {
-    "no communication": lambda module: module,
-    "paceline": DistributedDataParallel,
-    "torch default": TorchDDP,
-    **{f"torch tuned, {cap} MB": tuned(cap) for cap in (1, 5, 25, 100)},
-}
-
-
-def measure(world: World, name: str, contestants: list[str], rounds: int, steps: int) -> Any:
-    """Median seconds of a step, by contestant and round, on this rank."""
+def _measure_model(
+    world: World, name: str, names: list[str], rounds: int, block_ms: float, screens: bool
+) -> dict[str, Any]:
     model = MODELS[name]
     batch = model.batch(torch.Generator().manual_seed(world.rank))
-    entries = {}
-    for contestant in contestants:
-        torch.manual_seed(0)
-        module = CONTESTANTS[contestant](model.build())
-        entries[contestant] = (module, torch.optim.SGD(module.parameters(), lr=1e-3))
-    seconds: dict[str, list[float]] = {contestant: [] for contestant in contestants}
-    for number in range(rounds + 1):
-        for contestant, (module, optimizer) in entries.items():
-            times = []
-            for _ in range(steps):
-                world.barrier()
-                start = time.perf_counter()
-                optimizer.zero_grad()
-                model.loss(module, batch).backward()
-                optimizer.step()
-                times.append(time.perf_counter() - start)
-            if number:  # the first round warms up
-                seconds[contestant].append(statistics.median(times))
-    del entries
-    return seconds
+
+    def loss(module: nn.Module) -> Tensor:
+        return model.loss(module, batch)
+
+    floor = build(FLOOR, model.build)
+    alone = statistics.median(_times(world, floor, loss, 5))
+    steps = int(_agree(world, [max(1.0, min(MAX_STEPS, block_ms / 1e3 / alone))])[0])
+    del floor
+    screened = _screen(world, model.build, loss) if screens else {}
+    names = [*names, *choose_tuned(screened, SCREENED)]
+    trainers = {each: build(each, model.build) for each in names}
+    for trainer in trainers.values():
+        _times(world, trainer, loss, WARM_STEPS if screens else 2)
+    seconds: dict[str, list[list[float]]] = {each: [] for each in names}
+    for number in range(rounds):
+        for each in rotated(names, number):
+            _times(world, trainers[each], loss, 1)  # the caches are another contestant's
+            seconds[each].append(_times(world, trainers[each], loss, steps))
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "screened": screened,
+        "transport": str(getattr(trainers["paceline"].module, "transport", "c10d")),
+        "differ": _differ(trainers),
+    }
+
+
+def _times(world: World, trainer: Trainer, loss: Loss, steps: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        world.barrier()
+        start = time.perf_counter()
+        trainer.step(loss)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _agree(world: World, numbers: list[float]) -> list[float]:
+    """The means over the ranks, so that all decide alike."""
+    mine = torch.tensor(numbers, dtype=torch.float64) / world.size
+    comm.all_reduce(world.group, mine, "Agreeing on numbers")
+    return mine.tolist()
+
+
+def _screen(world: World, make: Callable[[], nn.Module], loss: Loss) -> dict[str, float]:
+    """A short look at each of torch's options: the best step of a few."""
+    best = []
+    for name in tuned_options():
+        trainer = build(name, make)
+        _times(world, trainer, loss, 2)
+        best.append(min(_times(world, trainer, loss, 3)))
+        del trainer
+        gc.collect()
+    return dict(zip(tuned_options(), _agree(world, best), strict=True))
+
+
+def _differ(trainers: dict[str, Trainer]) -> float:
+    """By how much parameters differ between those that communicate: they trained the same."""
+    states = [
+        [param.detach() for param in trainer.module.parameters()]
+        for name, trainer in trainers.items()
+        if name != FLOOR
+    ]
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
+        for state in states
+        for a, b in zip(state, states[0], strict=True)
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="all", help="comma-separated names, or all")
-    parser.add_argument("--workers", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--model", "--models", default="all", help="names with commas, or all")
+    parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
-    parser.add_argument("--steps", type=int, default=10, help="steps per contestant and round")
+    parser.add_argument(
+        "--block-ms", type=float, default=150, help="about so long a contestant is in turn"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 rounds of few steps, torch's options not screened"
+    )
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    names = list(MODELS) if args.models == "all" else args.models.split(",")
+    names, absent = present()
+    for line in absent:
+        print(line)
+    print(f"{args.ranks} ranks with 1 thread each, in the same processes for all contestants")
+    rounds, block_ms = (2, 20.0) if args.quick else (args.rounds, args.block_ms)
+    if args.quick:
+        names = [*names, list(tuned_options())[-2]]
+    models = read_names(args.model, MODELS)
+    ranks = run_processes(
+        args.ranks, measure, models, names, rounds, block_ms, not args.quick, timeout_s=1800
+    )
     results: dict[str, Any] = {}
-    for name in names:
-        contestants = list(CONTESTANTS)
-        ranks = run_processes(
-            args.workers, measure, name, contestants, args.rounds, args.steps, timeout_s=900
-        )
-        results[name] = summarise(ranks, contestants)
-        print_table(f"{name}, {args.workers} ranks", results[name])
+    for name in models:
+        results[name] = summarise([rank[name] for rank in ranks], name)
+        print_table(f"{name}, {args.ranks} ranks", results[name]["rows"])
     return results
 
 
-def summarise(ranks: list[dict[str, list[float]]], contestants: list[str]) -> list[dict[str, Any]]:
-    """One row a contestant: the slowest rank counts, and ratios are taken round by round."""
-    rounds = {
-        c: [max(r) for r in zip(*(rank[c] for rank in ranks), strict=True)] for c in contestants
+def summarise(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    if max(rank["differ"] for rank in ranks) > 1e-2:
+        raise RuntimeError(f"{name}: the contestants have not trained the same model")
+    seconds = medians_by_round([rank["seconds"] for rank in ranks])
+    return {
+        "rows": rows_of(seconds, floor=FLOOR, rival="torch"),
+        "ranks": len(ranks),
+        "threads": 1,
+        "rounds": len(seconds[FLOOR]),
+        "steps": ranks[0]["steps"],
+        "transport": ranks[0]["transport"],
+        "screened ms": {k: round(v * 1e3, 2) for k, v in ranks[0]["screened"].items()},
     }
-    tuned = [c for c in contestants if c.startswith("torch")]
-    best = min(tuned, key=lambda c: statistics.median(rounds[c]))
-    floor = rounds["no communication"]
-    rows = []
-    for contestant in contestants:
-        times = rounds[contestant]
-        rows.append(
-            {
-                "contestant": contestant + (" (best torch)" if contestant == best else ""),
-                "ms": round(statistics.median(times) * 1e3, 3),
-                "min": round(min(times) * 1e3, 3),
-                "max": round(max(times) * 1e3, 3),
-                "/ best torch": _ratio(times, rounds[best]),
-                "/ no comm.": _ratio(times, floor),
-            }
-        )
-    return rows
 
 
-def _ratio(times: list[float], reference: list[float]) -> float:
-    pairs = zip(times, reference, strict=True)
-    return round(statistics.median(mine / theirs for mine, theirs in pairs), 3)
+def medians_by_round(ranks: list[dict[str, list[list[float]]]]) -> dict[str, list[float]]:
+    """For each contestant and round the median step, a step being as long as its slowest rank's."""
+    return {
+        name: [
+            statistics.median(slowest(of_ranks))
+            for of_ranks in zip(*(rank[name] for rank in ranks), strict=True)
+        ]
+        for name in ranks[0]
+    }

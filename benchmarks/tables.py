@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import platform
+import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,41 @@ import paceline
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = list(rows[0])
-    cells = [[str(row[column]) for column in columns] for row in rows]
-    widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
     print(f"\n{title}\n")
-    print(_line([c.ljust(w) for c, w in zip(columns, widths, strict=True)]))
-    print(_line(["-" * w for w in widths]))
-    for line in cells:
-        print(_line([text.ljust(w) for text, w in zip(line, widths, strict=True)]), flush=True)
+    print("\n".join(markdown(rows)), flush=True)
+
+
+def markdown(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows as lines of a table; a cell that a row does not have is empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [[str(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
+    marks = [
+        "-" * (w - 1) + ":" if all(_is_number(row.get(c, 0)) for row in rows) else "-" * w
+        for c, w in zip(columns, widths, strict=True)
+    ]
+    table = [columns, marks, *cells]
+    return [_line([t.ljust(w) for t, w in zip(line, widths, strict=True)]) for line in table]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def read_names(text: str, known: Iterable[str]) -> list[str]:
+    """The names in a flag: `all`, or some of the known ones with commas between."""
+    known = list(known)
+    names = known if text == "all" else text.split(",")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            sys.exit(f"There is no {name!r}.{hint} There are: {', '.join(known)}.")
+    return names
 
 
 def save(path: Path, command: str, results: Any) -> None:

@@ -1,0 +1,166 @@
+"""Who is measured: no communication at all, Paceline, torch's class, and those built on it.
+
+Each contestant turns a bare module into something that trains, the way its own documentation
+says. Names travel to the worker processes, so that every process builds the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline import DDPOptions, DistributedDataParallel, World
+
+FLOOR = "no communication"
+LEARNING_RATE = 1e-3
+
+
+@dataclass(slots=True)
+class Trainer:
+    """A module, wrapped, and what belongs to it."""
+
+    module: nn.Module
+    optimizer: Any
+    backward: Callable[[Tensor], Any] = Tensor.backward
+
+    def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        self.optimizer.zero_grad()
+        self.backward(loss(self.module))
+        self.optimizer.step()
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+
+def _plain(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        wrapped = wrap(module)
+        return Trainer(wrapped, _sgd(wrapped))
+
+    return build
+
+
+def _over_c10d(module: nn.Module) -> nn.Module:
+    options: Any = {"transport": "c10d"} if has_transports() else {}
+    return DistributedDataParallel(module, options=DDPOptions(**options))
+
+
+def has_transports() -> bool:
+    """Whether this Paceline can choose how gradients travel."""
+    return "transport" in {field.name for field in dataclasses.fields(DDPOptions)}
+
+
+def tuned_options() -> dict[str, dict[str, Any]]:
+    """torch's class with the options that make it faster, as far as this release has them."""
+    known = inspect.signature(TorchDDP).parameters
+    kinds: dict[str, dict[str, Any]] = {
+        "static": {"gradient_as_bucket_view": True, "static_graph": True},
+        "static, batched": {
+            "gradient_as_bucket_view": True,
+            "static_graph": True,
+            "batched_grad_copy": True,
+        },
+    }
+    return {
+        f"torch tuned: {kind}, {cap} MB": {"bucket_cap_mb": cap, **options}
+        for kind, options in kinds.items()
+        if set(options) <= set(known)
+        for cap in (1, 5, 25, 100)
+    }
+
+
+def _accelerate(module: nn.Module) -> Trainer:
+    accelerate: Any = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    wrapped, optimizer = accelerator.prepare(module, _sgd(module))
+    return Trainer(wrapped, optimizer, accelerator.backward)
+
+
+def _fabric(module: nn.Module) -> Trainer:
+    lightning: Any = importlib.import_module("lightning_fabric")
+    ranks = int(os.environ["WORLD_SIZE"])
+    fabric = lightning.Fabric(accelerator="cpu", strategy="ddp", devices=ranks)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(module, _sgd(module))
+    return Trainer(wrapped, optimizer, fabric.backward)
+
+
+BUILD: dict[str, Callable[[nn.Module], Trainer]] = {
+    FLOOR: _plain(lambda module: module),
+    "paceline": _plain(DistributedDataParallel),
+    "paceline over c10d": _plain(_over_c10d),
+    "torch default": _plain(TorchDDP),
+    **{
+        name: _plain(lambda module, options=options: TorchDDP(module, **options))  # type: ignore[misc]
+        for name, options in tuned_options().items()
+    },
+    "Accelerate": _accelerate,
+    "Lightning Fabric": _fabric,
+}
+
+_MODULE_BY_NAME = {"Accelerate": "accelerate", "Lightning Fabric": "lightning_fabric"}
+
+
+def why_absent(name: str) -> str:
+    """Why a contestant cannot take part here, or nothing."""
+    module = _MODULE_BY_NAME.get(name)
+    if module is not None and importlib.util.find_spec(module) is None:
+        return f"{name}: left out, not installed (pip install 'paceline[bench]')"
+    if name == "paceline over c10d" and not has_transports():
+        return f"{name}: left out, as this version has no other way"
+    return ""
+
+
+def present() -> tuple[list[str], list[str]]:
+    """Those besides the tuned ones that can take part, and a line for each that cannot."""
+    names = [name for name in BUILD if name not in tuned_options()]
+    return [n for n in names if not why_absent(n)], [w for w in map(why_absent, names) if w]
+
+
+def choose_tuned(seconds: dict[str, float], how_many: int) -> list[str]:
+    """The fastest of the screened ones, fastest first."""
+    return sorted(seconds, key=lambda name: seconds[name])[:how_many]
+
+
+def load(name: str) -> None:
+    """Import what a contestant needs and what a first optimizer loads, to measure neither."""
+    if name in _MODULE_BY_NAME:
+        importlib.import_module(_MODULE_BY_NAME[name])
+    _plain(lambda module: module)(nn.Linear(1, 1)).step(lambda module: module(torch.ones(1)).sum())
+
+
+def enter(world: World, port: int = 1) -> None:
+    """Tell libraries that read the environment which rank this is; one thread for each rank."""
+    os.environ |= {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.rank),
+        "LOCAL_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    torch.set_num_threads(1)
+
+
+def build(name: str, make_module: Callable[[], nn.Module]) -> Trainer:
+    """The contestant, starting from the same parameters as all others."""
+    torch.manual_seed(0)
+    return wrap(name, make_module())
+
+
+def wrap(name: str, module: nn.Module) -> Trainer:
+    trainer = BUILD[name](module)
+    if torch.get_num_threads() != 1:
+        raise RuntimeError(f"{name} has changed the number of threads, which must be 1 for all")
+    return trainer

@@ -1,0 +1,150 @@
+"""One GPU and a network that is only pretended: how much of the sums each engine hides.
+
+Summing a bucket occupies a side stream for latency + bytes / bandwidth, with a kernel that does
+nothing but wait. Both engines get it as the same communication hook in a world of one, so that what
+differs is when buckets start and what happens around them. An engine exposes the time of a step
+beyond the bare model's, and hides the rest of the time that the sums take. A real network also
+takes memory bandwidth and processors from the model, which this one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from benchmarks.single_gpu import build, step
+from benchmarks.spread import Spread, ratio, rotated, spread
+from benchmarks.tables import print_table
+from paceline import DistributedDataParallel, init_process_group
+
+BANDWIDTHS_GB_S = [100.0, 50.0, 25.0, 12.5]
+LATENCY_US = 20.0
+
+
+class PretendedNetwork:
+    """A hook whose sums take as long as told, one after the other on a stream of its own."""
+
+    def __init__(self, cycles_per_us: float) -> None:
+        self._cycles_per_us = cycles_per_us
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()
+        self.gb_s = BANDWIDTHS_GB_S[0]
+        self.busy_us = 0.0
+        """What all sums together took since this was set to 0."""
+        self.messages = 0
+
+    def sum(self, _state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The hook."""
+        buffer: Tensor = bucket.buffer()
+        microseconds = LATENCY_US + buffer.numel() * buffer.element_size() / self.gb_s / 1e3
+        self.busy_us += microseconds
+        self.messages += 1
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(microseconds * self._cycles_per_us))
+            buffer.record_stream(self._stream)
+            future.set_result(buffer)
+        return future
+
+
+def calibrate() -> float:
+    """How many cycles of the waiting kernel make a microsecond, on a GPU that is warm."""
+    cycles = 20_000_000
+    rates = []
+    for _ in range(5):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        stop.record()
+        torch.cuda.synchronize()
+        rates.append(cycles / (start.elapsed_time(stop) * 1e3))
+    return spread(rates).median
+
+
+CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
+    "paceline": DistributedDataParallel,
+    "torch default": TorchDDP,
+    "torch views, static": lambda m: TorchDDP(m, gradient_as_bucket_view=True, static_graph=True),
+}
+BARE = "bare model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("high")
+    results: dict[str, Any] = {}
+    with init_process_group():
+        network = PretendedNetwork(calibrate())
+        entries: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        for name, wrap in {BARE: lambda m: m, **CONTESTANTS}.items():
+            model = wrap(build())
+            if name != BARE:
+                model.register_comm_hook(None, network.sum)
+            entries[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+        for gb_s in BANDWIDTHS_GB_S:
+            network.gb_s = gb_s
+            title = f"GPT-2 124M, network of {gb_s:g} GB/s and {LATENCY_US:g} us"
+            results[title] = rows_of(*measure(entries, network, args.rounds, args.steps))
+            print_table(title, results[title])
+    return results
+
+
+def measure(
+    entries: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
+    network: PretendedNetwork,
+    rounds: int,
+    steps: int,
+) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]]]:
+    """Milliseconds of a step by contestant and round; and what its sums take, and how many."""
+    tokens = torch.randint(50257, (8, 1025), device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in entries}
+    sums: dict[str, tuple[float, float]] = {}
+    for number in range(rounds + 1):
+        for name in rotated(list(entries), number):
+            model, optimizer = entries[name]
+            step(model, optimizer, tokens)
+            torch.cuda.synchronize()
+            network.busy_us, network.messages = 0.0, 0
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(steps):
+                step(model, optimizer, tokens)
+            stop.record()
+            torch.cuda.synchronize()
+            sums[name] = network.busy_us / 1e3 / steps, network.messages / steps
+            if number:
+                times[name].append(start.elapsed_time(stop) / steps)
+    return times, sums
+
+
+def rows_of(
+    times: dict[str, list[float]], sums: dict[str, tuple[float, float]]
+) -> list[dict[str, Any]]:
+    bare = times[BARE]
+    rows = []
+    for name, values in times.items():
+        taken: Spread = spread(values)
+        busy, messages = sums[name]
+        exposed = spread([mine - alone for mine, alone in zip(values, bare, strict=True)]).median
+        rows.append(
+            {
+                "contestant": name,
+                "ms": round(taken.median, 3),
+                "quartiles": f"{taken.low:.2f} to {taken.high:.2f}",
+                "/ bare": round(ratio(values, bare).median, 3),
+                "sums": round(messages, 1),
+                "sums, ms": round(busy, 3),
+                "exposed, ms": round(exposed, 3),
+                "hidden": f"{100 * (1 - exposed / busy):.0f} %" if busy else "",
+            }
+        )
+    return rows
