@@ -16,16 +16,25 @@ import paceline
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 
-# What each prints, whatever the number of workers.
-SHOWN = {
+# What each prints on the workers of a launcher, whatever their number.
+ON_WORKERS = {
     "accumulation.py": r"difference to one process on all sentences: \d+e-0[789]\b|: 0e\+00",
+    "char_gpt.py": r"cosine decay until step 96\..*\n +4 +2\.[0-4]\d{3} .*\nShall .{60}\n",
     "checkpoint_clean_keys.py": r"saved under the wrapper: 0\.weight, .*loaded into the bare model",
     "comm_hook.py": r"8,320 bytes .* difference [1-9]e-0[45]",
-    "data_parallel.py": r"1\d\d of 101 right.*loaded into the bare model",
     "ddp_plain.py": r"epoch 2: loss 0\.[01]\d\d ",
+    "digits.py": r"eval accuracy .*9\d\.\d%.*\n +3 +0\.[0-2]\d{3} ",
     "evaluation.py": r"52 of 101 right: accuracy 0\.5149",
-    "notebook_launch.py": r"rank 1: loss \d+\.\d\d -> 0\.0\d+",
+    "step_loop.py": r"24 steps, 1,536 samples.*\n +3 +0\.[12]\d{3} +9\d\.\d%",
 }
+# What those print that need no launcher, or have one inside.
+BY_THEMSELVES = {
+    "data_parallel.py": r"1\d\d of 101 right.*loaded into the bare model",
+    "notebook_launch.py": r"rank 1: loss \d+\.\d\d -> 0\.0\d+",
+    "resume.py": r"three workers: steps 1 to 13.*steps 11 to 32\n.* 1 to 32, difference \de-0[678]",
+}
+# Seconds of computing, and the same at every number of workers: once is enough.
+LONG = {"char_gpt.py", "digits.py"}
 
 
 def run_python(*arguments: str) -> str:
@@ -37,22 +46,41 @@ def run_python(*arguments: str) -> str:
 
 
 def assert_shown(output: str, name: str) -> None:
-    assert re.search(SHOWN[name], output, re.S), output
+    assert re.search({**ON_WORKERS, **BY_THEMSELVES}[name], output, re.S), output
 
 
-def test_every_example_is_tested() -> None:
-    assert sorted(path.name for path in FOLDER.glob("*.py")) == sorted(SHOWN)
+def run_examples(names: list[str]) -> None:
+    """On a worker: one example after the other, in a world that they share."""
+    with paceline.init_process_group() as world:
+        for name in names:
+            if world.is_main:
+                print(f"=== {name}", flush=True)
+            runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def test_every_example_is_tested_and_short() -> None:
+    found = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
+    assert sorted(found) == sorted([*ON_WORKERS, *BY_THEMSELVES])
+    assert max(len(text.splitlines()) for text in found.values()) <= 80
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(SHOWN.keys() - {"notebook_launch.py"}))
-def test_an_example_runs_on_any_number_of_workers(
-    name: str, workers: int, capsys: pytest.CaptureFixture[str]
+def test_the_examples_run_on_any_number_of_workers(
+    workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run() -> None:
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    names = sorted(name for name in ON_WORKERS if workers == 2 or name not in LONG)
+    paceline.launch(run_examples, names, workers=workers, label=False)
+    outputs = capsys.readouterr().out.split("=== ")[1:]
+    assert [output.partition("\n")[0] for output in outputs] == names
+    for name, output in zip(names, outputs, strict=True):
+        assert_shown(output, name)
 
-    paceline.launch(run, workers=workers, label=False)
+
+@pytest.mark.parametrize("name", sorted(BY_THEMSELVES.keys() - {"notebook_launch.py"}))
+def test_an_example_that_needs_no_launcher_runs(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert_shown(capsys.readouterr().out, name)
 
 
@@ -80,6 +108,5 @@ def test_the_plain_loop_runs_under_the_launcher() -> None:
     assert "[rank 0] epoch 0" in output
 
 
-@pytest.mark.parametrize("name", ["ddp_plain.py", "notebook_launch.py"])
-def test_an_example_runs_under_plain_python(name: str) -> None:
-    assert_shown(run_python(str(FOLDER / name)), name)
+def test_workers_start_from_a_plain_program() -> None:
+    assert_shown(run_python(str(FOLDER / "notebook_launch.py")), "notebook_launch.py")

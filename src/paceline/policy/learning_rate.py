@@ -25,10 +25,10 @@ _DECAYS = ("none", "linear", "cosine")
 class LearningRate:
     """A learning rate as a function of the step, in units of the single-device rate."""
 
-    single_batch: int
-    """The batch that the optimizer's rate was found with."""
     global_batch: int
-    """The batch that it is used with."""
+    """The batch that a step has."""
+    single_batch: int | None = None
+    """The batch that the optimizer's rate was found with, if it was another."""
     rule: Rule = "none"
     """`linear` suits SGD, `sqrt` Adam and its relatives, `none` changes nothing."""
     warmup_steps: int = 0
@@ -43,9 +43,10 @@ class LearningRate:
     """Where the decay ends, as a part of the full height."""
 
     def __post_init__(self) -> None:
-        for name in ("single_batch", "global_batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)!r}.", advice="Use 1 or more.")
+        for name in ("global_batch", "single_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value!r}.", advice="Use 1 or more.")
         for name, allowed in (("rule", _RULES), ("decay", _DECAYS)):
             if getattr(self, name) not in allowed:
                 raise UsageError(
@@ -70,7 +71,7 @@ class LearningRate:
     @property
     def scale(self) -> float:
         """How many times the single-device rate the full height is."""
-        ratio = self.global_batch / self.single_batch
+        ratio = self.global_batch / (self.single_batch or self.global_batch)
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.rule]
 
     def factor(self, step: int) -> float:
@@ -80,7 +81,9 @@ class LearningRate:
     @property
     def sentence(self) -> str:
         """The rule and the warm-up, in words."""
-        batches = f"global batch {self.global_batch:,}, found with {self.single_batch:,}"
+        batches = f"global batch {self.global_batch:,}"
+        if self.single_batch is not None:
+            batches += f", found with {self.single_batch:,}"
         if self.scale == 1.0:
             text = f"Learning rate as given ({batches}"
             text += ")" if self.rule == "none" else f", {_NAMES[self.rule]} rule)"
