@@ -151,7 +151,7 @@ def publish(
     os.makedirs(folder, 0o700, exist_ok=True)
     with _new_temporary(folder) as (temporary, inside):
         written = {name: _write(inside, name, pieces) for name, pieces in files.items()}
-        manifest = Manifest(step, time.time(), metric, facts, written)
+        manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
         _write(inside, FILE_NAME, [write_manifest(manifest)])
         os.fsync(inside)
         entry = _rename(temporary, folder, step)
@@ -173,10 +173,11 @@ def remove(entry: Entry) -> None:
         os.rename(entry.path, gone)
     except FileNotFoundError:  # another process has removed it
         return
-    if gone.is_symlink():
-        gone.unlink()
-    else:
-        shutil.rmtree(gone)
+    with suppress(FileNotFoundError):  # another process sweeps at the same time
+        if gone.is_symlink():
+            gone.unlink()
+        else:
+            shutil.rmtree(gone)
 
 
 @dataclass(frozen=True, slots=True)

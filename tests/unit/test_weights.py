@@ -1,0 +1,325 @@
+"""Weights load from any file into any wrapping of a model, as a whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline import load_weights
+from paceline.checkpoint import Checkpoints
+from paceline.checkpoint.tensors import write_tensors
+from paceline.errors import CheckpointError, UsageError, WeightsError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+
+
+def build(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def compiled_inside(model: nn.Module) -> nn.Module:
+    model.body = torch.compile(model.body)  # type: ignore[assignment]
+    return model
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], Any]] = {
+    "bare": lambda model: model,
+    "torch's DataParallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled inside": compiled_inside,
+    "compiled, in torch's DataParallel": lambda model: nn.DataParallel(torch.compile(model)),
+    "ours": lambda model: paceline.DataParallel(model, device_ids=["cpu:0", "cpu:1"]),
+    "ours around compiled": lambda model: paceline.DataParallel(
+        torch.compile(model), device_ids=["cpu:0", "cpu:1"]
+    ),
+}
+each_wrapping = pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS.keys())
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def assert_same_values(first: nn.Module, second: nn.Module) -> None:
+    for mine, theirs in zip(values(first), values(second), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def save_plain(model: nn.Module, folder: Path) -> Path:
+    torch.save(model.state_dict(), folder / "model.pth")
+    return folder / "model.pth"
+
+
+def save_old_format(model: nn.Module, folder: Path) -> Path:
+    path = folder / "model.pt"
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def save_in_a_training_dict(model: nn.Module, folder: Path) -> Path:
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    training = {
+        "epoch": 3,
+        "rng": {"torch": torch.get_rng_state()},
+        "optimizer": optimizer.state_dict(),
+        "nested": {"state_dict": model.state_dict()},
+    }
+    torch.save(training, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def save_safetensors(model: nn.Module, folder: Path) -> Path:
+    write_tensors(folder / "model.safetensors", model.state_dict())
+    return folder / "model.safetensors"
+
+
+def save_checkpoint(model: nn.Module, folder: Path) -> Path:
+    with Checkpoints(folder / "run" / "checkpoints") as checkpoints:
+        state = {"model": model.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
+        checkpoints.save(5, state, facts={})
+    return folder / "run"
+
+
+SAVERS = [save_plain, save_old_format, save_in_a_training_dict, save_safetensors, save_checkpoint]
+
+
+@pytest.mark.parametrize("save", SAVERS, ids=lambda save: save.__name__)
+@each_wrapping
+def test_a_file_written_under_torchs_data_parallel_loads_into_any_wrapping_and_back(
+    wrap: Callable[[nn.Module], Any], save: Callable[[nn.Module, Path], Path], tmp_path: Path
+) -> None:
+    source, wrapped, back = build(1), wrap(build(2)), nn.DataParallel(build(3))
+    load_weights(wrapped, save(nn.DataParallel(source), tmp_path))
+    assert_same_values(wrapped, source)
+    load_weights(back, save(wrapped, tmp_path))
+    assert_same_values(back, source)
+
+
+def test_the_report_says_what_was_done(tmp_path: Path) -> None:
+    report = load_weights(build(), save_in_a_training_dict(nn.DataParallel(build(1)), tmp_path))
+    assert report.where == "['nested']['state_dict']"
+    assert report.renamed["module.body.0.weight"] == "body.0.weight"
+    assert len(report.loaded) == len(report.renamed) == len(build().state_dict())
+    assert report.missing == report.unexpected == []
+    assert "'module.' removed in 10 names" in str(report)
+
+
+def test_of_several_state_dicts_the_one_that_fits_is_taken(tmp_path: Path) -> None:
+    torch.save(
+        {"model": nn.Linear(2, 2).state_dict(), "teacher": build(1).state_dict()}, tmp_path / "a.pt"
+    )
+    model = build()
+    assert load_weights(model, tmp_path / "a.pt").where == "['teacher']"
+    assert_same_values(model, build(1))
+
+
+def test_a_tied_name_that_the_file_lacks_is_not_missing(tmp_path: Path) -> None:
+    state = build(1).state_dict()
+    del state["head.weight"]
+    write_tensors(tmp_path / "a.safetensors", state)
+    model = build()
+    assert load_weights(model, tmp_path / "a.safetensors").tied == ["head.weight"]
+    assert_same_values(model, build(1))
+
+
+def test_another_precision_is_converted_and_reported(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", nn.Linear(2, 2).half().state_dict())
+    report = load_weights(nn.Linear(2, 2), tmp_path / "a.safetensors")
+    assert report.cast == dict.fromkeys(["weight", "bias"], "float16 -> float32")
+
+
+def test_a_batch_norm_from_before_it_counted_batches_loads(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(3).state_dict()
+    del state["num_batches_tracked"]
+    torch.save(dict(state), tmp_path / "a.pt")
+    assert load_weights(nn.BatchNorm1d(3), tmp_path / "a.pt").missing == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "model", "words"),
+    [
+        (
+            nn.Linear(2, 3),
+            nn.Linear(2, 4),
+            ["2 of another shape", "'weight' is (3, 2) in the file, (4, 2) in the model"],
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            nn.Linear(2, 2),
+            ["2 missing, 2 unexpected", "All names in the file begin with '0.'"],
+        ),
+        (
+            nn.Linear(2, 2),
+            nn.ModuleDict({"net": nn.Linear(2, 2)}),
+            ["All names of the model begin with 'net.'", "strict=False"],
+        ),
+        (
+            nn.ModuleDict({"encoder": nn.Linear(2, 3), "head": nn.Linear(3, 1)}),
+            nn.ModuleDict({"encodr": nn.Linear(2, 3), "head": nn.Linear(3, 1)}),
+            ["Missing in the file: 'encodr.weight'", "mean 'encodr.weight' by 'encoder.weight'?"],
+        ),
+        (nn.Linear(2, 2), nn.Linear(2, 2, bias=False), ["1 unexpected", "model: 'bias'"]),
+    ],
+    ids=["shape", "prefix in the file", "prefix in the model", "misspelt", "unexpected"],
+)
+def test_a_mismatch_is_explained_and_nothing_is_loaded(
+    saved: nn.Module, model: nn.Module, words: list[str], tmp_path: Path
+) -> None:
+    torch.save(nn.DataParallel(saved).state_dict(), tmp_path / "a.pt")
+    before = [value.clone() for value in values(model)]
+    with pytest.raises(WeightsError) as caught:
+        load_weights(model, tmp_path / "a.pt")
+    said = str(caught.value).replace("module.", "")
+    assert all(word in said for word in words), said
+    assert len(said.splitlines()) == 3
+    assert all(map(torch.equal, values(model), before))
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_told(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2), "extra": torch.ones(1)}, tmp_path / "a.pt")
+    model = nn.Linear(2, 2)
+    report = load_weights(model, tmp_path / "a.pt", strict=False)
+    assert (report.missing, report.unexpected) == (["bias"], ["extra"])
+    assert model.weight.eq(1).all()
+    torch.save({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, tmp_path / "a.pt")
+    with pytest.raises(WeightsError, match="1 of another shape"):
+        load_weights(model, tmp_path / "a.pt", strict=False)
+    assert model.weight.eq(1).all()
+
+
+class Stubborn(nn.Linear):
+    """Raises when everything before it has been loaded."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize("lacks_one", [False, True])
+def test_a_module_that_fails_while_loading_leaves_the_model_as_it_was(
+    lacks_one: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Stubborn(2, 2))
+    before = [value.clone() for value in values(model)]
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    if lacks_one:
+        del state["0.bias"]
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(WeightsError, match="1 missing" if lacks_one else "not today"):
+        load_weights(model, tmp_path / "a.pt")
+    assert all(map(torch.equal, values(model), before))
+
+
+class Renamed(nn.Linear):
+    """Takes names of an older version of itself."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}w" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}w")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_module_that_renames_while_loading_may(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, 2), "bias": torch.zeros(2)}, tmp_path / "a.pt")
+    model = Renamed(2, 2)
+    assert load_weights(model, tmp_path / "a.pt").missing == []
+    assert model.weight.eq(1).all()
+    torch.save({"w": torch.zeros(2, 2)}, tmp_path / "a.pt")
+    with pytest.raises(WeightsError, match="missing"):
+        load_weights(model, tmp_path / "a.pt")
+    assert model.weight.eq(1).all()
+
+
+class Canary:
+    """Leaves a file behind if anybody runs what is in its pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def zipped(instructions: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A file as torch.save makes them, with these instructions in it."""
+    original, changed = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.zeros(4)}, original)
+    with zipfile.ZipFile(original) as old, zipfile.ZipFile(changed, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, instructions if name.endswith("/data.pkl") else old.read(name))
+    return changed.getvalue()
+
+
+def hostile_files(canary: Path) -> dict[str, bytes]:
+    new, old = io.BytesIO(), io.BytesIO()
+    torch.save({"model": Canary(canary), "w": torch.zeros(2)}, new)
+    torch.save({"model": Canary(canary)}, old, _use_new_zipfile_serialization=False)
+    whole_model = io.BytesIO()
+    torch.save(nn.Linear(2, 2), whole_model)
+    huge = b"\x8a\x06\x00\x00\x00\x00\x00\x10"
+    return {
+        "zip": new.getvalue(),
+        "old format": old.getvalue(),
+        "bare pickle": pickle.dumps(Canary(canary), 2),
+        "newest pickle": pickle.dumps(Canary(canary)),
+        "pickle in a zip": zipped(pickle.dumps(Canary(canary), 2)),
+        "a whole model": whole_model.getvalue(),
+        "a terabyte of bytearray": zipped(b"\x80\x02cbuiltins\nbytearray\n" + huge + b"\x85R."),
+        "compressed": zipped(b"\x80\x02}.", zipfile.ZIP_DEFLATED),
+        "truncated": new.getvalue()[:-100],
+        "damaged instructions": zipped(b"\x80\x02garbage"),
+        "nothing": b"",
+        "text": b"GIF89a or something else altogether",
+        "header bomb": (2**50).to_bytes(8, "little") + b"{}",
+    }
+
+
+@pytest.mark.parametrize("kind", hostile_files(Path("unused")))
+def test_a_hostile_file_runs_nothing_and_is_a_typed_error(kind: str, tmp_path: Path) -> None:
+    canary, path = tmp_path / "canary", tmp_path / "model.pth"
+    path.write_bytes(hostile_files(canary)[kind])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"model\.pth"):
+        load_weights(nn.Linear(2, 2), path)
+    assert not canary.exists()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 50
+
+
+def test_a_file_that_asks_to_run_something_is_told_by_its_name(tmp_path: Path) -> None:
+    torch.save({"model": Canary(tmp_path / "canary")}, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"asks for (posix\.)?mkdir\.\nNothing was run\."):
+        load_weights(nn.Linear(2, 2), tmp_path / "model.pth")
+
+
+def test_a_file_without_weights_and_an_object_that_is_no_model_are_mistakes(tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "history": [1, 2]}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="needs a module, not a dict"):
+        load_weights({}, tmp_path / "a.pt")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        load_weights(nn.Linear(2, 2), tmp_path)
