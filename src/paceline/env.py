@@ -319,6 +319,10 @@ def read_transport(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("PACELINE_TRANSPORT", "")
 
 
+DEFAULT_STALL_S = 120.0
+"""Under our launcher; a script without it is not watched unless it asks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What a launcher or a user wants to know about a worker while it trains."""
@@ -329,6 +333,20 @@ class Observation:
     """After how long without progress a rank says where it is; 0 for never."""
     blames: bool = True
     """Whether ranks compare their pace; all ranks must want the same."""
+
+
+def observation_environment(
+    *, timeline: str, stall_s: float | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What a launcher sets so that its workers can `read_observation`; all get the same."""
+    ours: dict[str, str] = {}
+    if timeline:
+        ours["PACELINE_TIMELINE"] = os.path.abspath(timeline)
+    if stall_s is not None:
+        ours["PACELINE_STALL_S"] = f"{stall_s:g}"
+    elif "PACELINE_STALL_S" not in environ:
+        ours["PACELINE_STALL_S"] = f"{DEFAULT_STALL_S:g}"
+    return ours
 
 
 def read_observation(environ: Mapping[str, str] | None = None) -> Observation:

@@ -27,6 +27,7 @@ PHASES = (*OWN, WAIT)
 KEPT_STEPS = 1000
 """How many steps are remembered at most; older ones have been compared long ago."""
 _PENDING_LIMIT = 4096
+_RESOLVE_PERIOD = 64
 
 
 class StepTimes(NamedTuple):
@@ -94,16 +95,17 @@ class Stopwatch:
 
         On a CUDA device these run a little behind, because the host does not wait for it.
         """
-        return {phase: ns / 1e9 for phase, ns in self._total_ns.items()}
+        return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in PHASES}
 
     def _account(self, phase: str, begin_ns: int, end_ns: int, step: int) -> None:
         self._step_ns[phase] += end_ns - begin_ns
-        self._total_ns[phase] += end_ns - begin_ns
         recorder = spans.recorder()
         if recorder is not None and phase != "other":
             recorder.add(phase, begin_ns, end_ns, {"step": step})
 
     def _close(self, step: int, counts: bool) -> None:
+        for phase, ns in self._step_ns.items():
+            self._total_ns[phase] += ns
         if counts:
             self.finished.append(StepTimes(step, self._step_ns))
         self._step_ns = dict.fromkeys(PHASES, 0)
@@ -143,6 +145,8 @@ class DeviceStopwatch(Stopwatch):
     def _follow(self, counts: bool | None) -> None:
         if len(self._pending) < _PENDING_LIMIT:
             self._pending.append((self._record(), self.phase, self.step, counts))
+        if len(self._pending) % _RESOLVE_PERIOD == 0:
+            self._resolve()
 
     def _record(self) -> Any:
         event = self._cuda.Event(enable_timing=True)

@@ -45,6 +45,8 @@ SURFACE = {
         "--local-ranks-filter --local_ranks_filter",
         "--duplicate-stdout-filters --duplicate_stdout_filters",
         "--duplicate-stderr-filters --duplicate_stderr_filters",
+        "--timeline",
+        "--stall-after --stall_after",
         "--run-path --run_path",
         "--start-method --start_method",
         "--event-log-handler --event_log_handler",

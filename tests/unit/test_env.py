@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from paceline.env import (
+    Observation,
     Placement,
     expand_host_list,
     expand_repeats,
     is_slurm_step,
+    observation_environment,
+    read_observation,
     read_placement,
     worker_environment,
 )
@@ -243,3 +248,28 @@ def test_a_virtual_local_rank_sees_one_device_of_those_visible() -> None:
     assert (ours["LOCAL_RANK"], ours["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
     with pytest.raises(SettingError, match="local rank 0"):
         written({"CUDA_VISIBLE_DEVICES": ""}, virtual_local_rank=True)
+
+
+def test_what_a_launcher_wants_to_watch_is_read_back_by_its_workers() -> None:
+    ours = observation_environment(timeline="spans", stall_s=None, environ={})
+    assert read_observation(ours) == Observation(os.path.abspath("spans"), 120.0, True)
+    ours = observation_environment(timeline="", stall_s=0.0, environ={})
+    assert read_observation(ours) == Observation()
+    assert (
+        observation_environment(timeline="", stall_s=None, environ={"PACELINE_STALL_S": "5"}) == {}
+    )
+
+
+def test_without_a_launcher_only_paces_are_compared() -> None:
+    assert read_observation({}) == Observation(timeline="", stall_s=0.0, blames=True)
+    assert not read_observation({"PACELINE_BLAME": "0"}).blames
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"PACELINE_STALL_S": "soon"}, {"PACELINE_STALL_S": "-1"}, {"PACELINE_BLAME": "yes"}],
+)
+def test_impossible_wishes_name_their_variable(environ: dict[str, str]) -> None:
+    (name,) = environ
+    with pytest.raises(SettingError, match=name):
+        read_observation(environ)

@@ -201,6 +201,22 @@ FLAGS_BY_GROUP: dict[str, tuple[Flag, ...]] = {
             ("--duplicate-stderr-filters",), "the same for stderr, filtered_stderr.log", "", "WORDS"
         ),
     ),
+    "watching the training": (
+        Flag(
+            ("--timeline",),
+            "record what every worker does when, as one Chrome trace per rank in this folder; "
+            "`paceline timeline FOLDER` puts them together",
+            "",
+            "FOLDER",
+        ),
+        Flag(
+            ("--stall-after",),
+            "seconds without progress after which a worker says where it is and whom it waits "
+            "for; 0 for never; 120 unless PACELINE_STALL_S is set",
+            "",
+            "S",
+        ),
+    ),
     "accepted as torchrun does, without effect here": (
         Flag(("--run-path",), "a script always runs in the interpreter that prepared it", None),
         Flag(

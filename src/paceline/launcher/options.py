@@ -58,6 +58,10 @@ class RunOptions:
     as_torch: bool = False
     virtual_local_rank: bool = False
     numa: str = ""
+    timeline: str = ""
+    """The folder for recordings; empty for none."""
+    stall_after_s: float | None = None
+    """None leaves it to the variable, or the default."""
 
 
 def read_options(
@@ -134,6 +138,10 @@ def read_options(
         as_torch=settings["as_torch"].is_on,
         virtual_local_rank=settings["virtual_local_rank"].is_on,
         numa=_numa(settings["numa_binding"]),
+        timeline=settings["timeline"].value,
+        stall_after_s=(
+            _duration(settings["stall_after"]) if settings["stall_after"].value else None
+        ),
     )
 
 

@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.env import Placement, is_loopback, worker_environment
+from paceline.env import (
+    Placement,
+    is_loopback,
+    observation_environment,
+    worker_environment,
+)
 from paceline.launcher.options import RunOptions
 
 WORKER_FILE = str(Path(__file__).with_name("worker.py"))
@@ -128,6 +133,9 @@ def _plan_worker(
         threads=options.threads,
         loopback=facts.loopback if meeting.is_on_loopback else None,
         virtual_local_rank=options.virtual_local_rank,
+    )
+    ours |= observation_environment(
+        timeline=options.timeline, stall_s=options.stall_after_s, environ=facts.environ
     )
     stdout = _route(options, local_rank, STDOUT, os.path.join(folder, "stdout.log"))
     stderr = _route(options, local_rank, STDERR, os.path.join(folder, "stderr.log"))
