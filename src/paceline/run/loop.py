@@ -85,6 +85,7 @@ class Run:
         self._position = self._parts.position
         self._last: dict[str, float] = {}
         self._open: Step | None = None
+        self._kept: Step | None = None
         self._is_running = False
         self._epoch_s = time.perf_counter()
         self._epoch_samples = self._position.step_of_epoch * global_batch
@@ -170,7 +171,9 @@ class Run:
         scores = means(total)
         self._last |= scores
         seconds = time.perf_counter() - begin
-        parts.record.evaluation(max(self.epoch - 1, 0), self.step, scores, seconds, samples)
+        is_between = self._position.step_of_epoch == 0
+        epoch = max(self.epoch - is_between, 0)
+        parts.record.evaluation(epoch, self.step, scores, seconds, samples)
         return scores
 
     def save(self) -> None:
@@ -178,6 +181,8 @@ class Run:
         self._refuse_inside_step("save")
         parts = self._parts
         parts.shop.finite.ask()
+        if self._open is not None and self._open.state == "applied":
+            self._keep(self._open)
         parts.shop.metrics.flush(wait=True)
         parts.saving.save(
             parts.state,
@@ -203,7 +208,7 @@ class Run:
             while (portion := next(portions, None)) is not None:
                 if self.options.handle_signals:
                     self._stop.listen()
-                self._open = step = Step(portion, parts.shop, on_error=self._stop.ignore)
+                self._open = step = Step(portion, parts.shop, self._on_step_end)
                 yield step
                 self._open = None
                 if step.state != "applied":
@@ -230,14 +235,21 @@ class Run:
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
 
-    def _after(self, step: Step) -> int:
-        """A step is applied: keep what it was like, save if it is time; a signal to stop for."""
-        parts, shop = self._parts, self._parts.shop
-        before = self._position
-        if step.ends_epoch:
+    def _on_step_end(self, step: Step) -> None:
+        if step.state == "failed":
+            self._stop.ignore()  # the error may end the program, which is not ours then
+        elif step.ends_epoch:
             self._position = Position(step.number, step.epoch + 1, 0)
         else:
-            self._position = Position(step.number, step.epoch, before.step_of_epoch + 1)
+            done = self._position.step_of_epoch + 1
+            self._position = Position(step.number, step.epoch, done)
+
+    def _keep(self, step: Step) -> None:
+        """Write down what an applied step was like, once."""
+        if step is self._kept:
+            return
+        self._kept = step
+        parts, shop = self._parts, self._parts.shop
         self._epoch_samples += step.samples
         shop.metrics.end_step(
             {
@@ -249,6 +261,11 @@ class Run:
             }
         )
         parts.record.step(step.number, step.epoch, step.samples, lambda: means(shop.metrics.last))
+
+    def _after(self, step: Step) -> int:
+        """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
+        parts, shop = self._parts, self._parts.shop
+        self._keep(step)
         wishes = parts.vote.hold(step.number, self._wishes())
         if wishes.buffers:
             shop.buffers.adopt()

@@ -5,8 +5,8 @@
     shard v of V:       every V-th sample of the batch, beginning with the v-th
 
 No worker appears in it: rank r of W computes shards r, r + W, r + 2W and so on, so W changes who
-computes what, and never what is computed. With V = W a rank gets the very samples that
-`DistributedSampler` with the same seed deals it.
+computes what, and never what is computed. With V = W, and a batch that W divides, a rank gets the
+very samples that `DistributedSampler` with the same seed deals it.
 """
 
 from __future__ import annotations

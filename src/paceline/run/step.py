@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import tree
+from paceline.backward import Backward
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.policy import NoiseMeter
@@ -62,7 +63,10 @@ class Step:
     all of them or none.
     """
 
-    def __init__(self, portion: Portion, workshop: Workshop, on_error: Callable[[], None]) -> None:
+    def __init__(
+        self, portion: Portion, workshop: Workshop, on_end: Callable[[Step], None]
+    ) -> None:
+        """`on_end` is called when the block is over, whether the step is applied or failed."""
         self.number = portion.step
         """Counts from 1: the number of steps applied when this one is."""
         self.epoch = portion.epoch
@@ -77,7 +81,7 @@ class Step:
         self.seconds = 0.0
         """How long the block took."""
         self._portion = portion
-        self._on_error = on_error
+        self._on_end = on_end
         self._shop = workshop
         self._inside = ExitStack()
         self._before: tuple[Any, ...] = ()
@@ -178,16 +182,15 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._put_back()
-            return
         try:
-            self._finish()
-        except BaseException:
-            self._put_back()
-            raise
-        self.state = "applied"
-        self.seconds = time.perf_counter() - self._begin_s
+            if kind is None:
+                self._finish()
+                self.state = "applied"
+        finally:
+            if self.state != "applied":
+                self._put_back()
+            self.seconds = time.perf_counter() - self._begin_s
+            self._on_end(self)
 
     @property
     def phases(self) -> dict[str, float]:
@@ -230,7 +233,6 @@ class Step:
         """Leave this worker as it was before the step."""
         shop = self._shop
         self.state = "failed"
-        self._on_error()
         self._inside.close()
         if shop.noise is not None:
             shop.noise.cancel()
@@ -257,11 +259,13 @@ class Step:
             self._shop.update.multiply_grads(1.0 / total if total else 0.0)
 
     def _take_part_without_samples(self) -> None:
-        """Sum with the others without anything to add, and get what they have."""
-        params = [p for p in self._shop.module.parameters() if p.requires_grad]
-        one = params[-1]
-        with self._shop.model.weighted(0.0):
-            (one.reshape(-1)[:1].sum() * 0).backward()  # type: ignore[no-untyped-call]
+        """Sum with the others without anything to add, and get what they have.
+
+        A real backward would have to reach a parameter, and then all would think it was used.
+        """
+        model = self._shop.model
+        with model.weighted(0.0):
+            model._reducer.on_backward_ended(Backward(skips=False))
 
     def _is_done(self, shard: Shard) -> bool:
         return bool(self._losses) and self._losses[-1].shard is shard
