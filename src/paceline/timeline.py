@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import UsageError
-from paceline.spans import SCHEMA
+from paceline.spans import COMPUTE, SCHEMA
 
 PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other")
+WARM_UP_STEPS = 2
 _LINE_LIMIT = 2**20
 
 TraceEvent = dict[str, Any]
@@ -48,16 +49,54 @@ class Recording:
     clocks: list[Clock] = field(default_factory=list)
     waits_us: dict[int, float] = field(default_factory=dict)
     """The last wait of each step, which is the one for the sums of its gradients."""
-    phases_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    first_end_us: float | None = None
-    last_end_us: float = 0.0
+    phases: Phases = field(default_factory=lambda: Phases())
     cost_us: float = 0.0
     recorded_us: float = 0.0
     dropped: int = 0
 
-    @property
-    def steps(self) -> int:
-        return max(0, len(self.waits_us) - 1)
+
+class Phases:
+    """Adds up the phases of whole steps, from the end of one's last wait to that of another's.
+
+    The first steps are left out where there are enough: they import, allocate and learn.
+    """
+
+    def __init__(self) -> None:
+        self.us_by_phase: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.begin_us = 0.0
+        self.end_us = 0.0
+        self.counted: set[int] = set()
+        self._step: int | None = None
+        self._parts: list[tuple[str, float]] = []
+        self._waits = 0
+        """How many of the parts belong to the step, up to its last wait."""
+        self._last_end_us = 0.0
+        self._ended = 0
+
+    def add(self, name: str, end_us: float, duration_us: float, step: int) -> None:
+        if name == "wait" and self._step is not None and step != self._step:
+            self.close()
+        self._parts.append((name, duration_us))
+        if name == "wait":
+            self._step, self._last_end_us, self._waits = step, end_us, len(self._parts)
+
+    def close(self) -> None:
+        """The last wait of a step is known to be the last when another step's begins."""
+        if self._step is None:
+            return
+        if self._ended == 0:
+            self.begin_us = self._last_end_us
+        else:
+            if self._ended == WARM_UP_STEPS + 1:
+                self.begin_us, self.us_by_phase = self.end_us, dict.fromkeys(PHASES, 0.0)
+                self.counted.clear()
+            self.counted.add(self._step)
+            for name, duration in self._parts[: self._waits]:
+                self.us_by_phase[name] += duration
+        self.end_us = self._last_end_us
+        del self._parts[: self._waits]
+        self._ended += 1
+        self._step, self._waits = None, 0
 
 
 def find_recordings(folder: Path) -> list[Path]:
@@ -97,26 +136,19 @@ def survey(path: Path) -> Recording:
     """The first reading of a file."""
     rank = int(re.findall(r"\d+", path.name)[0])
     found = Recording(path, rank)
-    since_wait: dict[str, float] = defaultdict(float)
     for event in read_events(path):
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         if event.get("ph") == "M":
             _survey_metadata(found, event["name"], args)
         elif event.get("ph") == "X" and _is_number(event.get("ts"), event.get("dur")):
-            end = event["ts"] + event["dur"]
             step = args.get("step")
-            if event.get("tid") == 1 and event["name"] in PHASES:
-                since_wait[event["name"]] += event["dur"]
-            if event["name"] == "wait" and type(step) is int:
-                found.waits_us[step] = event["dur"]
-                found.last_end_us = end
-                if found.first_end_us is None:
-                    found.first_end_us = end
-                else:  # only whole steps count, from the end of one wait to that of another
-                    for phase, duration in since_wait.items():
-                        found.phases_us[phase] += duration
-                since_wait.clear()
+            if event.get("tid") == COMPUTE and event["name"] in PHASES and type(step) is int:
+                end = event["ts"] + event["dur"]
+                found.phases.add(event["name"], end, event["dur"], step)
+                if event["name"] == "wait":
+                    found.waits_us[step] = event["dur"]
+    found.phases.close()
     return found
 
 
@@ -232,13 +264,13 @@ def rows(recordings: Sequence[Recording]) -> list[Row]:
     transfers = transfers_us(recordings)
     found = []
     for recording in recordings:
-        steps = recording.steps
-        if not steps or recording.first_end_us is None:
+        phases = recording.phases
+        steps = len(phases.counted)
+        if not steps:
             continue
-        whole = recording.last_end_us - recording.first_end_us
-        known = {phase: recording.phases_us.get(phase, 0.0) for phase in PHASES}
-        first = min(recording.waits_us)
-        moved = sum(transfers.get(s, 0.0) for s in recording.waits_us if s != first)
+        whole = phases.end_us - phases.begin_us
+        known = dict(phases.us_by_phase)
+        moved = sum(transfers.get(step, 0.0) for step in phases.counted)
         known["transfer"] = min(moved, known["wait"])
         known["wait"] -= known["transfer"]
         known["other"] = whole - sum(known[phase] for phase in PHASES if phase != "other")

@@ -22,7 +22,7 @@ STEP = {
 GAP = 20
 
 
-def record(folder: Path, rank: int, steps: int = 4, clock_us: int = 0) -> Recorder:
+def record(folder: Path, rank: int, steps: int = 6, clock_us: int = 0) -> Recorder:
     """A recording as the engine makes it, of a rank whose clock is ahead by `clock_us`."""
     recorder = Recorder(folder, rank)
     now = 10**6 + clock_us
@@ -86,8 +86,8 @@ def test_spans_of_a_lane_never_overlap(folder: Path) -> None:
 
 def test_what_the_last_rank_waits_is_transfer_and_the_rest_is_waiting_for_it(folder: Path) -> None:
     events = merged(folder)
-    assert [length for _, length in spans_of(events, 0, "wait")] == [400.0] * 4
-    assert [length for _, length in spans_of(events, 0, "transfer")] == [50.0] * 4
+    assert [length for _, length in spans_of(events, 0, "wait")] == [400.0] * 6
+    assert [length for _, length in spans_of(events, 0, "transfer")] == [50.0] * 6
     assert spans_of(events, 1, "wait") == []
     assert spans_of(events, 0, "transfer") == spans_of(events, 1, "transfer")
 
@@ -100,6 +100,15 @@ def test_phases_add_up_to_the_step(folder: Path) -> None:
     assert sum(slow.ms_by_phase.values()) == pytest.approx(slow.step_ms)
     assert slow.ms_by_phase["data"] == pytest.approx(0.5)
     assert slow.ms_by_phase["other"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(1, []), (2, [1]), (3, [2]), (4, [1]), (9, [6])])
+def test_the_first_steps_are_left_out_where_there_are_enough(
+    tmp_path: Path, steps: int, counted: list[int]
+) -> None:
+    record(tmp_path, 0, steps).close()
+    recordings = [timeline.survey(tmp_path / "rank0.trace.json")]
+    assert [row.steps for row in timeline.rows(recordings)] == counted
 
 
 @pytest.mark.parametrize("compared", [True, False])
