@@ -12,6 +12,7 @@ import contextlib
 import json
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -155,7 +156,7 @@ class StallWatch:
         what = ""
         if describe is not None and watch.bucket is not None:
             with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
-                what = describe(watch.bucket)
+                what = re.sub(r"^Step \d+: ", "", describe(watch.bucket))
         frame = sys._current_frames().get(watch.thread)
         return Status(
             rank=self._rank,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 import threading
+import time
 
+import pytest
 import torch
+from torch import Tensor, nn
 
-from paceline import comm, stall, stopwatch
+from paceline import DDPOptions, DistributedDataParallel, comm, stall, stopwatch
 from paceline.testing import run_processes
 from paceline.world import World
 
@@ -72,3 +77,50 @@ def test_a_rank_stuck_in_its_own_code_is_named_with_the_line() -> None:
     assert verdict.startswith("Rank 0 waits for rank 1, which is in data, at ")
     assert verdict.endswith("in hang_in_own_code: told.wait()  # the line to be named.")
     assert any(line.startswith("Rank 1 has made no progress") for line in second)
+
+
+class Stuck(nn.Module):
+    """On one rank, passes its input on only when the others have said what they think of it."""
+
+    def __init__(self, world: World, culprit: int) -> None:
+        super().__init__()
+        self.world, self.culprit, self.step = world, culprit, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.step == 2 and self.world.rank == self.culprit:
+            store = self.world.group.get_group_store().clone()
+            store.wait(["told"])  # the line to be named
+        return x
+
+
+def stall_a_model(world: World, culprit: int, transport: str) -> str:
+    os.environ["PACELINE_STALL_S"] = "1"
+    sys.stderr = said = io.StringIO()
+    stuck = Stuck(world, culprit)
+    net = nn.Sequential(nn.Linear(3, 4), stuck, nn.Linear(4, 2))
+    options = DDPOptions(transport=transport)  # type: ignore[arg-type]
+    model = DistributedDataParallel(net, process_group=world.group, options=options)
+
+    def release() -> None:
+        while "wait for rank" not in said.getvalue() and "waits for rank" not in said.getvalue():
+            time.sleep(0.02)
+        world.group.get_group_store().clone().set("told", "yes")
+
+    if world.rank == 0:
+        threading.Thread(target=release, daemon=True).start()
+    for stuck.step in range(4):
+        model(torch.ones(2, 3)).sum().backward()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: str) -> None:
+    first, _, culprit = run_processes(3, stall_a_model, 2, transport)
+    lines = first.splitlines()
+    (mine,) = [line for line in lines if "Rank 0 has made no progress" in line]
+    assert "at step 2, waiting for the sum of bucket 0 ('2.bias' to '0.weight')" in mine
+    assert "in stall_a_model: model(torch.ones(2, 3)).sum().backward()" in mine
+    (verdict,) = [line for line in lines if " wait for " in line]
+    assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
+    assert 'in forward: store.wait(["told"])' in verdict
+    assert "Rank 2 has made no progress" in culprit
