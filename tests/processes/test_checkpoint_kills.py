@@ -26,7 +26,7 @@ CALLS = ["mkdir", "open", "write", "fsync", "rename", "close", "listdir"]
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"w": torch.full((200_000,), float(step)), "step": step}
+    return {"w": torch.full((400_000,), float(step)), "step": step}
 
 
 def save(folder: str, step: int) -> str | None:
@@ -112,7 +112,7 @@ def save_on_a_full_disk(world: World, folder: str) -> list[Any]:
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, state_of(1), facts={})
         checkpoints.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, resource.RLIM_INFINITY))
         with pytest.warns(CheckpointWarning) as caught:
             save_all(checkpoints, 2, 3, 4)
         found = checkpoints.load()
@@ -144,7 +144,7 @@ def test_a_full_disk_is_said_once_and_leaves_no_half_checkpoint(tmp_path: Path) 
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     yield folder

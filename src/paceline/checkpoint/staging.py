@@ -7,10 +7,12 @@ without Python's lock.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.files import BLOCK_BYTES
 from paceline.checkpoint.tensors import Image, dtype_of, memory_of, plan_image, storable
 
 
@@ -54,10 +56,13 @@ class Staging:
 
 
 def _allocate(size: int, needs_pinning: bool) -> Tensor:
-    """Memory that a device can copy into by itself where that is of use and to be had."""
+    """Memory at the start of a block, pinned where a device copies into it."""
+    room = size + BLOCK_BYTES
+    whole = None
     if needs_pinning:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # more than may be pinned
-            pass
-    return torch.empty(size, dtype=torch.uint8)
+        with suppress(RuntimeError):  # more than may be pinned
+            whole = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+    if whole is None:
+        whole = torch.empty(room, dtype=torch.uint8)
+    begin = -whole.data_ptr() % BLOCK_BYTES
+    return whole[begin : begin + size]
