@@ -17,16 +17,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline import comm, wire
+from paceline import comm, tree, wire
 from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError
@@ -60,18 +61,21 @@ class Recording:
         self.indices: list[int] | None = None
         self.loss: Tensor | None = None
         self.loss_weight: float | None = None
+        self.targets: list[Any] = []
         self._watch = watch
 
     def note_batch(self, indices: Sequence[int]) -> None:
         """Say which rows of the dataset this worker's batch has, in order."""
         self.indices = [int(index) for index in indices]
 
-    def note_loss(self, loss: Tensor, weight: float | None = None) -> None:
+    def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
         """Say what the loss is, before backward; of several, their sum is shown.
 
         `weight` is over how many items it is a sum, where the step is weighted and the engine does
-        not know it from `weighted()`.
+        not know it from `weighted()`. With `targets`, and a `loss_fn` for the whole step, the check
+        computes the loss of the whole batch too.
         """
+        self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
         value = loss.detach().clone()
         self.loss = value if self.loss is None else self.loss + value
         if weight is not None:
@@ -89,6 +93,7 @@ def record_step(
     sample: int | None = None,
     weight: str | None = None,
     values: bool = False,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
     check: bool = True,
 ) -> Iterator[Recording]:
     """Record the step inside the block; on `DistributedDataParallel`, in all workers at once.
@@ -96,6 +101,7 @@ def record_step(
     `model` is wrapped by one of our engines. With `folder` the file `pipeline/step{n}.json` is
     written there. `sample` is a row of the dataset, `weight` is written like `"fc.weight[0, 3]"`.
     Without `values` shapes and statistics are kept, but no value of data, weights or outputs.
+    `loss_fn(output, targets)`, a mean over rows, makes the check compute the loss as well.
     `check=False` spares the copy of the model, and the second computation.
     """
     if not isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -136,6 +142,7 @@ def record_step(
         dataset=dataset,
         step=step,
         step_s=step_s,
+        loss_fn=loss_fn,
     )
     with torch.no_grad():
         recording.trace = finish.replicas() if group is None else finish.ranks(group)
@@ -169,6 +176,7 @@ class _Finish:
         dataset: Any,
         step: int,
         step_s: float,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
     ) -> None:
         self.model = model
         self.recording = recording
@@ -183,6 +191,7 @@ class _Finish:
         self.dataset = dataset
         self.step = step
         self.step_s = step_s
+        self.loss_fn = loss_fn
         self.parameters = {n: p.detach() for n, p in watch.named}
 
     @property
@@ -236,7 +245,7 @@ class _Finish:
     def replicas(self) -> Trace:
         """The trace of a step of one process with several replicas."""
         watch, model = self.watch, self.model
-        calls = replicas.in_order(watch.calls, watch.whole, model.device_ids)
+        calls = replicas.in_order(watch.calls, model.device_ids)
         own = {Memory.of(p) for p in bare(model).parameters()}
         seen = replicas.see_replicas(
             calls,
@@ -394,8 +403,9 @@ class _Finish:
             return False
         return True
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self, loss: float | None) -> Outcome:
         return Outcome(
+            loss=loss,
             gradients=self.watch.averaged,
             applied=self.watch.applied,
             parameters=self.parameters if self.has_update else {},
@@ -410,7 +420,13 @@ class _Finish:
             return not_computed(
                 "the model draws random numbers, and replicas in threads share a generator"
             )
-        return self._compute(self._task([_piece(call) for call in calls], calls[0], 1.0))
+        pieces = [_piece(call) for call in calls]
+        targets = list(tree.tensors(self.recording.targets))
+        # One loss for all replicas: the targets are those of the whole batch.
+        pieces = [replace(piece, targets=targets) for piece in pieces]
+        loss = self.recording.loss
+        mean = None if loss is None else loss.item()
+        return self._compute(self._task(pieces, calls[0], 1.0), mean)
 
     def _check_ranks(self, group: Any, everyone: Sequence[Seen]) -> Check | None:
         """Rank 0's check; None on the others, which only hand over their rows."""
@@ -430,15 +446,28 @@ class _Finish:
         call = self.watch.calls[0] if self.watch.calls else None
         if not pieces or call is None:
             return not_computed("rank 0 had no rows in this step")
-        return self._compute(self._task(pieces, call, factor))
+        losses = [seen.loss.first[0] for seen in everyone if seen.loss and seen.loss.first]
+        shares = [1.0 if seen.loss_weight is None else seen.loss_weight for seen in everyone]
+        mean = None
+        if len(losses) == size and sum(shares):
+            mean = sum(x * share for x, share in zip(losses, shares, strict=True)) / sum(shares)
+        return self._compute(self._task(pieces, call, factor), mean)
 
     def _task(self, pieces: Sequence[Piece], call: Call, factor: float) -> Task:
-        return Task(pieces, (call.args, call.kwargs), factor, self.watch.autocast)
+        targets = self.recording.targets[0] if self.recording.targets else None
+        return Task(
+            pieces,
+            (call.args, call.kwargs),
+            factor,
+            self.watch.autocast,
+            self.loss_fn,
+            targets,
+        )
 
-    def _compute(self, task: Task) -> Check:
+    def _compute(self, task: Task, loss: float | None) -> Check:
         assert self.reference is not None
         try:
-            return check_step(self.reference, task, self._outcome())
+            return check_step(self.reference, task, self._outcome(loss))
         except Exception as error:  # the step is done and right; only its check is missing
             return not_computed(f"computing it again failed: {_first_line(error)}")
 
@@ -452,8 +481,10 @@ class _Finish:
                     "outputs": call.outputs,
                     "grads": _piece(call).grads,
                     "random": call.random_state if call.is_random else [],
+                    "targets": list(tree.tensors(targets)),
                 }
-                for call in self.watch.calls
+                for call, targets in zip_longest(self.watch.calls, self.recording.targets)
+                if call is not None
             ]
             data = wire.encode(told)
         except WireError as error:
@@ -476,7 +507,9 @@ class _Finish:
         for part, (length, _) in zip(parts, sizes, strict=True):
             here = part.cpu().contiguous()
             for call in wire.decode(ctypes.string_at(here.data_ptr(), length)):
-                pieces.append(Piece(call["inputs"], call["outputs"], call["grads"], call["random"]))
+                pieces.append(
+                    Piece(*(call[k] for k in ("inputs", "outputs", "grads", "random", "targets")))
+                )
         return pieces, ""
 
     def _check_sums(self, group: Any, factor: float, reason: str) -> Check:

@@ -10,18 +10,20 @@ after the other, each with its own random numbers, and the check says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from paceline import tree
 from paceline.pipeline.stages import Check
+from paceline.pipeline.words import join_words
 from paceline.sync_batch_norm import SyncBatchNorm
 from paceline.wrapper import bare
 
@@ -41,6 +43,8 @@ class Piece:
     """Of the loss, by output."""
     random_state: list[Tensor]
     """What to begin with to draw the same numbers; empty where none are drawn."""
+    targets: list[Tensor] = field(default_factory=list)
+    """What the loss compares the outputs with, where that is known."""
 
     @property
     def rows(self) -> int:
@@ -58,13 +62,18 @@ class Outcome:
     """As the optimizer found them: clipped, for example."""
     parameters: Mapping[str, Tensor]
     """After the update."""
+    loss: float | None = None
+    """The mean over all rows."""
 
 
 class Reference:
     """A model and its optimizer as they were before the step."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        self.module, self.optimizer = copy.deepcopy((module, optimizer))
+        # Process groups cannot be copied, and need not be.
+        held = [value for layer in module.modules() for value in vars(layer).values()]
+        groups = {id(value): value for value in held if isinstance(value, dist.ProcessGroup)}
+        self.module, self.optimizer = copy.deepcopy((module, optimizer), groups)
         for layer in self.module.modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
                 # Nobody else would answer.
@@ -91,16 +100,28 @@ class Task:
     factor: float
     """What the sum of the losses is multiplied with."""
     autocast: tuple[str, torch.dtype] | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    targets: Any = None
+    """Targets of a call, whose tensors are replaced."""
+
+    @property
+    def knows_loss(self) -> bool:
+        return self.loss_fn is not None and all(piece.targets for piece in self.pieces)
 
 
 def check_step(reference: Reference, task: Task, outcome: Outcome) -> Check:
     """Compute the step again and compare: on the whole batch, else part by part."""
     why_not_whole = _why_not_whole(task.pieces)
     whole = None
+    known = replace(task, loss_fn=None)
     if not why_not_whole:
-        whole = _compare(reference, task, [_join(task.pieces)], outcome, "whole batch")
+        joined = [_join(task.pieces)]
+        whole = _compare(reference, task, joined, outcome, "whole batch")
         if whole.is_same:
             return whole
+        if task.knows_loss and _compare(reference, known, joined, outcome, "whole batch").is_same:
+            return replace(whole, reason=_why_loss_differs(task.pieces))
+    task = known
     parts = _compare(reference, task, task.pieces, outcome, "part by part")
     if whole is None:
         return replace(parts, reason=why_not_whole)
@@ -112,7 +133,7 @@ def check_step(reference: Reference, task: Task, outcome: Outcome) -> Check:
 def contribution(reference: Reference, task: Task) -> dict[str, Tensor]:
     """The gradients of a single piece, by parameter."""
     own = Reference(reference.module, None)
-    _run(own, task, task.pieces[0])
+    _run(own, replace(task, loss_fn=None), task.pieces[0])
     return {name: param.grad for name, param in own.named() if param.grad is not None}
 
 
@@ -146,6 +167,17 @@ def _why_not_whole(pieces: Sequence[Piece]) -> str:
             if one.shape[1:] != two.shape[1:]:
                 return "the parts' inputs have different shapes"
     return ""
+
+
+def _why_loss_differs(pieces: Sequence[Piece]) -> str:
+    """The engine did what it was told; the sum of the losses is not the loss of the sum."""
+    rows = [str(piece.rows) for piece in pieces]
+    if len(set(rows)) > 1:
+        return (
+            f"the losses of {join_words(rows[:6])} rows were averaged as if they were equally "
+            "many; weighted() counts rows"
+        )
+    return "the loss of the whole batch is not the mean of its parts' losses"
 
 
 def _why_rows_matter(module: nn.Module, difference: float) -> str:
@@ -190,6 +222,9 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         outputs=[join(p.outputs[i] for p in pieces) for i in range(len(first.outputs))],
         grads=[join_grads(i) for i in range(len(first.outputs))],
         random_state=[],
+        targets=[join(p.targets[i] for p in pieces) for i in range(len(first.targets))]
+        if all(len(p.targets) == len(first.targets) for p in pieces)
+        else [],
     )
 
 
@@ -197,7 +232,8 @@ def _compare(
     reference: Reference, task: Task, pieces: Sequence[Piece], outcome: Outcome, how: Any
 ) -> Check:
     own = Reference(reference.module, reference.optimizer)
-    outputs = [_run(own, task, piece) for piece in pieces]
+    ran = [_run(own, task, piece) for piece in pieces]
+    outputs = [each for each, _ in ran]
     pairs = [
         (ours, theirs)
         for mine, piece in zip(outputs, pieces, strict=True)
@@ -209,6 +245,9 @@ def _compare(
     compared = {"outputs": _distance(pairs), "gradients": _distance(gradients)}
     if parameters is not None:
         compared["parameters"] = _distance(parameters)
+    loss = ran[0][1]
+    if loss is not None and outcome.loss is not None:
+        compared["loss"] = _distance([(loss, torch.tensor(outcome.loss))])
     dtypes = [tensor.dtype for _, tensor in (*pairs, *gradients)]
     rounding = ROUNDING_OF_OTHERS if task.autocast else _rounding(dtypes)
     tolerance_by_what = {
@@ -225,27 +264,40 @@ def _compare(
         difference=difference,
         tolerance=tolerance_by_what[worst],
         outputs=compared["outputs"][0],
+        loss=compared["loss"][0] if "loss" in compared else None,
         gradients=compared["gradients"][0],
         parameters=compared["parameters"][0] if "parameters" in compared else None,
     )
 
 
-def _run(reference: Reference, task: Task, piece: Piece) -> list[Tensor]:
-    """Forward and backward of one piece; gradients add up in the reference's parameters."""
+def _run(reference: Reference, task: Task, piece: Piece) -> tuple[list[Tensor], Tensor | None]:
+    """Forward and backward of one piece; gradients add up in the reference's parameters.
+
+    Returns the outputs, and the loss where its function is known.
+    """
     device = next((p.device for _, p in reference.named()), torch.device("cpu"))
     inputs = iter(piece.inputs)
     args, kwargs = tree.map_tensors(lambda _: next(inputs).to(device), task.template)
+    loss = None
     with _random_numbers(piece), torch.enable_grad(), _autocast(task.autocast):
         output = reference.module(*args, **kwargs)
+        if task.loss_fn is not None and piece.targets:
+            rest = iter(piece.targets)
+            targets = tree.map_tensors(lambda _: next(rest).to(device), task.targets)
+            loss = task.loss_fn(output, targets)
     outputs = list(tree.tensors(output))
+    if loss is not None:
+        torch.autograd.backward(loss)
+        return [out.detach() for out in outputs], loss.detach()
     roots = [
         (out, (grad.to(out.device) * task.factor).to(out.dtype))
         for out, grad in zip(outputs, piece.grads, strict=True)
         if grad is not None and out.requires_grad
     ]
     if roots:
+        # Outputs that depend on each other get each their own share of the gradient.
         torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
-    return [out.detach() for out in outputs]
+    return [out.detach() for out in outputs], None
 
 
 def _update(reference: Reference, outcome: Outcome) -> list[tuple[Tensor, Tensor]]:

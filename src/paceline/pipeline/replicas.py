@@ -7,6 +7,7 @@ The replicas' forward passes were seen by hooks on the module, which fire in eve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,20 +64,20 @@ class Rest:
     has_update: bool = False
 
 
-def in_order(calls: Sequence[Call], whole: Call | None, device_ids: Sequence[Any]) -> list[Call]:
+def in_order(calls: Sequence[Call], device_ids: Sequence[Any]) -> list[Call]:
     """The replicas' calls in the order of their rows.
 
-    On one device the parts are views of the batch, or were made one after the other; devices are
+    On one device the parts are views of one batch, or were made one after the other; devices are
     in the order of `device_ids`.
     """
-    home = set(whole.memories) if whole is not None else set()
+    uses = Counter(call.memories[0] for call in calls if call.memories)
     places = [_device_name(device) for device in device_ids]
 
     def key(numbered: tuple[int, Call]) -> tuple[int, int, int]:
         number, call = numbered
         memory = call.memories[0] if call.memories else Memory("", 0)
         first = next((i for i, name in enumerate(places) if _is_on(name, memory)), len(places))
-        return first, memory.offset if memory in home else 0, number
+        return first, memory.offset if uses[memory] > 1 else 0, number
 
     return [call for _, call in sorted(enumerate(calls), key=key)]
 

@@ -71,11 +71,13 @@ def write(trace: Trace, path: Path) -> None:
 def read(path: Path) -> Trace:
     """The step that a file holds."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(file, "rb") as opened:
-        facts = os.fstat(opened.fileno())
+    try:
+        facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > FILE_LIMIT_BYTES:
             raise WireError(f"{path} is no file of a recorded step: too large, or not a file.")
-        data = opened.read(FILE_LIMIT_BYTES + 1)
+        data = os.pread(file, FILE_LIMIT_BYTES, 0)
+    finally:
+        os.close(file)
     try:
         document = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -128,6 +128,8 @@ class Check:
     tolerance: float | None = None
     """What rounding can explain, for numbers of this size and dtype."""
     outputs: float | None = None
+    loss: float | None = None
+    """Compared only where the loss function is known."""
     gradients: float | None = None
     parameters: float | None = None
     is_equal_on_all: bool | None = None

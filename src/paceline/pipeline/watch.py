@@ -163,7 +163,7 @@ class Watch:
             self._by_module[id(module)] = call
         call.begin_ns = _now()
 
-    def _on_called(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def _on_called(self, module: nn.Module, _args: Any, output: Any) -> Any:
         end_ns = _now()
         with self._lock:
             call = self._by_module.pop(id(module))
@@ -172,11 +172,13 @@ class Watch:
             not torch.equal(a, b) for a, b in zip(call.random_state, _random_state(), strict=True)
         )
         call.output = self._kept(output)
+        output = _kept_apart(output)
         for number, tensor in enumerate(tree.tensors(output)):
             if tensor.requires_grad:
                 hook = self._on_output_grad(call, number)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         call.leave_ns = _now()
+        return output
 
     def _on_output_grad(self, call: Call, number: int) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
@@ -241,6 +243,17 @@ class Watch:
         if self._keeps_tensors:
             return tree.map_tensors(lambda tensor: tensor.detach().clone(), value)
         return tree.map_tensors(Tensor.detach, value)
+
+
+def _kept_apart(output: Any) -> Any:
+    """The output, with each of several tensors behind a view of its own.
+
+    One output may be computed from another. Its gradient would then be counted for both, when what
+    is wanted is what the loss alone says of each.
+    """
+    if sum(tensor.requires_grad for tensor in tree.tensors(output)) < 2:
+        return output
+    return tree.map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
 
 
 def _dense(grad: Tensor) -> Tensor:

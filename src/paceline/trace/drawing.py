@@ -7,6 +7,7 @@ is a style beside the text, so that a width is always that of the text.
 from __future__ import annotations
 
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -282,7 +283,8 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
         if len(parts) <= 2:
             lines += textwrap.wrap(part.text, room)
     if weight is not None and weight.bucket is not None:
-        lines.append(f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}")
+        where = f" of bucket {weight.bucket}" if len(parts) > 1 else ""
+        lines += textwrap.wrap(f"{WEIGHT} number {weight.position:,}{where}", room)
     return [_cut(line, room) for line in lines]
 
 
@@ -394,8 +396,14 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
 
 
+def _takes_one_place(char: str) -> bool:
+    is_narrow = unicodedata.east_asian_width(char) not in "WF"
+    return char.isprintable() and is_narrow and not unicodedata.combining(char)
+
+
 def _fit(line: Line, width: int, plain: bool) -> Line:
-    text = line.text.translate(_PLAIN) if plain else line.text
+    """The line as a terminal may get it: names in it come from a file, and could be anything."""
+    text = "".join(char if _takes_one_place(char) else "?" for char in line.text)
     if plain:
-        text = text.encode("ascii", "replace").decode()
+        text = text.translate(_PLAIN).encode("ascii", "replace").decode()
     return Line(_cut(text.rstrip(), width), line.style)

@@ -159,7 +159,7 @@ class _Loop:
         sample = rows[0] if self.options.sample is None else self.options.sample
         self._warm_up(mine)
         if self.options.epochs == 0:
-            self._record(step, mine, sample)
+            self._record(0, mine, sample)  # the only step, whichever batch it takes
         epochs = [self._epoch(number, step, sample) for number in range(self.options.epochs)]
         assert self.trace is not None  # the chosen step is one of the first epoch
         trace = self.trace
@@ -217,6 +217,7 @@ class _Loop:
             sample=sample,
             weight=options.weight,
             values=options.values,
+            loss_fn=self.task.loss_fn,
         ) as recording:
             recording.note_batch(mine)
             sums = self._step(mine, recording.note_loss)
@@ -231,7 +232,7 @@ class _Loop:
             output = self.model(*inputs)
             loss = self.task.loss_fn(output, targets)
             if note_loss is not None:
-                note_loss(loss)
+                note_loss(loss, targets=targets)
             torch.autograd.backward(loss)
         else:
             with self.model.weighted(len(mine)):
@@ -239,7 +240,7 @@ class _Loop:
                 # The engine divides by the rows of all workers, so the mean becomes a sum.
                 loss = self.task.loss_fn(output, targets)
                 if note_loss is not None:
-                    note_loss(loss * len(mine))
+                    note_loss(loss * len(mine), targets=targets)
                 torch.autograd.backward(loss * len(mine))
         self.optimizer.step()
         return self._score(output, targets, loss.item(), len(mine))

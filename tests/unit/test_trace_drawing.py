@@ -1,0 +1,283 @@
+"""The picture of a recorded step: at most 80 columns, with and without Unicode."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.pipeline import schema
+from paceline.pipeline.stages import (
+    Answer,
+    Check,
+    Epoch,
+    Layer,
+    Model,
+    Part,
+    Prediction,
+    Sample,
+    SampleStop,
+    Stage,
+    Stats,
+    TensorFacts,
+    Trace,
+    Training,
+    Weight,
+    WeightStop,
+)
+from paceline.trace.boxes import Box, connect, meet, side_by_side
+from paceline.trace.command import _can_show, _show
+from paceline.trace.drawing import Line, draw, draw_prediction, draw_training
+
+DATA = Path(__file__).parents[1] / "data"
+DP = schema.read(DATA / "pipeline-dp.json")
+DDP = schema.read(DATA / "pipeline-ddp.json")
+
+each_trace = pytest.mark.parametrize("trace", [DP, DDP], ids=["dp", "ddp"])
+
+
+def text_of(trace: Trace, **options: Any) -> str:
+    return "\n".join(line.text for line in draw(trace, **options))
+
+
+@each_trace
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_line_is_wider_than_80_columns(trace: Trace, plain: bool) -> None:
+    assert max(len(line.text) for line in draw(trace, plain=plain)) <= 80
+
+
+@each_trace
+def test_plain_is_ascii_and_shows_the_same(trace: Trace) -> None:
+    plain, fine = text_of(trace, plain=True), text_of(trace)
+    assert plain.isascii()
+    assert len(plain.splitlines()) == len(fine.splitlines())
+    assert "ok same as one process on the whole batch" in plain
+
+
+def test_the_shapes_of_the_issue_are_in_the_picture_of_data_parallel() -> None:
+    shown = text_of(DP)
+    places = [shown.index(words) for words in ("1,000 x 10", "100 x 10", "50 + 50", "50 x 10")]
+    places += [shown.index("model, "), shown.index("50 x 1 "), shown.index("100 x 1 ")]
+    assert places == sorted(places)
+
+
+def test_the_stages_of_the_issue_are_in_the_picture_of_distributed_data_parallel() -> None:
+    shown = text_of(DDP)
+    titles = ["SAMPLER", "BATCH", "FORWARD", "LOSS", "BACKWARD", "BUCKETS", "ALL-REDUCE", "UPDATE"]
+    places = [shown.index(f"  {title}") for title in titles]
+    assert places == sorted(places)
+
+
+def test_the_sample_and_the_weight_are_marked_where_they_are() -> None:
+    shown = text_of(DDP)
+    assert "● row 17 is row 8 here" in shown
+    assert "Sample 17 went to worker 1 as row 8 there" in shown
+    assert shown.count("◆") > 8
+    assert "averaged to" in shown
+
+
+def test_a_step_that_is_not_the_same_says_so() -> None:
+    check = Check(
+        how="whole batch",
+        text="NOT the same as one process on the whole batch: difference 0.2",
+        is_same=False,
+        difference=0.2,
+        is_equal_on_all=False,
+    )
+    shown = text_of(replace(DDP, check=check))
+    assert "✗ NOT the same" in shown
+    assert "✗ the workers' weights are NOT EQUAL" in shown
+
+
+def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
+    many = big_trace(workers=64, owner=37)
+    shown = text_of(many)
+    assert "worker 0 " in shown
+    assert "worker 37 " in shown
+    assert "worker 63 " in shown
+    assert "worker 5 " not in shown
+    assert "and 61 more in the same way" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_many_buckets_are_summarised() -> None:
+    shown = text_of(big_trace(workers=2, owner=0, buckets=40))
+    assert "bucket 0 " in shown
+    assert "... 34 more ..." in shown
+    assert "bucket 39 " in shown
+    assert "bucket 20 " not in shown
+
+
+def test_control_characters_and_wide_ones_in_a_file_do_not_reach_the_terminal() -> None:
+    evil = replace(DP, model=Model(name="\x1b]0;x\x07日本\u0301\n", parameters=1, bytes=4))
+    shown = [line.text for line in draw(evil)]
+    assert not any("\x1b" in line or "\n" in line or "日" in line for line in shown)
+
+
+def test_one_box_joins_to_a_row_of_others_and_back() -> None:
+    fork, join = connect(1, 2, 0, 22), connect(2, 1, 0, 22)
+    assert fork == ["     ┌─────┴─────┐"]
+    assert join == ["     └─────┬─────┘"]
+    assert connect(2, 2, 0, 22) == ["     │           │"]
+    assert meet(2, "sum", 0, 22) == [join[0], "          sum", fork[0]]
+
+
+def test_boxes_of_one_row_are_equally_high_and_fed_from_above() -> None:
+    rows = side_by_side([Box("a", ["one"]), Box("b", ["one", "two"], "5 ms")], 0, 30, is_fed=True)
+    assert rows == [
+        "┌─ a ──▼─────┐  ┌─ b ── 5 ms ┐",
+        "│ one        │  │ one        │",
+        "│            │  │ two        │",
+        "└────────────┘  └────────────┘",
+    ]
+
+
+words = st.text(max_size=60)
+numbers = st.floats(width=32)
+
+
+@st.composite
+def any_trace(make: Any) -> Trace:
+    workers = make(st.integers(1, 9))
+    name = make(words)
+    facts = TensorFacts(
+        name=make(words),
+        shape=make(st.lists(st.integers(0, 10**9), max_size=5)),
+        dtype=make(words),
+        device=make(words),
+        bytes=make(st.integers(0, 10**15)),
+        stats=Stats(min=make(numbers), mean=make(numbers), max=make(numbers), zeros=0.5),
+        first=make(st.none() | st.lists(numbers, max_size=6)),
+    )
+    each = [
+        Part(title=make(words), worker=w, device=name, tensors=[facts] * 3, seconds=1.0, text=name)
+        for w in range(workers)
+    ]
+    whole = [Part(title=name, tensors=[facts])]
+    titles = ["data", "split", "forward", "buckets", "all-reduce", "gather"]
+    stages = [
+        Stage(
+            name=n, title=make(words), text=make(words), parts=make(st.sampled_from([each, whole]))
+        )
+        for n in titles
+    ]
+    row = make(st.integers(0, 10**9))
+    return Trace(
+        engine=make(st.sampled_from(["DataParallel", "DistributedDataParallel"])),
+        step=1,
+        created=0.0,
+        workers=workers,
+        devices=[name] * workers,
+        model=Model(name=name, parameters=1, bytes=1),
+        batch_rows=1,
+        has_values=True,
+        stages=stages,
+        sample=Sample(index=row, stops=[SampleStop(stage="forward", worker=0, row=row)]),
+        weight=Weight(
+            name=name,
+            index=[1, 2],
+            bucket=0,
+            position=3,
+            stops=[WeightStop(stage="forward", what="value", by_worker=[make(numbers)] * workers)],
+        ),
+        check=Check(how="whole batch", text=make(words), is_same=False, reason=make(words)),
+        training=Training(
+            epochs=[Epoch(epoch=1, loss=make(numbers), seconds=1.0, observation=make(words))]
+        ),
+        prediction=Prediction(
+            index=1,
+            input=[facts],
+            layers=[Layer(name=make(words), kind=name, output=facts)],
+            answer=Answer(kind="value", text=make(words)),
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_trace(), st.booleans())
+def test_whatever_is_in_it_the_picture_stays_within_80_columns(trace: Trace, plain: bool) -> None:
+    for line in draw(trace, plain=plain):
+        assert len(line.text) <= 80
+        assert line.text.isprintable()
+        assert not plain or line.text.isascii()
+
+
+def test_colour_is_beside_the_text_and_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, pipe, quiet = Terminal(), io.StringIO(), Terminal()
+    _show([Line("hello", "title")], terminal)
+    _show([Line("hello", "title")], pipe)
+    monkeypatch.setenv("NO_COLOR", "1")
+    _show([Line("hello", "title")], quiet)
+    monkeypatch.undo()
+    assert terminal.getvalue() == "\x1b[1mhello\x1b[0m\n"
+    assert pipe.getvalue() == quiet.getvalue() == "hello\n"
+
+
+@pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("cp437", False)])
+def test_a_terminal_that_cannot_show_boxes_is_noticed(encoding: str, can: bool) -> None:
+    assert _can_show(io.TextIOWrapper(io.BytesIO(), encoding=encoding)) is can
+
+
+def test_the_table_of_epochs_has_a_row_for_each_and_words() -> None:
+    epochs = [
+        Epoch(epoch=i, loss=1.0 / i, seconds=0.5, accuracy=0.5, observation="falling")
+        for i in (1, 2, 3)
+    ]
+    shown = [line.text for line in draw_training(Training(epochs=epochs, observation="It fell."))]
+    assert sum("falling" in line for line in shown) == 3
+    assert shown[-1].strip() == "It fell."
+
+
+def test_a_prediction_ends_in_its_answer() -> None:
+    facts = TensorFacts(name="x", shape=[1, 3], dtype="float32", device="cpu", bytes=12)
+    prediction = Prediction(
+        index=4,
+        input=[facts],
+        layers=[Layer(name="0", kind="Linear", output=facts)],
+        answer=Answer(kind="class", text="class 1, with a probability of 91.4%"),
+    )
+    shown = [line.text for line in draw_prediction(prediction)]
+    assert "0 Linear" in shown[3]
+    assert shown[-1].strip() == "Answer: class 1, with a probability of 91.4%."
+
+
+def big_trace(workers: int, owner: int, buckets: int = 1) -> Trace:
+    def bucket(number: int) -> Part:
+        facts = TensorFacts(
+            name=f"bucket {number}", shape=[100], dtype="float32", device="cpu", bytes=400
+        )
+        return Part(title=f"bucket {number}", tensors=[facts], text="a to b")
+
+    def spread(stage: Stage) -> Stage:
+        if stage.name == "buckets":
+            return replace(stage, parts=[bucket(number) for number in range(buckets)])
+        if stage.parts[0].worker is None:
+            return stage
+        template = stage.parts[0]
+        parts = [
+            replace(template, worker=number, title=f"worker {number}") for number in range(workers)
+        ]
+        return replace(stage, parts=parts)
+
+    assert DDP.sample is not None
+    stops = [replace(s, worker=None if s.worker is None else owner) for s in DDP.sample.stops]
+    return replace(
+        DDP,
+        workers=workers,
+        devices=["cpu"] * workers,
+        stages=[spread(stage) for stage in DDP.stages],
+        sample=replace(DDP.sample, stops=stops),
+        weight=None,
+    )
