@@ -52,6 +52,7 @@ def synthetic_run(
     messages: Sequence[str] = (),
     timeline_steps: int = 0,
     trace: Trace | None = None,
+    scaling: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> RunFolder:
     """Write a run of `steps` steps on `ranks` workers, of which `slow_rank` is slow in backward."""
@@ -81,6 +82,8 @@ def synthetic_run(
         ],
     )
     write_info(folder, replace(info, status=status))
+    if scaling is not None:
+        folder.scaling.write_text(json.dumps(scaling))
     if trace is not None:
         write_trace(trace, folder.pipeline_of(trace.step))
     for rank in range(ranks):
@@ -88,6 +91,38 @@ def synthetic_run(
         if timeline_steps:
             _write_timeline(folder, rank, timeline_steps, slow_rank, random.Random(rank))
     return folder
+
+
+SCALING = {
+    "schema": 1,
+    "mode": "strong",
+    "sizes": [
+        {"workers": 1, "speedup": 1.0, "efficiency": 1.0, "step_s": 0.1},
+        {"workers": 2, "speedup": 1.86, "efficiency": 0.93, "step_s": 0.0538},
+        {
+            "workers": 4,
+            "speedup": 3.33,
+            "efficiency": 0.8325,
+            "step_s": 0.03,
+            "lost": {
+                "sharing": 0.0012,
+                "communication": 0.0021,
+                "waiting": 0.001,
+                "data": 0.0003,
+                "optimizer": 0.0002,
+                "other": 0.0002,
+            },
+        },
+    ],
+    "predicted": [
+        {"workers": 8, "speedup": 6.1, "network": "100 Gb/s"},
+        {"workers": 64, "speedup": 39.0, "network": "100 Gb/s"},
+        {"workers": 8, "speedup": 2.1, "network": "1 Gb/s"},
+        {"workers": 64, "speedup": 3.4, "network": "1 Gb/s"},
+    ],
+    "suggestion": "Use a batch of 256: predicted gain 12 %.",
+    "check": {"text": "Predicted 0.0311 s for 4 workers, measured 0.03 s: 4 % off."},
+}
 
 
 def _loss(progress: float) -> float:

@@ -7,6 +7,7 @@ are classes, and the numbers behind the lines travel along for the page's script
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,8 +82,10 @@ def value_range(chart: Chart) -> tuple[float, float, Point | None]:
     points = [point for line in chart.lines for point in line.points]
     low = min(point.low for point in points)
     peak = max(points, key=lambda point: point.high)
-    means = sorted(point.mean for point in points)
-    usual = means[int(len(means) * 0.98)]
+    means = [point.mean for point in points]
+    # A loss may fall from high up in its first steps: that is no peak.
+    begin = statistics.median(means[: len(means) // 10 + 1])
+    usual = max(begin, sorted(means)[int((len(means) - 1) * 0.97)])
     high, cut = peak.high, None
     if high > usual + CUT_FACTOR * max(usual - low, abs(usual) * 1e-3) and len(points) > 20:
         high, cut = max(usual + 0.5 * (usual - low), usual * 1.1), peak

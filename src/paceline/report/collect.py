@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ class Story:
 
     @property
     def status(self) -> str:
-        return self.info.status if self.info else "unknown"
+        known = ("running", "finished", "stopped", "failed")
+        return next((each for each in known if self.info and self.info.status == each), "unknown")
 
     @property
     def is_empty(self) -> bool:
@@ -135,8 +136,32 @@ def _take_info(story: Story) -> None:
         story.missing.append(
             "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
         )
-    else:
-        story.name = text(story.info.name, 200) or story.name
+        return
+    story.info, wrong = sane(story.info)
+    if wrong:
+        story.missing.append(f"run.json says nothing usable about: {', '.join(wrong)}.")
+    story.name = text(story.info.name, 200) or story.name
+
+
+def sane(info: RunInfo) -> tuple[RunInfo, list[str]]:
+    """The description with every value that is of the wrong kind put to nothing, and which."""
+    nothing: dict[str, Any] = {}
+    for name in ("name", "model", "device", "host"):
+        nothing |= {} if isinstance(getattr(info, name), str) else {name: ""}
+    for name in ("created", "updated"):
+        nothing |= {} if as_number(getattr(info, name)) is not None else {name: 0.0}
+    for name in ("epochs", "global_batch", "shards", "workers", "step", "parameters"):
+        nothing |= {} if _is_whole(getattr(info, name)) else {name: 0}
+    for name in ("dataset_size", "steps_per_epoch", "steps"):
+        value = getattr(info, name)
+        nothing |= {} if value is None or _is_whole(value) else {name: None}
+    nothing |= {} if isinstance(info.policy, list) else {"policy": []}
+    nothing |= {} if isinstance(info.versions, dict) else {"versions": {}}
+    return replace(info, **nothing), sorted(nothing)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _take_events(story: Story) -> None:
@@ -162,7 +187,7 @@ def _take_events(story: Story) -> None:
                 else f"The events of rank {rank} could not be read. {problem}"
             )
     there = set(ranks)
-    expected = story.info.workers if story.info else 0
+    expected = min(story.info.workers, RANKS_LIMIT) if story.info else 0
     if ranks and (lost := [rank for rank in range(expected) if rank not in there]):
         shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
         story.missing.append(f"There are no events of rank {shown}; sums leave their part out.")

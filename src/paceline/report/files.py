@@ -35,9 +35,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise
     except OSError as error:
         raise WireError(f"{path.name} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise WireError(f"{path.name} is not a plain file.")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise WireError(f"{path.name} is not a plain file.")
         yield file
 
 

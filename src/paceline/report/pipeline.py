@@ -55,13 +55,14 @@ PLAIN = {
 }
 """What a stage is, for somebody who does not know its name."""
 LAYERS_LIMIT = 64
+WORKERS_LIMIT = 4096
 
 
 def section(traces: Sequence[Trace], info: RunInfo | None) -> Html | None:
     """The section's content, or None where not even a picture without values is possible."""
     if traces:
         return join(_show(trace, is_only=len(traces) == 1) for trace in traces)
-    if info is None or not info.global_batch or not info.workers:
+    if info is None or not info.global_batch or not 0 < info.workers <= WORKERS_LIMIT:
         return None
     trace = imagined(info)
     said = (
@@ -233,9 +234,23 @@ def _stepper(trace: Trace) -> Html:
         before = boxes
     controls = tag(
         "div",
-        tag("button", "◀ Back", type="button", class_="back"),
+        tag(
+            "button",
+            "◀",
+            tag("span", " Back", class_="word"),
+            type="button",
+            class_="back",
+            aria_label="Back",
+        ),
         tag("span", "", class_="place", role="status"),
-        tag("button", "Next ▶", type="button", class_="next"),
+        tag(
+            "button",
+            tag("span", "Next ", class_="word"),
+            "▶",
+            type="button",
+            class_="next",
+            aria_label="Next",
+        ),
         tag("button", "Show all", type="button", class_="all", aria_pressed="false"),
         tag("span", "or use the arrow keys", class_="hint"),
         class_="controls",

@@ -139,5 +139,5 @@ def _table(ranks: Sequence[Rank], slow: int | None) -> Html:
     if len(where) > 1 or any(device for _, device in where):
         said = sorted(" on ".join(filter(None, (device, host))) for host, device in where)
         places = tag("p", f"They ran on: {', '.join(said[:8])}.", class_="note")
-    shown = table(head, rows, caption="Seconds are averages of one step")
+    shown = table(head, rows, caption="Times are averages of one step", words=(0, len(head) - 1))
     return join([shown, places])

@@ -187,7 +187,7 @@ def details(story: Story) -> Html:
     parts: list[Html | None] = []
     if story.info:
         parts.append(_settings(story))
-        if isinstance(story.info.policy, list) and story.info.policy:
+        if story.info.policy:
             parts.append(tag("h3", "What was decided, and why"))
             parts.append(
                 tag("ul", *(tag("li", text(line, 400)) for line in story.info.policy[:20]))
@@ -217,8 +217,7 @@ def _settings(story: Story) -> Html:
             "started": moment(info.created),
             "last written": moment(info.updated),
         }
-        versions = info.versions if isinstance(info.versions, dict) else {}
-        said |= {text(k, 40): text(v, 40) for k, v in list(versions.items())[:8]}
+        said |= {text(k, 40): text(v, 40) for k, v in list(info.versions.items())[:8]}
     rows = [tag("div", tag("dt", key), tag("dd", text(value, 120))) for key, value in said.items()]
     return tag("dl", *rows, class_="settings")
 
@@ -256,7 +255,7 @@ def _messages(story: Story) -> Html:
             tag("span", f"{event['t'] - story.first_t:,.1f} s", class_="when"),
             tag("span", f"worker {event['rank']}", class_="who"),
             tag("span", text(event.get("text", ""), 500), class_="text"),
-            class_=level if (level := event.get("level")) in {"warning", "error"} else None,
+            class_=level if (level := str(event.get("level"))) in {"warning", "error"} else None,
         )
         for event in shown
     ]

@@ -1,0 +1,273 @@
+"""The report in a real browser: it acts, stays silent, leaves nothing out, and loads nothing.
+
+One chromium serves all tests; each has a page of its own. Without chromium or playwright they are
+skipped: `apt-get install chromium` and `pip install playwright` provide them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import SCALING, synthetic_run, synthetic_trace
+
+from paceline import report
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install playwright"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("needs Debian's chromium: apt-get install chromium", allow_module_level=True)
+
+# CI is root in a container: no sandbox works there, and shared memory is small.
+FLAGS = ["--no-sandbox", "--disable-dev-shm-usage"]
+HOSTILE = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
+TOO_FAINT = """() => {
+  // Every visible piece of text whose contrast with what is behind it is below WCAG's 4.5.
+  const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length < 4 || c[3] === 1) return c;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !element.getClientRects().length) continue;
+    if (element.closest("script, style, :disabled, title")) continue;
+    const style = getComputedStyle(element);
+    const own = parse(element.closest("svg") ? style.fill : style.color);
+    const [a, b] = [light(own), light(behind(element))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found.push(element.className.toString() + ": " + element.textContent);
+  }
+  return found;
+}"""
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = synthetic_run(
+        tmp_path_factory.mktemp("runs") / "digits",
+        steps=120,
+        name=HOSTILE,
+        messages=[HOSTILE, "second line"],
+        timeline_steps=20,
+        trace=synthetic_trace(),
+        scaling=SCALING,
+    )
+    return report.write(folder.path)
+
+
+@pytest.fixture
+def open_page(browser: Any, file: Path) -> Iterator[Open]:
+    """Opens the report, or another file; in the end nothing was complained about or fetched."""
+    contexts, complaints, requests = [], [], []
+
+    def opened(path: Path = file, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data"}
+    assert len([url for url in requests if url.startswith("file")]) == len(contexts)
+
+
+def test_the_page_starts_and_everything_on_it_can_be_used_without_a_complaint(
+    open_page: Open,
+) -> None:
+    page = open_page()
+    assert page.get_attribute("html", "data-ready") == "true"
+    for button in page.locator("button:visible:enabled").all():
+        button.click()
+    for chart in page.locator("svg.chart").all():
+        chart.hover()
+    page.locator(".canvas-place").hover()
+    page.mouse.down()
+    page.mouse.move(300, 300)
+    page.mouse.up()
+    for link in page.locator(".top a").all():
+        link.click()
+
+
+def test_arrow_keys_step_through_the_pipeline(open_page: Open) -> None:
+    page = open_page()
+    stepper = page.locator(".stepper")
+    stepper.focus()
+    place, current = page.locator(".place"), page.locator(".stage.now h4")
+    assert place.inner_text() == "Stage 1 of 9"
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert place.inner_text() == "Stage 4 of 9"
+    assert current.inner_text().startswith("4Forward")
+    page.keyboard.press("ArrowUp")
+    assert current.inner_text().startswith("3Batch")
+    page.keyboard.press("End")
+    assert page.locator("button.next").is_disabled()
+    page.keyboard.press("Home")
+    assert page.locator("button.back").is_disabled()
+    assert page.locator(".details:visible").count() == 1
+
+
+def test_buttons_step_and_show_all_stages(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_role("button", name="Next").click()
+    assert page.locator(".stage.now h4").inner_text().startswith("2Sampler")
+    page.get_by_role("button", name="Show all").click()
+    assert page.locator(".details:visible").count() == 9
+
+
+def test_a_curve_says_its_values_by_keyboard(open_page: Open) -> None:
+    page = open_page()
+    page.locator("svg.chart").first.focus()
+    page.keyboard.press("Home")
+    tip = page.locator(".tip:visible")
+    assert tip.inner_text().startswith("step 1: training 2.")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("step 2: ")
+    page.keyboard.press("Escape")
+    assert tip.count() == 0
+
+
+def test_the_timeline_zooms_and_moves_by_keyboard_and_says_what_is_under_the_pointer(
+    open_page: Open,
+) -> None:
+    page = open_page()
+    readout = page.locator(".readout")
+    page.locator(".canvas-place").focus()
+    page.keyboard.press("0")
+    assert readout.inner_text() == "Shown: 0 to 428 ms of 428 ms."
+    page.keyboard.press("+")
+    page.keyboard.press("ArrowRight")
+    assert readout.inner_text() == "Shown: 163 ms to 419 ms of 428 ms."
+    page.keyboard.press("0")
+    page.locator(".canvas-place").hover(position={"x": 130, "y": 30})
+    assert readout.inner_text().startswith("Worker 0: backward, 15")
+
+
+def test_without_javascript_every_stage_curve_and_number_is_there(open_page: Open) -> None:
+    page = open_page(java_script_enabled=False)
+    assert page.locator(".details:visible").count() == 9
+    assert page.locator("svg.chart:visible").count() == 3
+    assert page.locator("svg.timeline-picture").is_visible()
+    assert page.locator("button:visible").count() == 0
+    assert page.locator("canvas").count() == 0
+    shown = page.inner_text("main")
+    for words in ("holds the others up", "3.33 times as fast", "Epoch by epoch", "step00000120"):
+        assert words in shown
+
+
+def test_markup_in_names_and_messages_is_shown_as_text_and_does_nothing(open_page: Open) -> None:
+    page = open_page()
+    assert page.locator("h1").inner_text() == HOSTILE
+    assert page.locator(".messages .text").first.inner_text() == HOSTILE
+    assert page.evaluate("window.harmed") is None
+    assert page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system_can_be_changed_and_are_easy_to_read(
+    scheme: Any, open_page: Open
+) -> None:
+    page = open_page(color_scheme=scheme)
+
+    def darkness() -> bool:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return max(int(part) for part in colour[4:-1].split(",")) < 128
+
+    assert darkness() == (scheme == "dark")
+    assert page.evaluate(TOO_FAINT) == []
+    page.locator("#theme").click()
+    assert darkness() == (scheme == "light")
+    assert page.evaluate(TOO_FAINT) == []
+
+
+@pytest.mark.parametrize("width", [360, 400, 800])
+def test_a_narrow_window_needs_no_scrolling_sideways(width: int, open_page: Open) -> None:
+    page = open_page(viewport={"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_what_has_the_focus_is_outlined_and_the_keyboard_reaches_everything(
+    open_page: Open,
+) -> None:
+    page = open_page()
+    reached = set()
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        found = page.evaluate(
+            """() => {
+                const e = document.activeElement;
+                return [e.id || e.classList[0] || e.textContent, getComputedStyle(e).outlineStyle];
+            }"""
+        )
+        if page.evaluate("document.activeElement === document.body"):
+            break
+        reached.add(found[0])
+        assert found[1] != "none", found
+    assert {"skip", "theme", "chart", "stepper", "next", "canvas-place"} <= reached
+
+
+def test_paper_shows_all_stages_in_light_colours(open_page: Open) -> None:
+    page = open_page(color_scheme="dark")
+    page.emulate_media(media="print")
+    assert page.locator(".details:visible").count() == 9
+    assert page.locator("svg.timeline-picture").is_visible()
+    assert page.locator("button:visible").count() == 0
+    ink = page.evaluate("getComputedStyle(document.body).color")
+    assert max(int(part) for part in ink[4:-1].split(",")) < 100
+
+
+def test_every_picture_has_words_and_every_name_refers_to_something(open_page: Open) -> None:
+    page = open_page()
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll('[role="img"], [role="region"], [role="group"], '
+            + '[role="application"], button, section')]
+            .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.ariaLabelledByElements))
+            .map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert unnamed == []
+    levels = page.evaluate(
+        "[...document.querySelectorAll('h1,h2,h3,h4')].map((e) => Number(e.tagName[1]))"
+    )
+    assert levels.count(1) == 1
+
+
+def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(
+    open_page: Open, tmp_path: Path
+) -> None:
+    folder = synthetic_run(tmp_path / "long", steps=10_000, epochs=100, timeline_steps=200)
+    path = report.write(folder.path)
+    assert path.stat().st_size < 5_000_000
+    page = open_page(path)
+    assert page.get_attribute("html", "data-ready") == "true"
+    # What a browser has to lay out: with few elements there is nothing that could make it stutter.
+    assert page.evaluate("document.querySelectorAll('*').length") < 8000

@@ -1,0 +1,259 @@
+"""Reading run folders of any kind: complete, restarted, running, damaged, empty, hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic_run import BATCH, synthetic_run
+
+from paceline import report
+from paceline.errors import UsageError
+from paceline.report.collect import Story, collect
+from paceline.report.words import find_slow, how_far, how_it_learned, what_it_was, who_waited
+from paceline.run_folder import EventWriter, RunFolder, RunInfo, write_info
+
+INFO = RunInfo(name="small", created=1.0, updated=2.0, workers=2, global_batch=4)
+
+
+def folder_with(path: Path, info: RunInfo | None = INFO) -> RunFolder:
+    folder = RunFolder(path)
+    folder.create()
+    if info is not None:
+        write_info(folder, info)
+    return folder
+
+
+def write_steps(folder: RunFolder, rank: int, *steps: dict[str, Any], size: int = 2) -> None:
+    writer = EventWriter(folder, rank)
+    writer.write("start", size=size, pid=1, host="h", device="cpu", step=0)
+    for index, step in enumerate(steps, start=1):
+        facts = {"step": index, "epoch": 0, "samples": 2, "seconds": 0.5, "metrics": {}}
+        writer.write("step", **facts | step)
+    writer.close()
+
+
+def test_metrics_are_summed_over_ranks_however_uneven_they_are(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_steps(folder, 0, {"metrics": {"loss": [9.0, 3]}})
+    write_steps(folder, 1, {"metrics": {"loss": [1.0, 1]}})
+    (point,) = collect(folder.path).metrics["loss"].points(10)
+    assert point.mean == 10 / 4
+
+
+def test_speed_is_that_of_all_workers_together(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_steps(folder, 0, {"samples": 3, "seconds": 0.5})
+    write_steps(folder, 1, {"samples": 1, "seconds": 0.5})
+    (point,) = collect(folder.path).rate.points(10)
+    assert point.mean == pytest.approx(8.0)
+
+
+def test_steps_that_a_restart_has_undone_do_not_count(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    writer = EventWriter(folder, 0)
+    for begin, loss in ((0, 5.0), (2, 7.0)):
+        writer.write("start", t=10.0 + begin, size=1, pid=1, host="h", device="cpu", step=begin)
+        for step in range(begin + 1, 5):
+            facts = {"samples": 1, "seconds": 1.0, "metrics": {"loss": [loss, 1]}}
+            writer.write("step", t=10.5 + begin, step=step, epoch=0, **facts)
+        writer.write("epoch", t=10.6 + begin, epoch=0, step=4, metrics={"loss": loss})
+    writer.close()
+    story = collect(folder.path)
+    assert [p.mean for p in story.metrics["loss"].points(9)] == [5.0, 5.0, 7.0, 7.0]
+    assert [event["metrics"]["loss"] for event in story.epochs] == [7.0]
+    assert (story.restarts, story.redone, story.ranks[0].steps) == (1, 2, 4)
+
+
+def test_every_sample_of_a_synthetic_run_is_counted_once(tmp_path: Path) -> None:
+    story = collect(synthetic_run(tmp_path / "run", steps=20, ranks=3, epochs=2).path)
+    assert sum(rank.samples for rank in story.ranks.values()) == 20 * BATCH
+    assert story.missing == []
+    assert (len(story.epochs), len(story.checkpoints), story.steps) == (2, 2, 20)
+
+
+def test_memory_does_not_grow_with_the_length_of_the_run(tmp_path: Path) -> None:
+    peaks = []
+    for steps in (300, 1500):
+        folder = synthetic_run(tmp_path / f"run{steps}", steps=steps, ranks=2, epochs=3)
+        tracemalloc.start()
+        collect(folder.path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 500_000
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda f: f.info.unlink(), "There is no run.json"),
+        (lambda f: f.info.write_text("{"), "The description of the run could not be read"),
+        (lambda f: f.info.write_text('{"schema": 99}'), "has schema 99"),
+        (lambda f: f.events_of(1).unlink(), "no events of rank 1"),
+        (lambda f: f.events_of(1).write_bytes(b"\xff\xfe\n{}\n"), "2 lines of events/rank1.jsonl"),
+        (lambda f: f.scaling.write_text("[1]"), "The scaling study could not be read"),
+        (lambda f: f.scaling.mkdir(), "The scaling study could not be read"),
+    ],
+)
+def test_what_is_missing_or_damaged_is_said_on_the_page(
+    break_it: Any, said: str, tmp_path: Path
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=2, epochs=1)
+    break_it(folder)
+    assert any(said in each for each in collect(folder.path).missing)
+    assert "What this page cannot show" in report.write(folder.path).read_text()
+
+
+def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    page = report.write(tmp_path).read_text()
+    assert "This folder holds no run" in page
+    assert "There is nothing in this folder yet." in page
+
+
+def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run folder"):
+        collect(tmp_path / "nothing")
+
+
+def test_half_a_last_line_is_left_for_later_and_not_called_damaged(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1)
+    with open(folder.events_of(0), "ab") as file:
+        file.write(b'{"kind":"step","t":1,"ra')
+    assert collect(folder.path).missing == []
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"schema": 1, "sizes": [{"workers": 1, "speedup": 1.0}]}))
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=2, epochs=1)
+    for path in (folder.scaling, folder.events / "rank2.jsonl", folder.path / "pipeline"):
+        os.symlink(secret, path)
+    story = collect(folder.path)
+    assert story.scaling is None
+    assert sorted(story.ranks) == [0, 1]
+
+
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1)
+    os.mkfifo(folder.scaling)
+    os.mkfifo(folder.events / "rank1.jsonl")
+    said = " ".join(collect(folder.path).missing)
+    assert "scaling.json is not a plain file" in said
+    assert "rank1.jsonl is not a plain file" in said
+
+
+def test_a_line_or_a_document_that_is_too_long_is_left_out(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1)
+    with open(folder.events_of(0), "ab") as file:
+        file.write(b'{"kind":"message","t":1,"rank":0,"text":"' + b"x" * 2**21 + b'"}\n')
+    folder.scaling.write_bytes(b" " * (8 * 2**20 + 1))
+    story = collect(folder.path)
+    assert story.message_count == 0
+    assert any("larger than 8 MiB" in each for each in story.missing)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+EVENT_KEYS = ["step", "epoch", "samples", "seconds", "metrics", "phases", "size", "host", "device"]
+EVENT_KEYS += ["name", "bytes", "metric", "noise_scale", "advice", "slow_rank", "phase", "text"]
+EVENT_KEYS += ["slower_by_s", "level", "reason"]
+KINDS = ["start", "step", "epoch", "evaluation", "checkpoint", "noise", "blame", "message", "stop"]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(KINDS), st.dictionaries(st.sampled_from(EVENT_KEYS), json_values)
+        ),
+        max_size=8,
+    ),
+    steps=st.integers(min_value=-(2**70), max_value=2**70),
+)
+def test_no_event_whatever_it_holds_keeps_the_page_from_being_written(
+    events: list[tuple[str, dict[str, Any]]], steps: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = folder_with(tmp_path_factory.mktemp("run"))
+    lines = [{"kind": kind, "t": 1.0, "rank": 0, "step": steps, **f} for kind, f in events]
+    folder.events.mkdir()
+    folder.events_of(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.write(folder.path).read_text().startswith("<!doctype html>")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    facts=st.dictionaries(
+        st.sampled_from([name for name in RunInfo.__slots__ if name != "schema"]), json_values
+    )
+)
+def test_no_description_whatever_it_holds_keeps_the_page_from_being_written(
+    facts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = synthetic_run(tmp_path_factory.mktemp("run"), steps=2, ranks=1, epochs=1)
+    folder.info.write_text(json.dumps({**json.loads(folder.info.read_text()), **facts}))
+    assert report.write(folder.path).read_text().startswith("<!doctype html>")
+
+
+def story_of(tmp_path: Path, **options: Any) -> Story:
+    return collect(synthetic_run(tmp_path / "run", epochs=2, **{"steps": 60, **options}).path)
+
+
+def test_the_slow_worker_is_named_with_its_phase_as_the_run_blamed_it(tmp_path: Path) -> None:
+    said = who_waited(story_of(tmp_path, slow_rank=1))
+    assert said.startswith("Worker 1 holds the others up: its own work takes 12.3 ms longer")
+    assert "backward (computing gradients) makes the difference" in said
+
+
+def test_without_blame_the_averages_name_the_slow_worker(tmp_path: Path) -> None:
+    story = story_of(tmp_path, slow_rank=3)
+    story.blames.clear()
+    slow = find_slow(story)
+    assert slow is not None
+    assert (slow.rank, slow.phase) == (3, "backward")
+    assert 0.010 < slow.by_s < 0.015
+
+
+def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:
+    assert who_waited(story_of(tmp_path, slow_rank=None)).startswith("No worker holds the others")
+
+
+def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
+    assert "nobody waited" in who_waited(story_of(tmp_path, ranks=1, slow_rank=None))
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("finished", "It finished: 60 steps in 2 epochs"),
+        ("running", "It was still running when this page was made: 60 steps"),
+        ("stopped", "It was stopped after 60 steps in 2 epochs"),
+        ("failed", "It failed after 60 steps in 2 epochs"),
+    ],
+)
+def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> None:
+    assert how_far(story_of(tmp_path, status=status)).startswith(words)
+
+
+def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> None:
+    story = story_of(tmp_path, status="running")
+    assert story.info is not None
+    story.info = replace(story.info, steps=120)
+    assert "60 of 120 steps (50 %)" in how_far(story)
+    assert what_it_was(story) == "4 workers are training DigitsNet (52,650 weights) on cpu."
+
+
+def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_steps(folder, 0, {"metrics": {"loss": [1.0, 1]}}, {"metrics": {"loss": ["nan", 1]}})
+    said = how_it_learned(collect(folder.path))
+    assert said[0].startswith("From step 2 on, some values of loss are not numbers")

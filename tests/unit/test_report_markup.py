@@ -1,0 +1,203 @@
+"""Markup, numbers and curves of the report: text stays text, and no extreme is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.report.charts import Chart, Line, draw, ticks, value_range
+from paceline.report.markup import (
+    Html,
+    count,
+    data_block,
+    duration,
+    figure,
+    listing,
+    number,
+    percent,
+    size,
+    table,
+    tag,
+    text,
+)
+from paceline.report.series import Column, Point
+
+
+class Reading(HTMLParser):
+    """What a browser would take from markup: elements, attributes and text."""
+
+    def __init__(self, markup: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(markup)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_back_as_the_same_text_and_makes_no_element(words: str) -> None:
+    reading = Reading(tag("p", words, title=words))
+    assert reading.elements == ["p"]
+    assert "".join(reading.texts) == text(words)
+    assert [name for name, _ in reading.attributes] == ["title"]
+
+
+@given(st.recursive(st.text(max_size=30), lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+def test_a_data_block_cannot_be_ended_from_inside_and_holds_what_it_was_given(
+    value: object,
+) -> None:
+    block = data_block("x", value)
+    inside = block.partition(">")[2].removesuffix("</script>")
+    assert "<" not in inside
+    assert "\u2028" not in inside
+    assert json.loads(inside) == value
+
+
+def test_a_data_block_survives_the_end_of_a_script_in_a_string() -> None:
+    block = data_block("x", ["</script><script>alert(1)</script>", "<!--"])
+    assert block.count("</script>") == 1
+    assert Reading(block).elements == ["script"]
+
+
+def test_only_what_is_markup_already_is_not_escaped() -> None:
+    assert tag("b", "<i>", Html("<i></i>"), None) == "<b>&lt;i&gt;<i></i></b>"
+
+
+def test_attributes_that_are_none_or_false_are_left_out() -> None:
+    assert tag("a", hidden=True, title=None, lang=False, aria_label='"') == (
+        '<a hidden aria-label="&quot;"></a>'
+    )
+
+
+def test_characters_that_hide_or_turn_text_are_shown_as_unknown() -> None:
+    assert text("a\u202eb\x00c\ud800d") == "a\ufffdb\ufffdc\ufffdd"
+    assert text("two\nlines\tand a tab") == "two\nlines\tand a tab"
+
+
+def test_endless_text_is_cut() -> None:
+    assert text("x" * 5000, 10) == "x" * 10 + "…"
+
+
+def test_a_table_has_a_caption_and_heads_for_its_columns() -> None:
+    shown = table(("a", "b"), [("x", 1)], caption="Things")
+    assert "<caption>Things</caption>" in shown
+    assert shown.count('scope="col"') == 2
+    assert '<td class="number">1</td>' in shown
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (duration(0.0000123), "12.3 µs"),
+        (duration(0.2), "200 ms"),
+        (duration(3.456), "3.46 s"),
+        (duration(61), "1 min 1 s"),
+        (duration(7260), "2 h 1 min"),
+        (duration(0), "0 s"),
+        (duration(None), "\N{EN DASH}"),
+        (duration(math.nan), "\N{EN DASH}"),
+        (size(999), "999 B"),
+        (size(423_104), "423 kB"),
+        (size(5_000_000_000_000), "5 TB"),
+        (percent(0.8325), "83 %"),
+        (percent(0.046), "4.6 %"),
+        (percent(0), "0 %"),
+        (figure(52_650), "52,650"),
+        (figure(0.123456), "0.123"),
+        (figure(1e-9), "1.00e-09"),
+        (figure(math.nan), "not a number"),
+        (figure(0), "0"),
+        (number(100.0), "100"),
+        (number(0.00001), "0.00001"),
+        (number(-2.5), "-2.5"),
+        (count(1, "worker"), "1 worker"),
+        (count(1000, "worker"), "1,000 workers"),
+        (listing(["a", "b", "c"]), "a, b and c"),
+        (listing(["a"]), "a"),
+        (listing([]), ""),
+    ],
+)
+def test_numbers_are_said_as_people_say_them(said: str, expected: str) -> None:
+    assert said == expected
+
+
+def test_a_curve_is_the_sum_over_all_ranks_divided_by_the_count() -> None:
+    column = Column()
+    column.add(7, total=6.0, weight=2)
+    column.add(7, total=1.0, weight=1)
+    assert column.points(10) == [Point(7, 7 / 3, 7 / 3, 7 / 3)]
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(min_value=1, max_value=50)
+)
+def test_fewer_points_keep_the_lowest_the_highest_and_the_mean(
+    values: list[float], limit: int
+) -> None:
+    column = Column()
+    for step, value in enumerate(values):
+        column.add(step, value, 1)
+    points = column.points(limit)
+    assert len(points) <= limit
+    assert min(p.low for p in points) == min(values)
+    assert max(p.high for p in points) == max(values)
+    assert all(p.low - 1e-6 <= p.mean <= p.high + 1e-6 for p in points)
+
+
+@pytest.mark.parametrize("steps", [1, 16, 17, 1000])
+def test_a_run_longer_than_the_table_keeps_its_sums(steps: int) -> None:
+    column = Column(cells=16)
+    for step in range(steps):
+        column.add(step, 2.0, 1)
+    found = list(column.values())
+    assert len(found) <= 16
+    assert sum(total for _, total, _ in found) == 2.0 * steps
+    assert column.last == steps - 1
+
+
+def test_values_that_are_no_numbers_are_remembered_and_not_averaged() -> None:
+    column = Column()
+    column.add(5, math.nan, 1)
+    column.add(3, math.inf, 1)
+    column.add(4, 1.0, 1)
+    assert column.first_bad == 3
+    assert [p.mean for p in column.points(9)] == [1.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-3, 17.5), (1e-9, 2e-9), (0, 1e12)])
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 8
+    margin = (high - low) * 1e-6 + 1e-12
+    assert all(low - margin <= mark <= high + margin for mark in found)
+
+
+def test_one_wild_peak_is_cut_off_and_said() -> None:
+    points = [Point(step, 1 - step / 100, 1 - step / 100, 1 - step / 100) for step in range(50)]
+    points[30] = Point(30, 1000.0, 1000.0, 1000.0)
+    chart = Chart("Loss", [Line("training", "train", points)])
+    _, high, cut = value_range(chart)
+    assert high < 3
+    assert cut == points[30]
+    assert "A peak of 1,000 near step 30 is cut off" in draw(chart)
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [5.0, 5.0, 5.0], [-1.0, -2.0]])
+def test_flat_and_single_curves_can_be_drawn(values: list[float]) -> None:
+    points = [Point(step, value, value, value) for step, value in enumerate(values)]
+    shown = draw(Chart("Loss", [Line("training", "train", points)], from_zero=True))
+    assert "nan" not in shown
+    assert "not a number" not in shown
