@@ -1,28 +1,37 @@
-"""`paceline demo`: the table, the promises it checks, and its mistakes."""
+"""`paceline demo`: the table, the promises it checks, what it leaves behind, and its mistakes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import demo
 from paceline.cli import main
+from paceline.demo import words
+from paceline.demo.options import BATCH_ROWS, Options
+from paceline.demo.outcome import Epoch, Outcome, Resumed
+from paceline.run_folder import RunFolder, read_events, read_info
 
-
-def rows_of(text: str) -> list[tuple[int, float, float, float]]:
-    """The table of epochs: epoch, loss, accuracy in percent, seconds."""
-    found = re.findall(r"^ +(\d+) +(\d\.\d{4}) +(\d+\.\d)% +(\d+\.\d{3})$", text, re.M)
-    return [(int(e), float(loss), float(acc), float(s)) for e, loss, acc, s in found]
+# As many as two workers and three make of them.
+SHARDS = 6
 
 
 @pytest.fixture(scope="module")
-def shown() -> str:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def shown(folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "demo"],
+        [sys.executable, "-m", "paceline", "demo", "--folder", str(folder)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -33,7 +42,13 @@ def shown() -> str:
     return done.stdout
 
 
-def test_the_demo_ends_in_a_table_of_falling_losses_and_good_accuracy(shown: str) -> None:
+def rows_of(text: str) -> list[tuple[int, float, float, float]]:
+    """The table of epochs: epoch, loss, accuracy in percent, seconds."""
+    found = re.findall(r"^ +(\d+) +(\d\.\d{4}) +(\d+\.\d)% +(\d+\.\d{3})$", text, re.M)
+    return [(int(e), float(loss), float(acc), float(s)) for e, loss, acc, s in found]
+
+
+def test_the_demo_shows_a_table_of_falling_losses_and_good_accuracy(shown: str) -> None:
     table = rows_of(shown)
     assert [row[0] for row in table] == [1, 2, 3, 4, 5]
     losses = [row[1] for row in table]
@@ -41,11 +56,12 @@ def test_the_demo_ends_in_a_table_of_falling_losses_and_good_accuracy(shown: str
     assert table[-1][2] >= 90
 
 
-def test_the_demo_says_who_gets_what_and_where_gradients_meet(shown: str) -> None:
+def test_the_demo_says_who_gets_what_where_gradients_meet_and_why(shown: str) -> None:
     assert "1,000 rows of 10 features" in shown
     assert "worker 0: 50 rows" in shown
     assert "worker 1: 50 rows" in shown
     assert "gradients summed" in shown
+    assert "policy  Global batch 100, as on one device: each of 2 workers gets 50 rows" in shown
 
 
 def test_the_demo_proves_that_workers_are_equal_and_exact(shown: str) -> None:
@@ -55,49 +71,122 @@ def test_the_demo_proves_that_workers_are_equal_and_exact(shown: str) -> None:
     assert float(found[1]) < 1e-5
 
 
-def test_the_demo_is_plain_text_of_80_columns(shown: str) -> None:
+def test_the_demo_resumes_on_another_number_of_workers(shown: str) -> None:
+    told = shown.replace("\n", " ")
+    found = re.search(
+        r"step 25 on 3 workers, it ends with the same parameters: difference (\S+)\. ", told
+    )
+    assert found
+    assert float(found[1]) < 1e-5
+
+
+def test_the_demo_says_whether_more_workers_would_help(shown: str) -> None:
+    assert re.search(r"gradient noise scale is about \d+, the\s+global\s+batch\s+100", shown)
+
+
+def test_the_demo_is_plain_text_of_80_columns(shown: str, folder: Path) -> None:
     assert shown.isascii()
     assert "\x1b" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    lines = [line for line in shown.splitlines() if str(folder) not in line]
+    assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder: Path) -> None:
+    report = folder / "demo" / "report.html"
+    assert shown.splitlines()[-2:] == [str(folder), str(report)]
+    assert "<html" in report.read_text()[:1000]
+    run, resumed = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
+    info = read_info(run)
+    assert info is not None
+    assert (info.status, info.workers, info.shards, info.step) == ("finished", 2, SHARDS, 50)
+    assert info.policy == [words.policy(Options())]
+    assert {e["kind"] for e in read_events(run)} >= {"step", "epoch", "checkpoint", "noise"}
+    first = next(e for e in read_events(resumed) if e["kind"] == "start")
+    assert (first["size"], first["step"]) == (3, 25)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_trains_what_one_process_trains(
-    workers: int, capsys: pytest.CaptureFixture[str]
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--workers", str(workers), "--seed", "3", "--json"]) == 0
+    flags = ["--workers", str(workers), "--seed", "3", "--epochs", "2", "--json"]
+    assert main(["demo", *flags, "--folder", str(tmp_path / "new")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["is_bit_equal"]
     assert result["difference"] < 1e-6
-    assert sum(result["rows_by_worker"]) == 5 * 1000
-    assert max(result["rows_by_worker"]) - min(result["rows_by_worker"]) <= 50
+    assert result["resumed"] == {
+        "workers": workers + 1,
+        "step": 15,
+        "steps": 5,
+        "difference": pytest.approx(0, abs=1e-6),
+    }
+    assert sum(result["rows_by_worker"]) == 2 * 1000
+    assert max(result["rows_by_worker"]) - min(result["rows_by_worker"]) <= 20
     losses = [row["loss"] for row in result["epochs"]]
     assert losses == sorted(losses, reverse=True)
-    assert result["epochs"][-1]["accuracy"] >= 0.9
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 100])
-def test_the_picture_fits_and_its_rows_add_up(workers: int) -> None:
-    shown = demo.introduction(demo.Options(workers=workers))
-    assert max(map(len, shown.splitlines())) <= 80
-    rows = [int(number) for number in re.findall(r"worker \d+: +(\d+) row", shown)]
-    if workers <= 4:
-        assert sum(rows) == 100
-    assert max(rows) - min(rows) <= 1
+def outcome(**changes: Any) -> Outcome:
+    """One that is as promised, but for the changes."""
+    good = Outcome(
+        epochs=[Epoch(1, 0.5, 0.8, 0.1)],
+        rows_by_worker=[50, 50],
+        parameters=418,
+        is_bit_equal=True,
+        difference=0.0,
+        resumed=Resumed(workers=3, step=25, steps=25, difference=0.0),
+        checkpoints=6,
+        noise="The gradient noise scale is unknown.",
+        folder="/somewhere",
+        report="/somewhere/demo/report.html",
+    )
+    return dataclasses.replace(good, **changes)
 
 
-def test_a_broken_promise_is_said_and_fails() -> None:
-    epochs = [demo.Epoch(1, 0.5, 0.8, 0.1)]
-    different = demo.Outcome(epochs, [50, 50], 418, is_bit_equal=False, difference=0.0)
-    inexact = demo.Outcome(epochs, [50, 50], 418, is_bit_equal=True, difference=0.01)
-    assert not different.is_as_promised
-    assert not inexact.is_as_promised
-    assert "NOT EQUAL" in demo.report(different)
-    assert "OTHER parameters" in demo.report(inexact)
+def test_a_quiet_demo_has_nothing_to_say_when_all_is_well() -> None:
+    assert outcome().is_as_promised
+    assert words.complaints(outcome()) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("changes", "words_said"),
+    [
+        ({"is_bit_equal": False}, "NOT EQUAL"),
+        ({"difference": 0.01}, "one process gives OTHER parameters"),
+        ({"resumed": Resumed(3, 25, 25, 0.01)}, "ends with OTHER parameters"),
+    ],
+)
+def test_a_broken_promise_is_said_and_fails(changes: dict[str, Any], words_said: str) -> None:
+    broken = outcome(**changes)
+    assert not broken.is_as_promised
+    assert words_said in " ".join(words.report(broken))
+    assert words_said in " ".join(words.complaints(broken))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 9, 10, 100])
+def test_the_picture_fits_and_its_rows_add_up(workers: int) -> None:
+    shown = words.introduction(Options(workers=workers))
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = [int(number) for number in re.findall(r"worker \d+: +(\d+) row", shown)]
+    if workers <= 4:
+        assert sum(rows) == BATCH_ROWS
+    assert max(rows) - min(rows) <= 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 9, 10, 55, 100])
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_every_demo_can_be_resumed_by_others_in_the_middle_of_an_epoch(
+    workers: int, epochs: int
+) -> None:
+    options = Options(workers=workers, epochs=epochs)
+    assert options.other_workers != workers
+    assert 1 <= options.other_workers <= options.shards <= BATCH_ROWS
+    assert 0 < options.checkpoint_step < epochs * 10
+    assert options.checkpoint_step % 10 != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words_said"),
     [
         (["--workers", "0"], "--workers is 0"),
         (["--workers", "101"], "1 to 100"),
@@ -107,7 +196,27 @@ def test_a_broken_promise_is_said_and_fails() -> None:
     ],
 )
 def test_a_mistake_is_explained(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words_said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert words_said in capsys.readouterr().err
+
+
+def test_a_folder_with_something_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("the only copy")
+    assert main(["demo", "--folder", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["demo", "--folder", str(tmp_path / "thesis.txt")]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_the_default_folder_is_new_and_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    one, other = demo.make_folder(None), demo.make_folder(None)
+    assert one != other
+    assert one.parent == tmp_path
+    assert one.stat().st_mode & 0o777 == 0o700
