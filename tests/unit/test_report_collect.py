@@ -209,7 +209,7 @@ def story_of(tmp_path: Path, **options: Any) -> Story:
 
 
 def test_the_slow_worker_is_named_with_its_phase_as_the_run_blamed_it(tmp_path: Path) -> None:
-    said = who_waited(story_of(tmp_path, slow_rank=1))
+    said = who_waited(story_of(tmp_path, slow_rank=1)).replace("\N{NO-BREAK SPACE}", " ")
     assert said.startswith("Worker 1 holds the others up: its own work takes 12.3 ms longer")
     assert "backward (computing gradients) makes the difference" in said
 
@@ -248,7 +248,7 @@ def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> 
     story = story_of(tmp_path, status="running")
     assert story.info is not None
     story.info = replace(story.info, steps=120)
-    assert "60 of 120 steps (50 %)" in how_far(story)
+    assert "60 of 120 steps (50\N{NO-BREAK SPACE}%)" in how_far(story)
     assert what_it_was(story) == "4 workers are training DigitsNet (52,650 weights) on cpu."
 
 

@@ -22,6 +22,8 @@ _UNSEEN = re.compile(
 _TEXT_LIMIT = 2000
 NOTHING = "\N{EN DASH}"
 """What a table says where there is no number."""
+_NB = "\N{NO-BREAK SPACE}"
+"""Between a number and its unit, so that no line ends there."""
 
 
 class Html(str):
@@ -135,11 +137,13 @@ def duration(seconds: float | None) -> str:
     if abs(seconds) < 59.95:
         for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
             if abs(seconds) * factor >= 0.9995:
-                return f"{number(seconds * factor, 3)} {unit}"
-        return "0 s" if seconds == 0 else f"{number(seconds * 1e9, 3)} ns"
+                return f"{number(seconds * factor, 3)}{_NB}{unit}"
+        return f"0{_NB}s" if seconds == 0 else f"{number(seconds * 1e9, 3)}{_NB}ns"
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    if hours:
+        return f"{hours:,}{_NB}h {minutes}{_NB}min"
+    return f"{minutes}{_NB}min {rest}{_NB}s"
 
 
 def size(amount: float | None) -> str:
@@ -148,16 +152,17 @@ def size(amount: float | None) -> str:
         return NOTHING
     for unit in ("B", "kB", "MB", "GB"):
         if abs(amount) < 999.5:
-            return f"{number(amount, 3)} {unit}"
+            return f"{number(amount, 3)}{_NB}{unit}"
         amount /= 1000
-    return f"{number(amount, 3)} TB"
+    return f"{number(amount, 3)}{_NB}TB"
 
 
 def percent(share: float | None) -> str:
     if share is None or not math.isfinite(share):
         return NOTHING
     value = share * 100
-    return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
+    places = 1 if 0 < abs(value) < 9.95 else 0
+    return f"{value:.{places}f}{_NB}%"
 
 
 def sentence(value: object) -> str:

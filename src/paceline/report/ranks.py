@@ -116,7 +116,7 @@ def _table(ranks: Sequence[Rank], slow: int | None) -> Html:
     names = [name for name in PHASES if any(name in rank.phases for rank in ranks)]
     own = [name for name in names if name in OWN_PHASES]
     others = [name for name in names if name not in OWN_PHASES]
-    head = ["worker", "samples", "own work", *own, *others, "waiting", "verdict"]
+    head = ["worker", "samples", "own work", *own, *others, "time waiting", "verdict"]
     rows = []
     for rank in ranks:
         waited = rank.phases.get("wait")
@@ -131,7 +131,7 @@ def _table(ranks: Sequence[Rank], slow: int | None) -> Html:
                 tag("b", duration(rank.own_s)),
                 *(duration(rank.phase_s(name)) for name in (*own, *others)),
                 percent(share),
-                verdict if rank.phases else "not measured",
+                tag("span", verdict if rank.phases else "not measured", class_="keep"),
             ]
         )
     where = {(rank.host, rank.device) for rank in ranks}

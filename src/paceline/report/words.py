@@ -194,9 +194,11 @@ def where_time_went(story: Story) -> str:
     if not share:
         return ""
     computing = sum(share.get(name, 0) for name in ("forward", "backward", "optimizer"))
-    parts = [f"{percent(computing)} computing"]
-    for name, said in (("data", "fetching samples"), ("wait", "waiting for the slowest worker")):
-        parts += [f"{percent(share[name])} {said}"] if share.get(name, 0) >= 0.005 else []
-    if share.get("transfer", 0) >= 0.005:
-        parts.append(f"{percent(share['transfer'])} exchanging gradients")
+    parts = [f"{percent(computing)} went to computing"]
+    for name, said in (
+        ("data", "fetching samples"),
+        ("wait", "waiting for the slowest worker"),
+        ("transfer", "exchanging gradients"),
+    ):
+        parts += [f"{percent(share[name])} to {said}"] if share.get(name, 0) >= 0.005 else []
     return f"Of the workers' time, {listing(parts)}."
