@@ -75,8 +75,8 @@ def test_the_stages_of_the_issue_are_in_the_picture_of_distributed_data_parallel
 
 def test_the_sample_and_the_weight_are_marked_where_they_are() -> None:
     shown = text_of(DDP)
-    assert "● row 17 is row 8 here" in shown
-    assert "Sample 17 went to worker 1 as row 8 there" in shown
+    assert "● row 17 is row 34 here" in shown
+    assert "Sample 17 went to worker 1 as row 34 there" in shown
     assert shown.count("◆") > 8
     assert "averaged to" in shown
 

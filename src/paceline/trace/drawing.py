@@ -71,7 +71,7 @@ def draw_training(training: Training, width: int = WIDTH) -> list[Line]:
     """The table of epochs, an observation beside each, and one below."""
     has_evaluation = any(e.evaluation_loss is not None for e in training.epochs)
     header = f"{'epoch':>7} {'loss':>9} {'accuracy':>9} {'seconds':>8}"
-    header += f" {'new rows':>9}" if has_evaluation else ""
+    header += f" {'unseen':>9}" if has_evaluation else ""
     lines = [Line("Training", "title"), Line(f"{header}  what it says", "quiet")]
     for epoch in training.epochs:
         accuracy = "-" if epoch.accuracy is None else f"{epoch.accuracy:.1%}"
@@ -82,6 +82,9 @@ def draw_training(training: Training, width: int = WIDTH) -> list[Line]:
         said = textwrap.wrap(epoch.observation, max(10, width - len(row) - 2)) or [""]
         lines.append(Line(f"{row}  {said[0]}"))
         lines += [Line(" " * (len(row) + 2) + more) for more in said[1:]]
+    if has_evaluation:
+        told = "unseen: the loss on rows that are not trained on"
+        lines.append(Line(f"  {told}", "quiet"))
     return [*lines, Line(""), *_paragraph(training.observation, width, "  ")]
 
 

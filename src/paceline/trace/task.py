@@ -150,7 +150,7 @@ def _as_task(made: Any, target: str) -> Task:
         parts = dict(zip(("model", "dataset", "loss_fn"), made, strict=True))
     else:
         raise UsageError(
-            f"{target!r} returned a {type(made).__name__}.", advice=f"Return {_EXPECTED}."
+            f"{target!r} returned {type(made).__name__}.", advice=f"Return {_EXPECTED}."
         )
     unknown = sorted(map(str, parts.keys() - KEYS))
     missing = sorted({"model", "dataset", "loss_fn"} - parts.keys())

@@ -1,0 +1,246 @@
+"""`paceline trace`: real engines, real workers, from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.pipeline import schema, validate
+from paceline.trace import task
+
+USERS_FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from sizes import CLASSES
+
+def make():
+    x = torch.randn(60, 1, 8, 8)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES))
+    return {
+        "model": net,
+        "dataset": (x, torch.randint(CLASSES, (60,))),
+        "loss_fn": F.cross_entropy,
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    }
+
+def pair():
+    return nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1)), F.mse_loss
+
+def nothing(): return 3
+def unknown(): return {"model": nn.Linear(1, 1), "data": None}
+def no_model(): return "net", (torch.zeros(2), torch.zeros(2)), F.mse_loss
+def uneven(): return nn.Linear(1, 1), (torch.zeros(2), torch.zeros(3)), F.mse_loss
+def rows(): return nn.Linear(1, 1), [torch.zeros(1)] * 9, F.mse_loss
+def frozen(): return nn.ReLU(), (torch.zeros(9), torch.zeros(9)), F.mse_loss
+def needs(size): return None
+def loops(): return nn.Linear(1, 1), iter([]), F.mse_loss
+def strange(): return {"model": nn.Linear(1, 1), "dataset": (torch.zeros(9, 1),) * 2,
+                       "loss_fn": F.mse_loss, "kind": "odd"}
+"""
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "sizes.py").write_text("CLASSES = 5\n")
+    path = tmp_path / "mine.py"
+    path.write_text(USERS_FILE)
+    yield str(path)
+    sys.modules.pop("sizes", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def trace(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["trace", "--json", *arguments]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    validate(document)
+    return document
+
+
+@pytest.mark.parametrize("engine", ["dp", "ddp"])
+def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
+    engine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--sample", "17", "--weight", "2.weight[0,3]", "--epochs", "3", "--predict", "5"]
+    folder = tmp_path / "run"
+    document = trace(capsys, "--engine", engine, "--folder", str(folder), *flags)
+    shapes = {
+        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"]]
+        for stage in document["stages"]
+    }
+    assert shapes["data"] == [[1_000, 10]]
+    assert shapes["forward"] == [[50, 1], [50, 1]]
+    if engine == "dp":
+        assert shapes["batch"] == [[100, 10]]
+        assert shapes["split"] == [[50, 10], [50, 10]]
+        assert shapes["gather"] == [[100, 1]]
+    else:
+        assert shapes["sampler"] == [[50], [50]]
+        assert shapes["batch"] == [[50, 10], [50, 10]]
+        assert shapes["all-reduce"] == [[385], [385]]
+    check = document["check"]
+    assert (check["how"], check["is_same"]) == ("whole batch", True)
+    assert check["difference"] < 1e-5
+    losses = [epoch["loss"] for epoch in document["training"]["epochs"]]
+    assert losses == sorted(losses, reverse=True)
+    assert document["training"]["epochs"][-1]["observation"].startswith("falling")
+    kinds = [layer["kind"] for layer in document["prediction"]["layers"]]
+    assert kinds == ["Linear", "ReLU", "Linear"]
+    assert document["prediction"]["answer"]["kind"] == "class"
+    written = schema.read(folder / "pipeline" / f"step{document['step']}.json")
+    assert schema.to_json(written) == document
+    assert main(["trace", str(folder), "--ascii"]) == 0
+    assert "ok same as one process on the whole batch" in capsys.readouterr().out
+
+
+def test_both_engines_train_to_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [
+        trace(capsys, "--engine", engine, "--workers", workers, "--epochs", "2")["training"]
+        for engine, workers in (("dp", "1"), ("dp", "3"), ("ddp", "3"))
+    ]
+    for table in tables[1:]:
+        for one, two in zip(tables[0]["epochs"], table["epochs"], strict=True):
+            assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+            assert two["evaluation_loss"] == pytest.approx(one["evaluation_loss"], abs=1e-5)
+            assert two["accuracy"] == one["accuracy"]
+
+
+@pytest.mark.parametrize("engine", ["dp", "ddp"])
+def test_no_values_leaks_no_value(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = trace(capsys, "--engine", engine, "--no-values", "--predict", "5", "--epochs", "1")
+    built = task.built_in(seed=0)
+    secrets = {float(v) for v in built.dataset.tensors[0].flatten().tolist()}
+    secrets |= {float(v) for param in built.model.parameters() for v in param.flatten().tolist()}
+    assert not document["has_values"]
+    found = set(numbers(document)) & secrets
+    assert not found
+    assert document["prediction"]["answer"] is None
+
+
+def numbers(value: Any, key: str = "") -> Iterator[float]:
+    """Every number that is neither a count nor a statistic."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name != "stats":
+                yield from numbers(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers(item, key)
+    elif type(value) is float:
+        yield value
+
+
+def test_the_scan_for_values_finds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    document = trace(capsys, "--engine", "dp", "--values")
+    secrets = {float(v) for v in task.built_in(seed=0).dataset.tensors[0].flatten().tolist()}
+    assert len(set(numbers(document)) & secrets) > 5
+
+
+@pytest.mark.parametrize("engine", ["dp", "ddp"])
+def test_a_users_own_model_is_traced_without_values(
+    engine: str, users_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--batch", "20", "--workers", "3", "--epochs", "2", "--predict", "0"]
+    document = trace(capsys, "--engine", engine, "--model", f"{users_file}:make", *flags)
+    assert not document["has_values"]
+    assert document["check"]["is_same"]
+    assert document["prediction"]["layers"][-1]["output"]["shape"] == [1, 5]
+    assert document["training"]["epochs"][0]["accuracy"] is not None
+    assert document["training"]["epochs"][0]["evaluation_loss"] is None
+
+
+def test_values_of_a_users_model_are_kept_when_asked(
+    users_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--batch", "9", "--predict", "4", "--values", "--engine", "dp"]
+    document = trace(capsys, "--model", f"{users_file}:pair", *flags)
+    assert document["prediction"]["answer"]["kind"] == "value"
+    assert document["prediction"]["answer"]["value"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "0"], "--workers is 0"),
+        (["--batch", "1"], "cannot be shared among 2 workers"),
+        (["--batch", "1001"], "only 1000 rows"),
+        (["--epochs", "-1"], "--epochs is -1"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--sample", "1000"], "the dataset has 1,000 rows"),
+        (["--predict", "-1"], "--predict is -1"),
+        (["--weight", "0.wieght"], "did you mean '0.weight'?"),
+        (["--weight", "0.weight[99,0]"], "whose shape is (32, 10)"),
+        (["--engine", "horovod"], "invalid choice"),
+        (["--device", "tpu"], "invalid choice"),
+        (["--enigne", "dp"], "did you mean --engine?"),
+        (["--step", "2"], "Name a run folder"),
+        (["--model", "mine"], "Write it as FILE:function"),
+        (["--model", "no/such.py:make"], "no file 'no/such.py'"),
+        (["--model", "no.such:make"], "cannot be imported"),
+        (["--folder", "a b"], "cannot be named"),
+        (["no-such-run"], "cannot be read"),
+    ],
+)
+def test_nonsense_is_explained_and_exits_with_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.rstrip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("absent", "no function 'absent'"),
+        ("nothing", "returned int"),
+        ("unknown", "no 'dataset'"),
+        ("no_model", "is a str"),
+        ("uneven", "2 inputs and 3 targets"),
+        ("rows", "not a pair of input and target"),
+        ("frozen", "nothing to train"),
+        ("needs", "needs arguments"),
+        ("loops", "without rows to pick from"),
+        ("strange", "kind of"),
+    ],
+)
+def test_a_users_mistake_is_explained(
+    function: str, words: str, users_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--batch", "2", "--model", f"{users_file}:{function}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_without_recorded_steps_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "no recorded step" in capsys.readouterr().err
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "step4.json").write_text("{}")
+    assert main(["trace", str(tmp_path), "--step", "5"]) == 2
+    assert "It has 4." in capsys.readouterr().err
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "no recorded step" in capsys.readouterr().err
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    path = Path(__file__).parents[1] / "data" / "pipeline-ddp.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "trace", str(path)],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert max(map(len, done.stdout.splitlines())) <= 80
