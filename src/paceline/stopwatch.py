@@ -69,18 +69,14 @@ class Stopwatch:
 
     def enter(self, phase: str) -> None:
         """What is done from now on belongs to `phase`."""
-        now = self._clock()
-        self._account(self.phase, self._accounted_ns, now, self.step)
-        self._accounted_ns = now
-        self.phase = phase
-        self.since_ns = now
+        self._change(phase, ends_step=False)
 
     def end_step(self, *, counts: bool = True) -> None:
         """All sums of this step have arrived, or it has failed.
 
         A step that does not count was no work of this rank's own.
         """
-        self.enter("other")
+        self._change("other", ends_step=True)
         self.bucket = self.waits_for = None
         self._close(self.step, counts)
         self.step += 1
@@ -97,11 +93,19 @@ class Stopwatch:
         """
         return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in PHASES}
 
-    def _account(self, phase: str, begin_ns: int, end_ns: int, step: int) -> None:
+    def _change(self, phase: str, ends_step: bool) -> None:
+        now = self._clock()
+        self._account(self.phase, self._accounted_ns, now, self.step, ends_step)
+        self._accounted_ns = now
+        self.phase = phase
+        self.since_ns = now
+
+    def _account(self, phase: str, begin_ns: int, end_ns: int, step: int, ends_step: bool) -> None:
         self._step_ns[phase] += end_ns - begin_ns
         recorder = spans.recorder()
-        if recorder is not None and phase != "other":
-            recorder.add(phase, begin_ns, end_ns, {"step": step})
+        if recorder is not None and (phase != "other" or ends_step):
+            facts = {"step": step, "last": True} if ends_step else {"step": step}
+            recorder.add(phase, begin_ns, end_ns, facts)
 
     def _close(self, step: int, counts: bool) -> None:
         for phase, ns in self._step_ns.items():
@@ -161,7 +165,7 @@ class DeviceStopwatch(Stopwatch):
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
             self._reached = event
             now = round(self._exact_ns)
-            self._account(phase, self._accounted_ns, now, step)
+            self._account(phase, self._accounted_ns, now, step, counts is not None)
             self._accounted_ns = now
             if counts is not None:
                 self._close(step, counts)

@@ -48,7 +48,7 @@ class Recording:
     rank: int
     clocks: list[Clock] = field(default_factory=list)
     waits_us: dict[int, float] = field(default_factory=dict)
-    """The last wait of each step, which is the one for the sums of its gradients."""
+    """By step, how long the rank waited for the sums of its gradients."""
     phases: Phases = field(default_factory=lambda: Phases())
     cost_us: float = 0.0
     recorded_us: float = 0.0
@@ -56,7 +56,7 @@ class Recording:
 
 
 class Phases:
-    """Adds up the phases of whole steps, from the end of one's last wait to that of another's.
+    """Adds up the phases of whole steps, from the end of one to the end of another.
 
     The first steps are left out where there are enough: they import, allocate and learn.
     """
@@ -66,37 +66,25 @@ class Phases:
         self.begin_us = 0.0
         self.end_us = 0.0
         self.counted: set[int] = set()
-        self._step: int | None = None
         self._parts: list[tuple[str, float]] = []
-        self._waits = 0
-        """How many of the parts belong to the step, up to its last wait."""
-        self._last_end_us = 0.0
         self._ended = 0
 
-    def add(self, name: str, end_us: float, duration_us: float, step: int) -> None:
-        if name == "wait" and self._step is not None and step != self._step:
-            self.close()
+    def add(self, name: str, duration_us: float) -> None:
         self._parts.append((name, duration_us))
-        if name == "wait":
-            self._step, self._last_end_us, self._waits = step, end_us, len(self._parts)
 
-    def close(self) -> None:
-        """The last wait of a step is known to be the last when another step's begins."""
-        if self._step is None:
-            return
+    def end_step(self, step: int, end_us: float) -> None:
         if self._ended == 0:
-            self.begin_us = self._last_end_us
+            self.begin_us = end_us
         else:
             if self._ended == WARM_UP_STEPS + 1:
                 self.begin_us, self.us_by_phase = self.end_us, dict.fromkeys(PHASES, 0.0)
                 self.counted.clear()
-            self.counted.add(self._step)
-            for name, duration in self._parts[: self._waits]:
+            self.counted.add(step)
+            for name, duration in self._parts:
                 self.us_by_phase[name] += duration
-        self.end_us = self._last_end_us
-        del self._parts[: self._waits]
+        self.end_us = end_us
+        self._parts.clear()
         self._ended += 1
-        self._step, self._waits = None, 0
 
 
 def find_recordings(folder: Path) -> list[Path]:
@@ -144,11 +132,11 @@ def survey(path: Path) -> Recording:
         elif event.get("ph") == "X" and _is_number(event.get("ts"), event.get("dur")):
             step = args.get("step")
             if event.get("tid") == COMPUTE and event["name"] in PHASES and type(step) is int:
-                end = event["ts"] + event["dur"]
-                found.phases.add(event["name"], end, event["dur"], step)
-                if event["name"] == "wait":
-                    found.waits_us[step] = event["dur"]
-    found.phases.close()
+                found.phases.add(event["name"], event["dur"])
+                if args.get("last") is True:
+                    found.phases.end_step(step, event["ts"] + event["dur"])
+                    if event["name"] == "wait":
+                        found.waits_us[step] = event["dur"]
     return found
 
 
@@ -212,7 +200,7 @@ def merge(recordings: Sequence[Recording], steps: range | None = None) -> Iterat
                         yield event
             elif _is_number(event.get("ts")) and _is_chosen(event, steps):
                 event["ts"] = round(event["ts"] + shift, 3)
-                yield from _split_wait(event, recording, transfers)
+                yield from _split_wait(event, transfers)
 
 
 def _first_us(recording: Recording, first: Clock, steps: range | None) -> float:
@@ -229,16 +217,15 @@ def _is_chosen(event: TraceEvent, steps: range | None) -> bool:
     return steps is None or (type(step) is int and step in steps)
 
 
-def _split_wait(
-    event: TraceEvent, recording: Recording, transfers: Mapping[int, float]
-) -> Iterator[TraceEvent]:
+def _split_wait(event: TraceEvent, transfers: Mapping[int, float]) -> Iterator[TraceEvent]:
     args = event.get("args")
-    step = args.get("step") if isinstance(args, dict) else None
+    args = args if isinstance(args, dict) else {}
+    step = args.get("step")
     if (
         event["name"] != "wait"
         or type(step) is not int
         or step not in transfers
-        or event.get("dur") != recording.waits_us.get(step)
+        or args.get("last") is not True
     ):
         yield event
         return

@@ -78,7 +78,10 @@ def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
     spans.stop()
     trace = json.loads((tmp_path / "rank0.trace.json").read_text())
     found = [(e["name"], e["ts"], e["dur"], e["args"]) for e in trace if e["ph"] == "X"]
-    assert found == [("forward", 1, 2, {"step": 0}), ("backward", 4, 5, {"step": 0})]
+    assert found == [
+        ("forward", 1, 2, {"step": 0}),
+        ("backward", 4, 5, {"step": 0, "last": True}),
+    ]
 
 
 def test_waiting_inside_a_phase_is_not_that_phase() -> None:

@@ -1,0 +1,117 @@
+"""Recordings of real training: what the ranks did, on one clock."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DDPOptions, DistributedDataParallel, spans, timeline
+from paceline.testing import run_processes, seeded
+from paceline.timeline import Recording
+from paceline.world import World
+
+SIZE, STEPS = 3, 6
+TRANSPORTS = ("shared_memory", "c10d")
+
+Event = dict[str, Any]
+
+
+def train(world: World, folder: str) -> None:
+    """A recording for each transport, one after the other."""
+    for transport in TRANSPORTS:
+        os.environ["PACELINE_TIMELINE"] = os.path.join(folder, transport)
+        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 2))
+        model = DistributedDataParallel(
+            seeded(net),
+            process_group=world.group,
+            bucket_cap_mb=0.005,
+            options=DDPOptions(transport=transport),  # type: ignore[arg-type]
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+        spans.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recordings")
+    run_processes(SIZE, train, str(folder))
+    return folder
+
+
+def survey(folder: Path) -> list[Recording]:
+    return [timeline.survey(path) for path in timeline.find_recordings(folder)]
+
+
+def by_step(events: list[Event], rank: int) -> list[list[Event]]:
+    """The events of a rank, step by step."""
+    mine = [event for event in events if event["ph"] != "M" and event["pid"] == rank]
+    steps = sorted({event["args"]["step"] for event in mine if "step" in event["args"]})
+    return [[e for e in mine if e["args"].get("step") == step] for step in steps]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_phase_of_every_rank_is_there_in_its_order(folder: Path, transport: str) -> None:
+    events = list(timeline.merge(survey(folder / transport)))
+    for rank in range(SIZE):
+        found = by_step(events, rank)[STEPS - 1]
+        begins = {event["name"]: event["ts"] for event in found if event["tid"] == 1}
+        order = ["optimizer", "data", "forward", "backward"]
+        assert [begins[name] for name in order] == sorted(begins[name] for name in order)
+        assert {"wait", "transfer"} & set(begins)
+        ready = [event["args"]["bucket"] for event in found if event["name"] == "ready"]
+        moved = [
+            event["args"]["bucket"]
+            for event in found
+            if (event["name"], event["tid"]) == ("transfer", 2)
+        ]
+        assert ready == moved == list(range(len(ready)))
+        assert len(ready) > 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_spans_of_one_lane_never_overlap(folder: Path, transport: str) -> None:
+    events = list(timeline.merge(survey(folder / transport)))
+    for rank in range(SIZE):
+        for lane in (1, 2):
+            ends = sorted(
+                (event["ts"], event["ts"] + event["dur"])
+                for event in events
+                if event["ph"] == "X" and (event["pid"], event["tid"]) == (rank, lane)
+            )
+            assert all(before[1] <= after[0] + 0.01 for before, after in pairwise(ends))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_on_one_clock_nobody_goes_on_before_all_are_ready(folder: Path, transport: str) -> None:
+    events = list(timeline.merge(survey(folder / transport)))
+    for steps in zip(*(by_step(events, rank)[:STEPS] for rank in range(SIZE)), strict=True):
+        last_ready = max(e["ts"] for step in steps for e in step if e["name"] == "ready")
+        ends = [max(e["ts"] + e["dur"] for e in step if e["name"] == "transfer") for step in steps]
+        assert min(ends) >= last_ready
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_table_of_a_recording_adds_up(folder: Path, transport: str) -> None:
+    rows = timeline.rows(survey(folder / transport))
+    assert len(rows) == SIZE
+    for row in rows:
+        assert row.steps == STEPS - 3
+        assert sum(row.ms_by_phase.values()) == pytest.approx(row.step_ms)
+        assert min(row.ms_by_phase.values()) >= 0
+
+
+def test_a_world_of_one_is_recorded_too(tmp_path: Path) -> None:
+    run_processes(1, train, str(tmp_path))
+    events = list(timeline.merge(survey(tmp_path / TRANSPORTS[0])))
+    names = {event["name"] for event in by_step(events, 0)[3]}
+    assert {"data", "forward", "backward", "optimizer"} <= names
