@@ -64,15 +64,16 @@ def tuned_options() -> dict[str, dict[str, Any]]:
     """torch's class with the options that make it faster, as far as this release has them."""
     known = inspect.signature(TorchDDP).parameters
     kinds: dict[str, dict[str, Any]] = {
-        "static": {"gradient_as_bucket_view": True, "static_graph": True},
-        "static, batched": {
-            "gradient_as_bucket_view": True,
-            "static_graph": True,
-            "batched_grad_copy": True,
-        },
+        "batched": {"batched_grad_copy": True},
+        "static": {"static_graph": True},
+        "static, batched": {"static_graph": True, "batched_grad_copy": True},
     }
     return {
-        f"torch tuned: {kind}, {cap} MB": {"bucket_cap_mb": cap, **options}
+        f"torch tuned: {kind}, {cap} MB": {
+            "bucket_cap_mb": cap,
+            "gradient_as_bucket_view": True,
+            **options,
+        }
         for kind, options in kinds.items()
         if set(options) <= set(known)
         for cap in (1, 5, 25, 100)

@@ -8,6 +8,7 @@ and so does its full work. Contestants take turns in one process.
 from __future__ import annotations
 
 import argparse
+import inspect
 import statistics
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.tables import print_table
-from paceline import DistributedDataParallel, init_process_group
+from paceline import DDPOptions, DistributedDataParallel, init_process_group
 from paceline.trailer import Words
 
 
@@ -50,6 +51,11 @@ class PretendTwo:
         words[-1] *= 2
         return self._group.allreduce(tensors)
 
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
+        for output in outputs[0]:
+            output.copy_(inputs[0])  # the other rank says the same
+        return self._group.allreduce([torch.zeros(1)])
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
@@ -69,10 +75,14 @@ def contestants(count: int, numel: int) -> dict[str, nn.Module]:
         return ManyParameters(count, numel)
 
     two = PretendTwo(dist.group.WORLD)
-    tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_copy": True}
+    tuned: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if "batched_grad_copy" in inspect.signature(TorchDDP).parameters:  # from torch 2.13 on
+        tuned["batched_grad_copy"] = True
     return {
         "bare": build(),
-        "paceline": DistributedDataParallel(build(), init_sync=False, process_group=two),
+        "paceline": DistributedDataParallel(
+            build(), init_sync=False, process_group=two, options=DDPOptions(transport="c10d")
+        ),
         "torch default": TorchDDP(build(), init_sync=False),
         "torch views": TorchDDP(build(), init_sync=False, gradient_as_bucket_view=True),
         "torch tuned": TorchDDP(build(), init_sync=False, **tuned),
