@@ -95,17 +95,18 @@ class NoiseMeter:
             return
         whole = _squared(_norms(grads))
         device = whole.device
-        words = torch.zeros(_WORDS, dtype=torch.float64, device=device)
-        words[0] = 1.0
-        words[1] = whole / scale**2
-        for squared, count in zip(squares, rows, strict=True):
-            words[2:] += torch.stack(
-                [
-                    torch.ones((), dtype=torch.float64, device=device),
-                    torch.as_tensor(count, dtype=torch.float64, device=device),
-                    squared.to(device) / scale**2,
-                ]
-            )
+        if squares:
+            weighted = torch.stack([squared.to(device) for squared in squares]).sum()
+        else:
+            weighted = torch.zeros_like(whole)
+        counted = sum(count for count in rows if not isinstance(count, Tensor))
+        total = torch.full_like(whole, counted)
+        for count in rows:
+            if isinstance(count, Tensor):
+                total = total + count.to(device)
+        # Built on the device: a copy from the host would wait for everything before it.
+        ranks, shards = torch.ones_like(whole), torch.full_like(whole, len(squares))
+        words = torch.stack([ranks, whole / scale**2, shards, total, weighted / scale**2])
         self._measured_by_slot[self._step // self.every % _SLOTS] = words
 
     def cancel(self) -> None:

@@ -77,7 +77,8 @@ class BarPainter:
         from rich.text import Text
 
         style = {"warning": "yellow", "error": "bold red"}.get(level, "")
-        self.console.print(Text(printable(said(text, level)), style=style))
+        for line in said(text, level):
+            self.console.print(Text(printable(line), style=style))
 
     def finish(self, state: State, status: str, lines: Sequence[str]) -> None:
         self.close()

@@ -86,9 +86,9 @@ def spelled(text: str, encoding: str) -> str:
         return text.encode("ascii", "backslashreplace").decode()
 
 
-def said(text: str, level: str) -> str:
-    """A message with its level in front, if that is worth saying."""
-    return text if level == "info" else f"{level}: {text}"
+def said(text: str, level: str) -> list[str]:
+    """The lines of a message, with its level in front if that is worth saying."""
+    return (text if level == "info" else f"{level}: {text}").splitlines()
 
 
 def _escape(letter: str) -> str:

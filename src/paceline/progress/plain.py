@@ -43,7 +43,7 @@ class PlainPainter:
         """Said in the table at the end, and by whoever asked for the evaluation."""
 
     def message(self, state: State | None, text: str, level: str) -> None:
-        self.sheet.write(said(text, level))
+        self.sheet.write(*said(text, level))
 
     def finish(self, state: State, status: str, lines: Sequence[str]) -> None:
         self.sheet.write(*table.summary(state, status, lines))

@@ -26,7 +26,7 @@ class SilentPainter:
 
     def message(self, state: State | None, text: str, level: str) -> None:
         if self.sheet is not None and level != "info":
-            self.sheet.write(said(text, level))
+            self.sheet.write(*said(text, level))
 
     def finish(self, state: State, status: str, lines: Sequence[str]) -> None: ...
 
