@@ -29,13 +29,13 @@ def main() -> None:
                 path = Path(folder, "model.pt")
                 torch.save(model.state_dict(), path)
                 saved = torch.load(path, weights_only=True)
-            print("saved under the wrapper:", ", ".join(saved))
+                print("saved under the wrapper:", ", ".join(saved))
+                build().load_state_dict(saved)
+                print("loaded into the bare model")
 
-            build().load_state_dict(saved)
-            print("loaded into the bare model")
-
-            model.load_state_dict({f"module.{name}": value for name, value in saved.items()})
-            print("loaded from a file with module. in its names")
+                torch.save(nn.DataParallel(build()).state_dict(), path)
+                report = paceline.load_weights(model, path)
+                print("loaded from a file of torch's:", *report.renamed)
 
 
 if __name__ == "__main__":

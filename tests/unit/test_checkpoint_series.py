@@ -236,3 +236,16 @@ def test_two_savers_that_both_remove_old_ones_get_along(tmp_path: Path) -> None:
             assert saver.problem is None
         assert load(first).step == 9
         assert sorted(tmp_path.iterdir()) == sorted(each.path for each in list_entries(tmp_path))
+
+
+def test_loading_beside_a_saver_that_removes_old_ones_never_fails(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2, keep_best=0) as saver, Checkpoints(tmp_path) as reader:
+        fill(saver, 0)
+        newest = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(1, 25):
+                saver.save(step, state_of(step), facts={})
+                found = load(reader)
+                assert found.step >= newest
+                newest = found.step

@@ -19,6 +19,9 @@ FILE_NAME = "manifest.json"
 TENSORS = "state.safetensors"
 SKELETON = "state.json"
 MAX_MANIFEST_BYTES = 4 * 2**20
+MAX_SKELETON_BYTES = 64 * 2**20
+MAX_DEPTH = 64
+"""How deep a skeleton, and so a state, may be nested."""
 FORMAT = "paceline checkpoint"
 VERSION = 1
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.files import read_bounded
-from paceline.checkpoint.manifest import SKELETON, TENSORS, plain_facts
+from paceline.checkpoint.manifest import MAX_SKELETON_BYTES, SKELETON, TENSORS, plain_facts
 from paceline.checkpoint.shelf import (
     Entry,
     check_hash,
@@ -33,7 +33,7 @@ from paceline.checkpoint.shelf import (
     standings,
     sweep,
 )
-from paceline.checkpoint.skeleton import MAX_SKELETON_BYTES, put_together, take_apart
+from paceline.checkpoint.skeleton import put_together, take_apart
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensors import read_verifying
 from paceline.errors import CheckpointError, UsageError

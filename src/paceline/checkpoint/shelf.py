@@ -148,7 +148,10 @@ def publish(
     facts: dict[str, object],
 ) -> tuple[Entry, Manifest]:
     """Write a checkpoint so that it is there as a whole or not at all."""
-    os.makedirs(folder, 0o700, exist_ok=True)
+    if not folder.is_dir():
+        os.makedirs(folder, 0o700, exist_ok=True)
+        sync_folder(folder.parent)
+    _check_room(folder, sum(len(piece) for pieces in files.values() for piece in pieces))
     with _new_temporary(folder) as (temporary, inside):
         written = {name: _write(inside, name, pieces) for name, pieces in files.items()}
         manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
@@ -220,6 +223,13 @@ def plan_removals(
         for each in found
         if each.entry not in stay and (each.is_sound or each.entry.serial < oldest)
     ]
+
+
+def _check_room(folder: Path, needed_bytes: int) -> None:
+    """Do not even begin to fill a disk: whoever else writes to it would fail too."""
+    disk = os.statvfs(folder)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.manifest import MAX_DEPTH, MAX_SKELETON_BYTES
 from paceline.checkpoint.tensors import is_storable, memory_of
 from paceline.errors import CheckpointError, UsageError
 
-MAX_DEPTH = 64
-MAX_SKELETON_BYTES = 64 * 2**20
 _MAX_NAME_LENGTH = 200
 _FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DICT_BY_KIND: dict[str, type[dict[Any, Any]]] = {
