@@ -34,7 +34,7 @@ def main() -> None:
                 print("loaded into the bare model")
 
                 torch.save(nn.DataParallel(build()).state_dict(), path)
-                report = paceline.load_weights(model, path)
+                report = paceline.load_weights(build(), path)
                 print("loaded from a file of torch's:", *report.renamed)
 
 
