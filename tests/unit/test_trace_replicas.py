@@ -91,7 +91,11 @@ def test_the_step_is_the_same_as_in_one_process_on_the_whole_batch(replicas: int
 def test_gradients_that_are_not_right_are_noticed(scale: float) -> None:
     module = net()
     parameter = next(module.parameters())
-    handle = parameter.register_hook(lambda grad: grad * scale)
+
+    def spoil(spoiled: Any) -> None:
+        spoiled.grad.mul_(scale)
+
+    handle = parameter.register_post_accumulate_grad_hook(spoil)
     check = record(module).check
     handle.remove()
     assert check is not None

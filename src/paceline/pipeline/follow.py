@@ -22,9 +22,11 @@ class WeightRef:
     index: tuple[int, ...]
 
     def read(self, tensors: Mapping[str, Tensor]) -> float | None:
-        """Its value in one of several tensors by name; None where the name is missing."""
+        """Its value in one of several tensors by name; None where there is no real number."""
         tensor = tensors.get(self.name)
-        return None if tensor is None else float(tensor.detach()[self.index])
+        if tensor is None or tensor.is_complex():
+            return None
+        return float(tensor.detach()[self.index])
 
     @property
     def text(self) -> str:
@@ -34,7 +36,8 @@ class WeightRef:
 def find_weight(text: str | None, parameters: Mapping[str, Tensor]) -> WeightRef | None:
     """The weight that `name[1,2]` means; without text the first of all, and None without any."""
     if text is None:
-        first = next(((n, p) for n, p in parameters.items() if p.numel()), None)
+        real = ((n, p) for n, p in parameters.items() if p.numel() and not p.is_complex())
+        first = next(real, None)
         return None if first is None else WeightRef(first[0], (0,) * first[1].dim())
     match = re.fullmatch(r"(.+?)(?:\[([\d,\s-]*)\])?", text.strip())
     name = match[1] if match else ""

@@ -416,6 +416,8 @@ class _Finish:
             return not_computed(self.trouble)
         if self.watch.has_older_gradients:
             return not_computed(_OLDER)
+        if self.watch.is_indirect:
+            return not_computed(_INDIRECT)
         if len(calls) > 1 and any(call.is_random for call in calls):
             return not_computed(
                 "the model draws random numbers, and replicas in threads share a generator"
@@ -490,7 +492,7 @@ class _Finish:
         except WireError as error:
             data, trouble = b"", f"its inputs cannot be sent: {error.what}"
         else:
-            trouble = ""
+            trouble = _INDIRECT if self.watch.is_indirect else ""
         sizes = comm.exchange(group, [len(data), trouble], device, "Recording a step: sizes")
         found = next((said for _, said in sizes if said), "")
         if sum(n for n, _ in sizes) > WHOLE_BATCH_LIMIT_BYTES:
@@ -581,6 +583,7 @@ class _Finish:
         return [0.0 if number is None else number for number in numbers]
 
 
+_INDIRECT = "the loss is computed from gradients, which are not recorded"
 _OLDER = "gradients of an earlier backward pass were still there; call zero_grad() first"
 
 

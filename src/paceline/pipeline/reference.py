@@ -74,6 +74,7 @@ class Reference:
         held = [value for layer in module.modules() for value in vars(layer).values()]
         groups = {id(value): value for value in held if isinstance(value, dist.ProcessGroup)}
         self.module, self.optimizer = copy.deepcopy((module, optimizer), groups)
+        _copy_hooks(module, self.module)
         for layer in self.module.modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
                 # Nobody else would answer.
@@ -81,6 +82,13 @@ class Reference:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in bare(self.module).named_parameters() if p.requires_grad]
+
+
+def _copy_hooks(source: nn.Module, copied: nn.Module) -> None:
+    """Hooks that change gradients on their way are part of a model; a copy leaves them behind."""
+    for one, two in zip(source.parameters(), copied.parameters(), strict=True):
+        for hook in (one._backward_hooks or {}).values():
+            two.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class _AloneBatchNorm(_BatchNorm):

@@ -102,6 +102,8 @@ class Watch:
         self.averaged: dict[str, Tensor] = {}
         self.applied: dict[str, Tensor] = {}
         self.has_older_gradients = False
+        self.is_indirect = False
+        """Whether the loss itself looks at gradients, which says more than those of the outputs."""
         self.autocast: tuple[str, torch.dtype] | None = None
         self._model = model
         self._optimizer = optimizer
@@ -182,6 +184,8 @@ class Watch:
 
     def _on_output_grad(self, call: Call, number: int) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
+            if self._is_inner():
+                return
             begin = _now()
             if not self.times.backward_begin:
                 self.times.backward_begin = begin
@@ -198,6 +202,8 @@ class Watch:
 
     def _on_gradient(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
+            if self._is_inner():
+                return
             begin = _now()
             self._follow_to_end()
             own = _dense(grad.detach())
@@ -210,6 +216,11 @@ class Watch:
             self.times.watching += self.times.last_gradient - begin
 
         return hook
+
+    def _is_inner(self) -> bool:
+        """Whether these are gradients that a loss is computed from: they record theirs in turn."""
+        self.is_indirect |= torch.is_grad_enabled()
+        return torch.is_grad_enabled()
 
     def _follow_to_end(self) -> None:
         """Look at the gradients when the backward pass is over, averages included.
