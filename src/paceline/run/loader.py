@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from paceline.errors import UsageError
 from paceline.run.plan import Plan, shards_of
 from paceline.run.seeds import Generators, derive
 
@@ -108,9 +109,13 @@ class MapLoader:
         for step in range(done.step + 1, self._plan.steps + 1):
             yield self._portion(self._order, step)
 
-    def load(self, _shard: Shard) -> Any:
+    def load(self, shard: Shard) -> Any:
         """The batch of the next shard: they come in the order of the portions."""
-        assert self._batches is not None  # portions() came first
+        if self._batches is None:
+            raise UsageError(
+                f"Step {shard.step} belongs to a loop that is over.",
+                advice="Keep the iterator: `for step in run: with step: ...`.",
+            )
         return next(self._batches)
 
     def close(self) -> None:

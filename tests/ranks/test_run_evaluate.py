@@ -1,0 +1,155 @@
+"""Evaluation counts every sample once, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, mlp, train
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from paceline.errors import UsageError
+from paceline.run import Run, RunOptions
+from paceline.testing import run_ranks, seeded
+from paceline.world import World
+
+
+def make(net: nn.Module, world: World | None = None, **arguments: Any) -> Run:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    arguments = {"global_batch": 8, "epochs": 1, "options": QUIET, "shards": 2, **arguments}
+    return Run(net, optimizer, Rows(), world=world, **arguments)
+
+
+def score_with(run: Run, seen: list[int] | None = None) -> Any:
+    def score(batch: Any) -> dict[str, Any]:
+        x, y, indices = batch
+        if seen is not None:
+            seen.extend(indices.tolist())
+        out = run.model(x)
+        correct = (out.argmax(1) == y).sum()
+        return {
+            "loss": (F.cross_entropy(out, y, reduction="sum"), len(y)),
+            "accuracy": (correct, torch.tensor(len(y))),
+        }
+
+    return score
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_every_sample_is_counted_once(size: int, count: int) -> None:
+    data, net = Rows(count), mlp()
+    with torch.no_grad():
+        out = net(data.x)
+    expected = {
+        "loss": F.cross_entropy(out, data.y).item(),
+        "accuracy": (out.argmax(1) == data.y).double().mean().item(),
+    }
+
+    def body(world: World) -> tuple[dict[str, float], list[int]]:
+        seen: list[int] = []
+        run = make(mlp(), world)
+        return run.evaluate(score_with(run, seen), data), seen
+
+    results = run_ranks(size, body)
+    for scores, _ in results:
+        assert scores == pytest.approx(expected, rel=1e-5)
+        assert scores == results[0][0]
+    assert sorted(index for _, seen in results for index in seen) == list(range(count))
+
+
+def test_a_stream_is_counted_once_too() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = Rows(21)
+            return (data[index] for index in range(21))
+
+    def body(world: World) -> list[int]:
+        seen: list[int] = []
+        run = make(mlp(), world)
+        run.evaluate(score_with(run, seen), Stream(), batch=4)
+        return seen
+
+    assert sorted(i for seen in run_ranks(3, body) for i in seen) == list(range(21))
+
+
+def test_layers_are_back_in_their_own_modes() -> None:
+    net = seeded(nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)))
+    net[0].eval()
+    run = make(net)
+    modes = []
+
+    def score(batch: Any) -> dict[str, Any]:
+        modes.append(any(layer.training for layer in net.modules()))
+        assert not torch.is_grad_enabled()
+        return {"rows": (1, 1)}
+
+    run.evaluate(score)
+    assert not any(modes)
+    assert [layer.training for layer in net.modules()] == [True, False, True, True]
+
+
+def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
+    def body(evaluates: bool) -> dict[str, Any]:
+        net = seeded(nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)))
+        run = make(net)
+        drawn = []
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+            if evaluates:
+                run.evaluate(lambda _: {"noise": (torch.rand(()), 1)})
+            drawn.append(torch.rand(1))
+        return {**net.state_dict(), "drawn": torch.cat(drawn)}
+
+    assert_same(body(True), body(False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"), [(3.0, "scores are a float"), ({"accuracy": 0.5}, "is a float, not")]
+)
+def test_scores_without_a_count_are_refused(scores: Any, message: str) -> None:
+    run = make(mlp())
+    with pytest.raises(UsageError, match=message):
+        run.evaluate(lambda _: scores)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_stream_is_trained_on_as_a_dataset_in_its_order(size: int, drop_last: bool) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = Rows()
+            return (data[index] for index in range(len(data)))
+
+    plain = RunOptions(progress="quiet", shuffle=False, drop_last=drop_last)
+    expected = train(options=plain, shards=3)
+
+    def body(world: World) -> Any:
+        return train(world, dataset=Stream(), options=plain, shards=3)
+
+    workers = run_ranks(size, body)
+    assert sorted(workers[0].losses) == sorted(expected.losses)
+    assert sorted(e for each in workers for e in each.ledger) == sorted(expected.ledger)
+    assert_same(workers[0].parameters, expected.parameters, rtol=1e-4, atol=1e-6)
+
+
+def test_a_stream_goes_on_in_mid_epoch(tmp_path: Any) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = Rows()
+            for index in range(len(data)):
+                x, y, _ = data[index]
+                yield x + torch.rand(()) * 0.1, y, index
+
+    whole = train(dataset=Stream(), shards=2)
+    begun = train(dataset=Stream(), shards=2, folder=tmp_path / "run", stop_after=9)
+    ended = train(dataset=Stream(), folder=tmp_path / "run")
+    assert begun.ledger + ended.ledger == whole.ledger
+    assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
+    loaded = train(dataset=Stream(), shards=2, workers=2)
+    assert_same(loaded.parameters, whole.parameters, rtol=0, atol=0)

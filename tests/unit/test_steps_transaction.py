@@ -1,0 +1,349 @@
+"""A step is applied as a whole, or nothing has happened."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, mlp, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.errors import NotFiniteError, UsageError
+from paceline.run import Run, RunOptions, Step
+from paceline.testing import seeded
+
+
+def make(net: nn.Module, dataset: Any = None, *, lr: float = 0.05, **arguments: Any) -> Run:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    arguments = {"global_batch": 8, "epochs": 1, "options": QUIET, "shards": 2, **arguments}
+    return Run(net, optimizer, Rows() if dataset is None else dataset, **arguments)
+
+
+def compute(run: Run, step: Step, weight: float | None = None) -> Iterator[Tensor]:
+    for x, y, _ in step.batches():
+        loss = F.cross_entropy(run.model(x), y, reduction="sum")
+        yield loss
+        step.backward(loss, weight)
+
+
+def advance(run: Run, step: Step) -> None:
+    with step:
+        for _ in compute(run, step):
+            pass
+
+
+def with_statistics() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)))
+
+
+class Stumble(Exception):
+    pass
+
+
+def test_an_error_in_the_block_leaves_everything_as_it_was() -> None:
+    net = with_statistics()
+    run = make(net)
+    optimizer = run._parts.shop.update.optimizer
+    steps = iter(run)
+    advance(run, next(steps))
+    before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    drawn = torch.default_generator.get_state(), random.getstate()
+    step = next(steps)
+
+    def stumble() -> None:
+        with step:
+            for number, _ in enumerate(compute(run, step)):
+                if number == 1:
+                    raise Stumble
+
+    with pytest.raises(Stumble):
+        stumble()
+    assert step.state == "failed"
+    assert run.step == 1
+    assert_same(dict(net.state_dict()), dict(before[0]), rtol=0, atol=0)
+    assert all(param.grad is None for param in net.parameters())
+    after = optimizer.state_dict()["state"]
+    for index, moments in before[1]["state"].items():
+        assert_same(after[index], moments, rtol=0, atol=0)
+    assert torch.equal(torch.default_generator.get_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+
+
+def test_a_step_that_failed_comes_again_and_changes_nothing_about_the_training() -> None:
+    nets = []
+    for stumbles in (False, True):
+        net = with_statistics()
+        run = make(net, options=RunOptions(progress="quiet", drop_last=True))
+        failed = []
+        for step in run:
+            try:
+                with step:
+                    for _ in compute(run, step):
+                        if stumbles and step.number in (1, 4) and step.number not in failed:
+                            failed.append(step.number)
+                            raise Stumble
+            except Stumble:
+                continue
+        assert failed == ([1, 4] if stumbles else [])
+        assert run.step == 6
+        nets.append(net)
+    assert_same(dict(nets[1].state_dict()), dict(nets[0].state_dict()), rtol=0, atol=0)
+
+
+def test_nothing_changes_before_the_end_of_the_block() -> None:
+    net = mlp()
+    run = make(net)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    steps = iter(run)
+    step = next(steps)
+    with step:
+        for _ in compute(run, step):
+            pass
+        assert_same(dict(net.state_dict()), before, rtol=0, atol=0)
+        assert run.step == 0
+    assert run.step == 1
+    assert not torch.equal(net.state_dict()["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_parameters(value: float) -> None:
+    net, data = mlp(), Rows()
+    data.x[13] = value
+    run = make(net, data, shards=4)
+    expected, before = [], []
+
+    def go_on() -> None:
+        for step in run:
+            before.append({name: each.clone() for name, each in net.state_dict().items()})
+            with step:
+                for x, y, indices in step.batches():
+                    if 13 in indices.tolist():
+                        expected.append((step.number, step._shard))
+                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
+                    step.backward(loss)
+
+    with pytest.raises(NotFiniteError) as raised:
+        go_on()
+    number, shard = expected[0]
+    assert shard is not None
+    assert f"Step {number}: the loss of shard {shard.number}, on rank 0, is" in raised.value.what
+    assert "13" in raised.value.what
+    assert_same(dict(net.state_dict()), before[-1], rtol=0, atol=0)
+    assert run.step == number - 1
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_though_its_loss_is() -> None:
+    net = seeded(nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)))
+    run = make(net)
+
+    def go_on() -> None:
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    out = run.model(x)
+                    # The square root of zero is fine, and its slope is not.
+                    root = (out - out.detach()).abs().sum().sqrt()
+                    step.backward(F.cross_entropy(out, y, reduction="sum") + root)
+
+    with pytest.raises(NotFiniteError, match=r"gradient of '\d.\w+' is not"):
+        go_on()
+
+
+def test_a_check_that_is_off_lets_everything_pass() -> None:
+    data = Rows()
+    data.x[13] = float("nan")
+    options = RunOptions(progress="quiet", check_finite="off")
+    parameters = train(dataset=data, shards=2, options=options).parameters
+    assert parameters["0.weight"].isnan().any()
+
+
+@pytest.mark.parametrize("mode", ["sample", "all"])
+def test_one_bad_element_of_a_row_is_found(mode: str) -> None:
+    options = RunOptions(progress="quiet", check_finite=mode)  # type: ignore[arg-type]
+    net = mlp()
+    run = make(net, options=options)
+
+    def go_on() -> None:
+        for step in run:
+            with step:
+                for _ in compute(run, step):
+                    pass
+                net[0].weight.grad[3] = float("nan")  # type: ignore[index, union-attr]
+
+    with pytest.raises(NotFiniteError):
+        go_on()
+
+
+def test_a_scaler_that_skips_a_step_still_counts_it() -> None:
+    net = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    run = make(net, scaler=scaler)
+    before = {name: each.clone() for name, each in net.state_dict().items()}
+    steps = iter(run)
+    step = next(steps)
+    with step:
+        for x, y, _ in step.batches():
+            step.backward(F.cross_entropy(run.model(x), y, reduction="sum") * float("inf"))
+    assert run.step == 1
+    assert_same(dict(net.state_dict()), before, rtol=0, atol=0)
+    assert scaler.get_scale() == 2.0**9
+    advance(run, next(steps))
+    assert not torch.equal(net.state_dict()["0.weight"], before["0.weight"])
+
+
+def test_a_scaler_changes_nothing_about_finite_steps() -> None:
+    expected = train(shards=2).parameters
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert_same(train(shards=2, scaler=scaler).parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_schedulers_step_once_per_step() -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run = Run(
+        net, optimizer, Rows(), global_batch=8, epochs=1, shards=4, scheduler=scheduler,
+        options=QUIET,
+    )  # fmt: skip
+    for step in run:
+        assert optimizer.param_groups[0]["lr"] == 0.5 ** (step.number - 1)
+        advance(run, step)
+
+
+def test_metrics_of_a_failed_step_are_forgotten() -> None:
+    run = make(mlp())
+    steps = iter(run)
+
+    def stumble() -> None:
+        with next(steps):
+            run.log("accuracy", 1.0)
+            raise Stumble
+
+    with pytest.raises(Stumble):
+        stumble()
+    advance(run, next(steps))
+    next(steps)
+    assert list(run._parts.shop.metrics.last) == ["loss"]
+
+
+def misuse_twice(run: Run, step: Step) -> None:
+    for loss in compute(run, step):
+        step.backward(loss * 0)
+
+
+def misuse_never(run: Run, step: Step) -> None:
+    for _ in step.batches():
+        pass
+
+
+def misuse_break(run: Run, step: Step) -> None:
+    for _ in step.batches():
+        break
+
+
+def misuse_batches(run: Run, step: Step) -> None:
+    for _ in compute(run, step):
+        pass
+    next(step.batches())
+
+
+def misuse_outside(run: Run, step: Step) -> None:
+    step.backward(torch.zeros((), requires_grad=True))
+
+
+def misuse_mean(run: Run, step: Step) -> None:
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x), y, reduction="none"))
+
+
+def misuse_evaluate(run: Run, step: Step) -> None:
+    run.evaluate(lambda batch: {})
+
+
+def misuse_weight(run: Run, step: Step) -> None:
+    for _ in compute(run, step, weight=-1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (misuse_twice, "called once per batch"),
+        (misuse_never, r"no step.backward\(\) for shard 0"),
+        (misuse_break, "0 of this worker's 2 shards"),
+        (misuse_batches, "one loop inside"),
+        (misuse_outside, "inside the loop"),
+        (misuse_mean, "the loss has 4 elements"),
+        (misuse_evaluate, "inside step 1"),
+        (misuse_weight, "weight is -1"),
+    ],
+)
+def test_misuse_is_refused_and_leaves_the_step_unapplied(misuse: Any, message: str) -> None:
+    run = make(mlp())
+    steps = iter(run)
+    step = next(steps)
+    with pytest.raises(UsageError, match=message) as raised, step:
+        misuse(run, step)
+    assert raised.value.advice
+    assert (step.state, run.step) == ("failed", 0)
+
+
+def test_a_step_that_is_not_run_is_refused() -> None:
+    steps = iter(make(mlp()))
+    next(steps)
+    with pytest.raises(UsageError, match="Step 1 was not run"):
+        next(steps)
+
+
+def test_a_step_is_not_run_twice() -> None:
+    run = make(mlp())
+    steps = iter(run)
+    step = next(steps)
+    advance(run, step)
+    with pytest.raises(UsageError, match="is applied"), step:
+        pass
+
+
+def test_a_step_whose_loop_is_over_is_refused() -> None:
+    run = make(mlp())
+    step = next(iter(run))
+    with pytest.raises(UsageError, match="a loop that is over"):
+        advance(run, step)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    optimizer = torch.optim.SGD(mlp().parameters())
+    with pytest.raises(UsageError, match="not the model's"):
+        Run(mlp(), optimizer, Rows(), global_batch=8, epochs=1)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UsageError, match="needs a metric"):
+        Run(net, optimizer, Rows(), global_batch=8, epochs=1, scheduler=plateau)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"epochs": 1.5}, "epochs is 1.5"),
+        ({"workers": -1}, "workers is -1"),
+        ({"shards": 9}, "cannot be cut into 9 shards"),
+        ({"seed": "0"}, "seed is '0'"),
+        ({"state": {"ema": 3}}, "no state_dict"),
+        ({"dataset": 7}, "is no dataset"),
+        ({"dataset": Rows(0)}, "is empty"),
+    ],
+)
+def test_impossible_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        make(mlp(), **changed)
+    assert raised.value.advice
