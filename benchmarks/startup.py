@@ -68,7 +68,7 @@ def _free_port() -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="mlp-8.4M", help="one name")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="1 round, four contestants")
 
 
@@ -78,8 +78,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         print(line)
     if args.quick:
         names = names[:4]
-    else:
-        names.append("torch tuned: static, 25 MB")
     (model,) = read_names(args.model, MODELS)
     os.environ["OMP_NUM_THREADS"] = "1"
     seconds: dict[str, list[list[float]]] = {name: [] for name in names}

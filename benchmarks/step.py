@@ -40,6 +40,9 @@ SCREENED = 3
 WARM_STEPS = 6
 """Enough for every engine to have learned the order of gradients."""
 MAX_STEPS = 40
+MIN_ROUNDS = 3
+SLOW_S = 0.1
+"""A model whose steps take longer than this is screened with fewer of them."""
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -50,6 +53,7 @@ def measure(
     names: list[str],
     rounds: int,
     block_ms: float,
+    budget_s: float,
     screens: bool,
 ) -> Any:
     """For each model the seconds of each step, by contestant and round, on this rank.
@@ -61,13 +65,19 @@ def measure(
     for name in models:
         if world.rank == 0:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        measured[name] = _measure_model(world, name, names, rounds, block_ms, screens)
+        measured[name] = _measure_model(world, name, names, rounds, block_ms, budget_s, screens)
         gc.collect()
     return measured
 
 
 def _measure_model(
-    world: World, name: str, names: list[str], rounds: int, block_ms: float, screens: bool
+    world: World,
+    name: str,
+    names: list[str],
+    rounds: int,
+    block_ms: float,
+    budget_s: float,
+    screens: bool,
 ) -> dict[str, Any]:
     model = MODELS[name]
     batch = model.batch(torch.Generator().manual_seed(world.rank))
@@ -76,16 +86,20 @@ def _measure_model(
         return model.loss(module, batch)
 
     floor = build(FLOOR, model.build)
-    alone = statistics.median(_times(world, floor, loss, 5))
-    steps = int(_agree(world, [max(1.0, min(MAX_STEPS, block_ms / 1e3 / alone))])[0])
+    (alone,) = _agree(world, [statistics.median(_times(world, floor, loss, 5))])
+    steps = max(1, min(MAX_STEPS, int(block_ms / 1e3 / alone)))
     del floor
-    screened = _screen(world, model.build, loss) if screens else {}
+    screened = _screen(world, model.build, loss, 2 if alone > SLOW_S else 4) if screens else {}
     names = [*names, *choose_tuned(screened, SCREENED)]
     trainers = {each: build(each, model.build) for each in names}
     for trainer in trainers.values():
         _times(world, trainer, loss, WARM_STEPS if screens else 2)
     seconds: dict[str, list[list[float]]] = {each: [] for each in names}
+    start = time.monotonic()
     for number in range(rounds):
+        (elapsed,) = _agree(world, [time.monotonic() - start])
+        if number >= MIN_ROUNDS and elapsed * (number + 1) / number > budget_s:
+            break
         for each in rotated(names, number):
             _times(world, trainers[each], loss, 1)  # the caches are another contestant's
             seconds[each].append(_times(world, trainers[each], loss, steps))
@@ -115,13 +129,15 @@ def _agree(world: World, numbers: list[float]) -> list[float]:
     return mine.tolist()
 
 
-def _screen(world: World, make: Callable[[], nn.Module], loss: Loss) -> dict[str, float]:
+def _screen(
+    world: World, make: Callable[[], nn.Module], loss: Loss, steps: int
+) -> dict[str, float]:
     """A short look at each of torch's options: the best step of a few."""
     best = []
     for name in tuned_options():
         trainer = build(name, make)
-        _times(world, trainer, loss, 2)
-        best.append(min(_times(world, trainer, loss, 3)))
+        _times(world, trainer, loss, steps // 2)
+        best.append(min(_times(world, trainer, loss, steps)))
         del trainer
         gc.collect()
     return dict(zip(tuned_options(), _agree(world, best), strict=True))
@@ -146,7 +162,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
     parser.add_argument(
-        "--block-ms", type=float, default=150, help="about so long a contestant is in turn"
+        "--block-ms", type=float, default=100, help="about so long a contestant is in turn"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=30, help="no new round of a model after so long"
     )
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds of few steps, torch's options not screened"
@@ -163,7 +182,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         names = [*names, list(tuned_options())[-2]]
     models = read_names(args.model, MODELS)
     ranks = run_processes(
-        args.ranks, measure, models, names, rounds, block_ms, not args.quick, timeout_s=1800
+        args.ranks,
+        measure,
+        models,
+        names,
+        rounds,
+        block_ms,
+        args.budget_s,
+        not args.quick,
+        timeout_s=1800,
     )
     results: dict[str, Any] = {}
     for name in models:
