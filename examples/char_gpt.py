@@ -57,9 +57,9 @@ def main() -> None:
     with paceline.init_process_group() as world:
         torch.manual_seed(0)
         net = GPT().to(world.device)
-        dataset = TensorDataset(encode(TEXT).unfold(0, LENGTH + 1, 4))
+        dataset = TensorDataset(encode(TEXT).unfold(0, LENGTH + 1, 5))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        rate = LearningRate(global_batch=BATCH, warmup_steps=10, decay="cosine", steps=96)
+        rate = LearningRate(global_batch=BATCH, warmup_steps=10, decay="cosine", steps=80)
         run = paceline.Run(
             net, optimizer, dataset, global_batch=BATCH, epochs=4, seed=0,
             scheduler=LearningRateScheduler(optimizer, rate),
