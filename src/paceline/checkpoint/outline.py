@@ -101,7 +101,7 @@ def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
                 yield from _pair_leaves(pair, keys)
         case ["float", str(name)]:
             yield ".".join(keys), "value", name
-        case [str(kind), *parts]:
+        case [("complex" | "size" | "dtype" | "device") as kind, *parts]:
             yield ".".join(keys), "value", f"{kind} {', '.join(map(str, parts))}"
         case list() | dict():
             raise ValueError("a part of no kind we write")
