@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from paceline import agreement, comm, observer, tree
+from paceline import agreement, comm, compress, observer, tree
 from paceline.comm_hook import Hook, check_hook
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.low_precision import LowPrecision
@@ -49,8 +49,13 @@ class DDPOptions:
     """How gradients travel: "shared_memory" between the ranks of a host, "c10d" through
     torch.distributed, "auto" the first where it is possible."""
 
+    compression: str | compress.Spec | None = None
+    """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a spec of `compress`."""
+
     def __post_init__(self) -> None:
         check_kind(self.transport)
+        if self.compression is not None:
+            compress.parse(self.compression)
         if self.check_every < 0:
             raise UsageError(
                 f"check_every is {self.check_every}.", advice="Use 0 for never, or a step count."
@@ -285,7 +290,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_transport"):
+        for name in ("process_group", "_reducer", "_transport", "_compression"):
             del state[name]
         return state
 
@@ -310,6 +315,24 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         chosen: TransportChoice = self.__dict__["_transport"]
         return chosen.description
 
+    @property
+    def compression(self) -> compress.Compression | None:
+        """What shrinks the gradients on their way and counts their bytes, if anything does."""
+        found: compress.Compression | None = self.__dict__["_compression"]
+        return found
+
+    def _compress(self, reducer: Reducer) -> compress.Compression | None:
+        """Put the compression that was asked for into a new reducer, with its memory if any."""
+        if self._ddp_options.compression is None:
+            return None
+        known: compress.Compression | None = self.__dict__.get("_compression")
+        state = known or compress.make(self._ddp_options.compression, reducer.group)
+        weight = reducer.weight
+        state.weight = lambda: weight.value
+        if reducer.size > 1:
+            reducer.set_hook(compress.hook, state)
+        return state
+
     def _build_transport(self) -> None:
         tensors = chain(self.module.parameters(), self.module.buffers())
         devices = [tensor.device for tensor in tensors]
@@ -329,6 +352,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         )
         if before is not None:
             reducer.take_over(before)
+        self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
         reducer.observer = observer.begin(group, self.device)
         self.__dict__["_reducer"] = reducer

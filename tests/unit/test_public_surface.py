@@ -109,8 +109,10 @@ ERRORS = [
 ]
 # Beyond what torch's classes and torch.nn.Module have.
 OWN_METHODS = {
-    # The last two are for `uneven`, the other side of join().
-    DistributedDataParallel: {"check_in_sync", "weighted", "shadow_step", "take_final_model"},
+    DistributedDataParallel: {
+        *("check_in_sync", "compression", "transport", "weighted"),
+        *("shadow_step", "take_final_model"),  # for `uneven`, the other side of join()
+    },
     DistributedSampler: {"advance", "consumed", "load_state_dict", "of", "state_dict"},
 }
 # Undocumented steps of torch's own forward pass, and an attribute that ours sets per instance.
