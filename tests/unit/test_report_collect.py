@@ -56,6 +56,17 @@ def test_speed_is_that_of_all_workers_together(tmp_path: Path) -> None:
     assert point.mean == pytest.approx(8.0)
 
 
+def test_the_average_speed_is_all_samples_by_all_time_and_not_a_mean_of_speeds(
+    tmp_path: Path,
+) -> None:
+    folder = folder_with(tmp_path / "run")
+    for rank in range(2):
+        write_steps(folder, rank, {"samples": 5, "seconds": 0.1}, {"samples": 5, "seconds": 0.9})
+    (point,) = collect(folder.path).rate.points(1)
+    assert point.mean == pytest.approx(20 / 1.0)
+    assert (point.low, point.high) == (pytest.approx(10 / 0.9), pytest.approx(10 / 0.1))
+
+
 def test_steps_that_a_restart_has_undone_do_not_count(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
     writer = EventWriter(folder, 0)
@@ -221,6 +232,33 @@ def test_without_blame_the_averages_name_the_slow_worker(tmp_path: Path) -> None
     assert slow is not None
     assert (slow.rank, slow.phase) == (3, "backward")
     assert 0.010 < slow.by_s < 0.015
+
+
+@pytest.mark.parametrize(
+    ("times", "is_slow"),
+    [
+        ([0.030] * 30, True),
+        ([0.010] * 29 + [3.0], False),
+        ([0.010, 0.040] * 15, False),
+        ([0.030] * 5, False),
+        ([0.0105] * 30, False),
+    ],
+    ids=["always slow", "one long step", "by turns", "too few steps", "hardly"],
+)
+def test_without_blame_only_a_worker_that_is_slow_in_most_steps_is_named(
+    times: list[float], is_slow: bool, tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_steps(folder, 0, *({"phases": {"forward": 0.010}} for _ in times))
+    write_steps(folder, 1, *({"phases": {"forward": spent}} for spent in times))
+    assert (find_slow(collect(folder.path)) is not None) == is_slow
+
+
+def test_waiting_without_a_culprit_is_explained(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    for rank in range(2):
+        write_steps(folder, rank, *({"phases": {"forward": 0.01, "wait": 0.02}} for _ in range(30)))
+    assert "who is last changes from step to step" in who_waited(collect(folder.path))
 
 
 def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:

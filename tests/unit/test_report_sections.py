@@ -63,8 +63,8 @@ def test_rows_are_joined_lane_by_lane_or_all_to_all(before: int, after: int, lin
     ("sizes", "said"),
     [
         ([50, 10], "50 \N{MULTIPLICATION SIGN} 10"),
-        ([1000], "1,000 numbers"),
-        ([1], "1 number"),
+        ([1000], "1,000 values"),
+        ([1], "1 value"),
         ([], "one number"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_damaged_trace_is_said_and_the_others_are_shown(tmp_path: Path) -> Non
     page = report.write(folder.path).read_text()
     assert "The trace of step 3 cannot be shown." in page
     assert "The trace of step 4 could not be read." in page
-    assert "This is step 1 of the run as it really went" in page
+    assert "A real step, as it was recorded (step 1)" in page
 
 
 def mutated(document: Any, path: list[int], value: Any) -> Any:

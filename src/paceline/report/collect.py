@@ -6,10 +6,13 @@ remembered as a sentence, because a reader must know what the page does not show
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 """What a worker does by itself. The others depend on its peers."""
 
+CLASS_WIDTH = 0.05
+"""Times within 5 % of each other are in one class."""
 METRICS_LIMIT = 12
 RANKS_LIMIT = 1024
 ROWS_LIMIT = 2000
@@ -44,6 +49,8 @@ class Rank:
     samples: float = 0
     seconds: float = 0
     phases: dict[str, float] = field(default_factory=dict)
+    spread: Counter[int] = field(default_factory=Counter)
+    """How many steps took how much own work, in classes of equal ratio."""
 
     @property
     def own_s(self) -> float | None:
@@ -51,6 +58,15 @@ class Rank:
         if not self.steps or not self.phases:
             return None
         return sum(self.phases.get(name, 0.0) for name in OWN_PHASES) / self.steps
+
+    def own_quantile_s(self, share: float) -> float:
+        """The own work that so large a share of the steps does not exceed."""
+        left = share * sum(self.spread.values())
+        for each in sorted(self.spread):
+            left -= self.spread[each]
+            if left <= 0:
+                return math.exp(each * CLASS_WIDTH)
+        return 0.0
 
     def phase_s(self, name: str) -> float | None:
         """Seconds of one phase in a step, on average."""
@@ -81,6 +97,8 @@ class Story:
     redone: int = 0
     """Steps of rank 0 that a restart has undone, and that were trained again."""
     restarts: int = 0
+    kept: list[str] = field(default_factory=list)
+    """The names in the folder of checkpoints."""
     pipelines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     scaling: dict[str, Any] | None = None
     missing: list[str] = field(default_factory=list)
@@ -247,14 +265,18 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
     if seconds is not None and math.isfinite(seconds) and seconds > 0:
         rank.seconds += seconds
         if samples:
-            # Each rank brings its share of the one step, so that a lost rank is not seen as speed.
-            story.rate.add(step, samples / seconds, 1 / rank.size)
+            # Each rank brings its share of the step's time: lost ranks must not look like speed.
+            story.rate.add(step, samples, seconds / rank.size)
     phases = event.get("phases")
+    own = 0.0
     for name, value in phases.items() if isinstance(phases, dict) else ():
         spent = as_number(value)
-        if spent is not None and math.isfinite(spent) and spent >= 0:
+        if spent is not None and 0 <= spent < math.inf:
             name = name if name in PHASES else "other"
             rank.phases[name] = rank.phases.get(name, 0.0) + spent
+            own += spent if name in OWN_PHASES else 0.0
+    if own > 0:
+        rank.spread[round(math.log(own) / CLASS_WIDTH)] += 1
     metrics = event.get("metrics")
     for name, value in metrics.items() if isinstance(metrics, dict) else ():
         if name not in story.metrics:
@@ -269,7 +291,10 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
 
 
 def _take_documents(story: Story) -> None:
-    """The pipeline traces and the scaling study, where there are any."""
+    """The pipeline traces, the scaling study and the names of checkpoints, where there are any."""
+    with contextlib.suppress(OSError):
+        listed = islice(os.scandir(story.folder.checkpoints), ROWS_LIMIT)
+        story.kept = sorted(entry.name for entry in listed)
     steps = story.folder.pipeline_steps()
     if len(steps) > PIPELINES_LIMIT:
         story.missing.append(

@@ -147,7 +147,7 @@ def _absent(parts: Sequence[Section]) -> Html | None:
     return tag(
         "section",
         tag("h2", "What this run did not record", id="absent"),
-        tag("ul", *(tag("li", tag("b", part.short), f": {part.otherwise}") for part in parts)),
+        tag("ul", *(tag("li", tag("b", part.short), ": ", part.otherwise) for part in parts)),
         aria_labelledby="absent",
     )
 
@@ -221,7 +221,7 @@ def _sections(
             "Learning",
             "Every curve counts each sample once, whichever worker had it.",
             join([tables.curves(story), tables.epochs(story)]) or None,
-            "Nothing was recorded step by step, so there are no curves.",
+            "nothing was recorded step by step, so there are no curves.",
         ),
         Section(
             "pipeline",
@@ -230,7 +230,7 @@ def _sections(
             "Data parallelism: every worker has a copy of the model, computes on its part of the "
             "batch, and all copies get the same update.",
             pipeline.section(traces, story.info),
-            "No batch of this run was recorded.",
+            "no batch was recorded.",
         ),
         Section(
             "workers",
@@ -238,7 +238,7 @@ def _sections(
             "Workers",
             "All workers finish a step together, so each step takes as long as the slowest one.",
             ranks.section(story),
-            "No worker has finished a step.",
+            "none has finished a step.",
         ),
         Section(
             "timeline",
@@ -246,7 +246,13 @@ def _sections(
             "Timeline",
             "",
             timeline.section(window) if window else None,
-            "No timeline was recorded in this run.",
+            join(
+                [
+                    "when each worker did what was not recorded; ",
+                    tag("code", "paceline run --timeline"),
+                    " does that.",
+                ]
+            ),
         ),
         Section(
             "scaling",
@@ -254,7 +260,13 @@ def _sections(
             "Scaling",
             "",
             scaling.section(story.scaling) if story.scaling else None,
-            "The job was not measured at several sizes. `paceline scale` does that.",
+            join(
+                [
+                    "the job was not measured on several numbers of workers; ",
+                    tag("code", "paceline scale"),
+                    " does that.",
+                ]
+            ),
         ),
         Section(
             "checkpoints",
@@ -262,7 +274,7 @@ def _sections(
             "Checkpoints",
             "",
             tables.checkpoints(story),
-            "No checkpoint was written.",
+            "none was written.",
         ),
         Section("details", "Settings and messages", "Details", "", tables.details(story), ""),
     ]

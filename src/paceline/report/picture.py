@@ -21,6 +21,8 @@ JOIN = 26
 """How high the connections to the row before are."""
 BOX = 74
 GAP = 8
+LETTER = 7.2
+"""How wide a letter of a box is."""
 LOOKS = 6
 """How many colours workers have; then they repeat."""
 
@@ -45,7 +47,7 @@ class Box:
 def shape(tensor: TensorFacts) -> str:
     """A shape as people say it: `50 x 10`."""
     if len(tensor.shape) == 1:
-        return count(tensor.shape[0], "number")
+        return count(tensor.shape[0], "value")
     if tensor.shape:
         return " \N{MULTIPLICATION SIGN} ".join(f"{each:,}" for each in tensor.shape)
     return "one number" if tensor.dtype else size(tensor.bytes)
@@ -66,7 +68,8 @@ def lay_out(stage: Stage, largest: float) -> list[Box]:
     boxes = []
     for index, part in enumerate(shown):
         lines = _lines(part)
-        glyph = _glyph(part.tensors[0], largest) if part.tensors and width > 100 else None
+        room = min(46.0, width / 4)
+        glyph = _glyph(part.tensors[0], largest, room) if part.tensors and width > 100 else None
         look = look_of(part.worker)
         x = index * (width + GAP)
         boxes.append(Box(text(part.title, 60), lines, look, x, width, glyph, part.worker))
@@ -92,19 +95,16 @@ def _lines(part: Part) -> tuple[str, ...]:
     return tuple(lines[:2])
 
 
-def _glyph(tensor: TensorFacts, largest: float) -> tuple[float, float] | None:
+def _glyph(tensor: TensorFacts, largest: float, room: float) -> tuple[float, float] | None:
     """Width and height of a small rectangle whose sides follow columns and rows."""
-    if not tensor.shape:
+    if len(tensor.shape) < 2 or 0 in tensor.shape:
         return None
-    rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    columns = math.prod(tensor.shape[1:]) if len(tensor.shape) > 1 else tensor.shape[0]
-    if rows * columns == 0:
-        return None
+    rows, columns = tensor.shape[0], math.prod(tensor.shape[1:])
 
     def length(amount: float, most: float, pixels: float) -> float:
         return max(3.0, pixels * math.sqrt(min(1.0, amount / most)))
 
-    return round(length(columns, 100, 46), 1), round(length(rows, largest, 50), 1)
+    return round(length(columns, 100, room), 1), round(length(rows, largest, 50), 1)
 
 
 def draw_row(
@@ -159,7 +159,6 @@ def _join(a: Box, b: Box, before: int, after: int, top: float) -> Html | None:
 
 
 def _draw_box(box: Box, top: float, is_marked: bool) -> Html:
-    small = box.width < 110
     parts = [
         tag(
             "rect",
@@ -174,11 +173,11 @@ def _draw_box(box: Box, top: float, is_marked: bool) -> Html:
     left = box.x + 12
     if box.glyph is not None:
         wide, high = box.glyph
-        middle = top + BOX / 2
+        middle, room = top + BOX / 2, min(46.0, box.width / 4)
         parts.append(
             tag(
                 "rect",
-                x=box.x + 12 + (46 - wide) / 2,
+                x=round(box.x + 10 + (room - wide) / 2, 1),
                 y=round(middle - high / 2, 1),
                 width=wide,
                 height=high,
@@ -186,9 +185,9 @@ def _draw_box(box: Box, top: float, is_marked: bool) -> Html:
                 class_=f"tensor fill-{box.look}",
             )
         )
-        left = box.x + 68
-    room = int((box.x + box.width - left - 6) / (5.9 if small else 6.6))
-    lines = [_fit(box.title, room), *(_fit(line, room) for line in box.lines)]
+        left = box.x + room + 18
+    letters = int((box.x + box.width - left - 4) / LETTER)
+    lines = [_fit(line, letters) for line in (box.title, *box.lines)]
     first = top + BOX / 2 - (len(lines) - 1) * 8.5 + 4
     for index, line in enumerate(lines):
         kind = "name" if index == 0 else "shape" if index == 1 else "small"
@@ -196,7 +195,7 @@ def _draw_box(box: Box, top: float, is_marked: bool) -> Html:
             tag("text", line, x=left, y=round(first + index * 17, 1), class_=f"box-text {kind}")
         )
     if is_marked:
-        parts.append(tag("circle", cx=box.x + box.width - 13, cy=top + 13, r=5, class_="followed"))
+        parts.append(tag("circle", cx=box.x + box.width - 10, cy=top + 9, r=4.5, class_="followed"))
     return tag("g", *parts)
 
 

@@ -39,6 +39,7 @@ from paceline.report.picture import Box, draw_rest, draw_row, lay_out, shape
 from paceline.run_folder import RunInfo
 
 PARTS_LIMIT = 16
+RECORD = "paceline trace --model FILE:FUNCTION --folder RUN"
 PLAIN = {
     "data": "what there is to learn from",
     "sampler": "who gets which rows",
@@ -67,12 +68,12 @@ def section(traces: Sequence[Trace], info: RunInfo | None) -> Html | None:
     trace = imagined(info)
     said = (
         "No batch of this run was recorded, so there are no values here. The picture shows how "
-        "every one of its steps works, with the sizes from the run's settings. To follow a real "
-        "batch, record one step: "
+        "every one of its steps works, with the sizes from the run's settings. To see a real "
+        "batch here, record one: "
     )
     return join(
         [
-            tag("p", said, tag("code", "--trace-step 1"), ".", class_="note"),
+            tag("p", said, tag("code", RECORD), ".", class_="note"),
             _stepper(trace),
         ]
     )
@@ -145,7 +146,7 @@ def imagined(info: RunInfo) -> Trace:
 def _show(trace: Trace, *, is_only: bool) -> Html:
     head = None if is_only else tag("h3", f"Step {figure(trace.step)}")
     about = (
-        f"This is step {figure(trace.step)} of the run as it really went: "
+        f"A real step, as it was recorded (step {figure(trace.step)}): "
         f"{count(trace.batch_rows, 'row')} through {text(trace.model.name, 80)} "
         f"({count(trace.model.parameters, 'weight')}) on {count(trace.workers, 'worker')}, "
         f"with {trace.engine}."
@@ -299,9 +300,8 @@ def _followed_sample(trace: Trace, stage: Stage) -> Html | None:
         values = f": {_values(stop.values)}" if stop.values else ""
         said.append(where + values)
     dot = tag("span", "●", class_="followed-sign", aria_hidden="true")
-    return tag(
-        "p", dot, f" The followed sample (number {figure(sample.index)}) is {'; '.join(said)}."
-    )
+    told = f" The followed sample (number {figure(sample.index)}) is {'; '.join(said)}"
+    return tag("p", dot, told if told.endswith("…") else f"{told}.")
 
 
 def _followed_weight(trace: Trace, stage: Stage) -> Html | None:
@@ -362,7 +362,7 @@ def _tensor_row(part: Part, tensor: TensorFacts) -> list[object]:
 
 
 def _values(values: Sequence[float]) -> str:
-    return ", ".join(figure(value, 3) for value in values[:4]) + (" …" if len(values) > 4 else "")
+    return ", ".join(figure(value, 3) for value in values[:3]) + (" …" if len(values) > 3 else "")
 
 
 def _stats(stats: Stats | None) -> str:
@@ -413,7 +413,7 @@ def _prediction(prediction: Prediction) -> Html:
                 words=range(4),
             ),
             tag("p", f"… and {left:,} more layers.", class_="note") if left > 0 else None,
-            tag("p", tag("strong", text(answer.text, 300))) if answer else None,
+            tag("p", tag("strong", sentence(text(answer.text, 300)))) if answer else None,
         ]
     )
 

@@ -153,29 +153,37 @@ def checkpoints(story: Story) -> Html | None:
     if not story.checkpoints:
         return None
     found = list(story.checkpoints)
+    shown = found[-CHECKPOINTS_LIMIT:]
+    has_metric = any(as_number(event.get("metric")) is not None for event in shown)
     rows = [
         [
-            text(event.get("name", ""), 80),
+            tag("span", text(event.get("name", ""), 80), class_="keep"),
+            "there" if event.get("name") in story.kept else "deleted since",
             figure(event["step"]),
             size(as_number(event.get("bytes"))),
             duration(as_number(event.get("seconds"))),
-            figure(as_number(event.get("metric"))),
+            *([figure(as_number(event.get("metric")))] if has_metric else []),
         ]
-        for event in found[-CHECKPOINTS_LIMIT:]
+        for event in shown
     ]
     left = len(found) - len(rows)
+    kept = sum(event.get("name") in story.kept for event in found)
     said = (
         f"{count(len(found), 'checkpoint')} written, the last one after step "
-        f"{figure(found[-1]['step'])}. A checkpoint holds everything that a run needs to go on. "
-        "Older ones may have been deleted since."
+        f"{figure(found[-1]['step'])}; {figure(kept)} of them still in the folder. "
+        "A checkpoint holds everything that a run needs to go on."
     )
     return join(
         [
             tag("p", said),
             table(
-                ("name", "after step", "size", "time to save", "metric"),
+                (
+                    *("name", "now", "after step", "size", "time to save"),
+                    *(["metric"] if has_metric else []),
+                ),
                 rows,
                 caption="Checkpoints",
+                words=(0, 1),
             ),
             tag("p", f"{count(left, 'older one')} not shown.", class_="note") if left else None,
         ]

@@ -108,10 +108,10 @@ def read_window(folder: RunFolder) -> Window | None:
     if unaligned:
         notes.append("The workers' clocks were not compared, so rows may be shifted.")
     steps = [
-        int(s)
+        int(match[1])
         for span in found
-        for s in re.findall(r"^step (\d+)", span.facts)
-        if begin <= span.begin < end
+        if span.name == "forward" and begin <= span.begin < end
+        if (match := re.match(r"step (\d+)", span.facts))
     ]
     window.steps = (min(steps), max(steps)) if steps else None
     return window

@@ -22,6 +22,8 @@ STATUS = {
 }
 NOTICEABLE_SHARE, NOTICEABLE_S = 0.10, 0.002
 """A worker is called slow when its own work takes longer than the others' by both of these."""
+LEAST_STEPS = 20
+MUCH_WAITING = 0.2
 MEANT_BY_PHASE = {
     "data": "fetching samples",
     "forward": "computing outputs and the loss",
@@ -146,15 +148,19 @@ def find_slow(story: Story) -> Slow | None:
 def _slow_on_average(ranks: list[Rank]) -> Slow | None:
     if len(ranks) < 2:
         return None
-    slowest = max(ranks, key=lambda rank: rank.own_s or 0)
-    usual = statistics.median(rank.own_s or 0 for rank in ranks if rank is not slowest)
-    by = (slowest.own_s or 0) - usual
-    if by < max(NOTICEABLE_SHARE * usual, NOTICEABLE_S):
+    slowest = max(ranks, key=lambda rank: rank.own_quantile_s(0.5))
+    others = [rank for rank in ranks if rank is not slowest]
+    usual = statistics.median(rank.own_quantile_s(0.5) for rank in others)
+    by = slowest.own_quantile_s(0.5) - usual
+    often = statistics.median(rank.own_quantile_s(0.75) for rank in others)
+    if by < max(NOTICEABLE_SHARE * usual, NOTICEABLE_S) or slowest.steps < LEAST_STEPS:
         return None
+    if slowest.own_quantile_s(0.25) < often:
+        return None  # its quick steps are as quick as the others' slow ones: chance
 
     def beyond(phase: str) -> float:
-        others = [rank.phase_s(phase) or 0 for rank in ranks if rank is not slowest]
-        return (slowest.phase_s(phase) or 0) - statistics.median(others)
+        usual = statistics.median(rank.phase_s(phase) or 0 for rank in others)
+        return (slowest.phase_s(phase) or 0) - usual
 
     return Slow(slowest.rank, max(OWN_PHASES, key=beyond), by)
 
@@ -174,9 +180,12 @@ def who_waited(story: Story) -> str:
         return "Times of single phases were not measured, so nobody can be blamed for waiting."
     if len(measured) < 2:
         return "Only one worker has measured its phases, so there is nobody to compare it with."
-    own = [rank.own_s or 0 for rank in measured]
+    own = [rank.own_quantile_s(0.5) for rank in measured]
     spread = duration(max(own) - min(own))
-    return f"No worker holds the others up: their own work differs by {spread} in an average step."
+    said = f"No worker holds the others up: their own work differs by {spread} in a usual step."
+    if shares(measured).get("wait", 0) > MUCH_WAITING:
+        said += " They wait all the same, because who is last changes from step to step."
+    return said
 
 
 def shares(ranks: list[Rank]) -> dict[str, float]:
@@ -197,7 +206,7 @@ def where_time_went(story: Story) -> str:
     parts = [f"{percent(computing)} went to computing"]
     for name, said in (
         ("data", "fetching samples"),
-        ("wait", "waiting for the slowest worker"),
+        ("wait", "waiting for other workers"),
         ("transfer", "exchanging gradients"),
     ):
         parts += [f"{percent(share[name])} to {said}"] if share.get(name, 0) >= 0.005 else []
