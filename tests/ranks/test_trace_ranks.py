@@ -242,15 +242,16 @@ def test_without_values_no_value_is_kept() -> None:
     assert trace.weight.stops[-1].is_equal
 
 
-def test_gradients_accumulated_over_micro_batches_are_one_step() -> None:
-    def accumulate(model: Any, rows: list[int]) -> Tensor:
-        total = torch.zeros(())
-        parts = [rows[:20], rows[20:30], rows[30:]]
-        for number, part in enumerate(parts):
-            with model.no_sync(enabled=number < 2):
-                total = total + weighted(model, part).detach()
-        return total
+def accumulate(model: Any, rows: list[int]) -> Tensor:
+    """A step of three forward and backward passes."""
+    total = torch.zeros(())
+    for number, part in enumerate([rows[:20], rows[20:30], rows[30:]]):
+        with model.no_sync(enabled=number < 2):
+            total = total + weighted(model, part).detach()
+    return total
 
+
+def test_gradients_accumulated_over_micro_batches_are_one_step() -> None:
     trace = record(2, take_step=accumulate)
     assert trace.check is not None
     assert (trace.check.how, trace.check.is_same) == ("whole batch", True)
@@ -260,7 +261,8 @@ def test_gradients_accumulated_over_micro_batches_are_one_step() -> None:
 
 
 def test_random_numbers_are_drawn_again_for_each_part() -> None:
-    check = check_of(1, lambda: net(nn.Dropout(0.5)))  # ranks in threads share a generator
+    # One rank only: ranks in threads share a generator.
+    check = check_of(1, lambda: net(nn.Dropout(0.5)), accumulate)
     assert (check.how, check.is_same) == ("part by part", True)
     assert "random numbers" in check.reason
 

@@ -61,6 +61,17 @@ NAMES_BY_MODULE = {
         "parse",
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
+    "paceline.pipeline": [
+        "Recording",
+        "Stage",
+        "Trace",
+        "from_json",
+        "read",
+        "record_step",
+        "to_json",
+        "validate",
+        "write",
+    ],
     "paceline.policy": [
         "BatchPlan",
         "LearningRate",
@@ -79,6 +90,15 @@ NAMES_BY_MODULE = {
         "DistributedSampler",
         "EpochNotSetWarning",
         "PaddedDistributedSampler",
+    ],
+    "paceline.trace": [
+        "Recording",
+        "Trace",
+        "draw",
+        "observe",
+        "read",
+        "record_step",
+        "trace_prediction",
     ],
     "paceline.testing": [
         "Fault",

@@ -34,6 +34,7 @@ from paceline.errors import ReplicaError, UsageError, WireError
 from paceline.pipeline import ranks, replicas, schema
 from paceline.pipeline.facts import bytes_of, facts_of, tree_facts
 from paceline.pipeline.follow import WeightRef, find_sample, find_weight, rows_of
+from paceline.pipeline.inside import buckets_of
 from paceline.pipeline.ranks import Seen
 from paceline.pipeline.reference import (
     Outcome,
@@ -71,9 +72,9 @@ class Recording:
     def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
         """Say what the loss is, before backward; of several, their sum is shown.
 
-        `weight` is over how many items it is a sum, where the step is weighted and the engine does
-        not know it from `weighted()`. With `targets`, and a `loss_fn` for the whole step, the check
-        computes the loss of the whole batch too.
+        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
+        With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
+        batch too.
         """
         self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
         value = loss.detach().clone()
@@ -203,17 +204,20 @@ class _Finish:
         device = self.model.device
         is_equal = self._ask_in_sync() if self.has_update and group.size() > 1 else None
         rows = sum(rows_of(call) for call in self.watch.calls)
-        rows_by_rank = comm.exchange(group, rows, device, "Recording a step: rows")
-        mine = self._seen(group.rank(), sum(rows_by_rank[: group.rank()]))
+        own = [rows, self.watch.loss_weight]
+        counts = comm.exchange(group, own, device, "Recording a step: counts")
+        rows_by_rank = [count for count, _ in counts]
+        factor = _factor(counts)
+        mine = self._seen(group.rank(), sum(rows_by_rank[: group.rank()]), factor * group.size())
         told = comm.exchange(group, asdict(mine), device, "Recording a step: facts")
         everyone: list[Seen] = [schema.read_as(Seen, value) for value in told]
-        check = self._check_ranks(group, everyone) if self.wants_check else None
+        check = self._check_ranks(group, everyone, factor) if self.wants_check else None
         said = comm.exchange(group, check and asdict(check), device, "Recording a step: check")
         check = None if said[0] is None else schema.read_as(Check, said[0])
         if check is not None:
             check = replace(check, is_equal_on_all=is_equal)
         data, dataset_rows = self._data(everyone[0].inputs)
-        buckets = self.watch.buckets
+        buckets = self.watch.buckets or buckets_of(self.model)
         stages = ranks.build_stages(everyone, buckets, data, dataset_rows, is_equal)
         sample = weight = None
         if self.sample is not None:
@@ -297,15 +301,14 @@ class _Finish:
             ),
         }
 
-    def _seen(self, rank: int, rows_before: int) -> Seen:
+    def _seen(self, rank: int, rows_before: int, scale: float) -> Seen:
+        """What this worker saw. Gradients are scaled so that the averages are their mean."""
         watch, times = self.watch, self.watch.times
         calls = watch.calls
         rows = sum(rows_of(call) for call in calls)
         sample = self._own_sample(rows_before, rows)
         found = None if sample is None else find_sample(sample, calls, values=self.values)
-        # Of a loss that is a sum, so that they compare with the averages.
-        share = self._loss_weight() or 1.0
-        local = {name: grad / share for name, grad in watch.local.items()}
+        local = {name: grad * scale for name, grad in watch.local.items()}
         first = calls[0] if calls else None
         last = calls[-1] if calls else None
         weight = None
@@ -418,27 +421,25 @@ class _Finish:
             return not_computed(_OLDER)
         if self.watch.is_indirect:
             return not_computed(_INDIRECT)
-        if len(calls) > 1 and any(call.is_random for call in calls):
-            return not_computed(
-                "the model draws random numbers, and replicas in threads share a generator"
-            )
         pieces = [_piece(call) for call in calls]
         targets = list(tree.tensors(self.recording.targets))
         # One loss for all replicas: the targets are those of the whole batch.
         pieces = [replace(piece, targets=targets) for piece in pieces]
         loss = self.recording.loss
         mean = None if loss is None else loss.item()
-        return self._compute(self._task(pieces, calls[0], 1.0), mean)
+        check = self._compute(self._task(pieces, calls[0], 1.0), mean)
+        if not check.is_same and len(calls) > 1 and any(call.is_random for call in calls):
+            return not_computed(
+                "the model draws random numbers, and replicas in threads share a generator"
+            )
+        return check
 
-    def _check_ranks(self, group: Any, everyone: Sequence[Seen]) -> Check | None:
+    def _check_ranks(self, group: Any, everyone: Sequence[Seen], factor: float) -> Check | None:
         """Rank 0's check; None on the others, which only hand over their rows."""
         device, size = self.model.device, group.size()
         older = comm.exchange(group, self.watch.has_older_gradients, device, "Recording a step")
         if any(older):
             return not_computed(_OLDER)
-        weights = [seen.loss_weight for seen in everyone]
-        total = sum(w for w in weights if w is not None)
-        factor = 1 / size if None in weights else 1 / total if total else 0.0
         pieces, reason = self._gather_pieces(group)
         reason = reason or comm.exchange(group, self.trouble, device, "Recording a step")[0]
         if reason:
@@ -581,6 +582,15 @@ class _Finish:
             return None
         numbers = [self.followed.read(grads) for grads in found]
         return [0.0 if number is None else number for number in numbers]
+
+
+def _factor(counts: Sequence[tuple[int, float | None]]) -> float:
+    """What the engine multiplies the sum of gradients with, by each worker's rows and weight."""
+    weights = [weight for rows, weight in counts if rows]  # without rows there is no backward
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or not weights:
+        return 1 / len(counts)
+    return 1 / sum(known) if sum(known) else 0.0
 
 
 _INDIRECT = "the loss is computed from gradients, which are not recorded"

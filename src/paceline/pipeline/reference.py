@@ -133,8 +133,10 @@ def check_step(reference: Reference, task: Task, outcome: Outcome) -> Check:
     parts = _compare(reference, task, task.pieces, outcome, "part by part")
     if whole is None:
         return replace(parts, reason=why_not_whole)
-    if not parts.is_same or len(task.pieces) == 1:
+    if not parts.is_same:
         return whole
+    if any(piece.random_state for piece in task.pieces):
+        return replace(parts, reason="the model draws random numbers, each part its own")
     return replace(parts, reason=_why_rows_matter(reference.module, whole.difference or 0.0))
 
 
@@ -165,8 +167,6 @@ def not_computed(reason: str) -> Check:
 
 
 def _why_not_whole(pieces: Sequence[Piece]) -> str:
-    if any(piece.random_state for piece in pieces):
-        return "the model draws random numbers, and each part must get its own again"
     if len({(len(piece.inputs), len(piece.outputs)) for piece in pieces}) > 1:
         return "the parts' inputs or outputs are not alike"
     first = pieces[0]

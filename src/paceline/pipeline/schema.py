@@ -137,7 +137,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             raise _mistake(where, hint, value)
         return value
     if is_dataclass(hint):
-        return _read_object(hint, value, where)
+        return _read_fields(hint, value, where)
     if hint is float:
         if isinstance(value, str) and value in _NOT_FINITE:
             return _NOT_FINITE[value]
@@ -149,7 +149,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _read_object(kind: Any, value: Any, where: str) -> Any:
+def _read_fields(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise WireError(f"{where} is not an object but {_short(value)}.")
     hints = _hints(kind)

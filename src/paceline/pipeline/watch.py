@@ -241,6 +241,8 @@ class Watch:
 
     def _on_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.applied = self._gradients() if self._keeps_tensors else {}
+        if not self.averaged:  # a worker without rows takes part without a backward pass
+            self.averaged = self.applied or self._gradients()
         self.times.update_begin = _now()
 
     def _on_updated(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
