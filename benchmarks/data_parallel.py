@@ -28,6 +28,9 @@ from paceline.dp import DataParallel, DPOptions
 
 Step = Callable[[], None]
 
+WARM_UP = 8
+"""Steps before the first that counts: recordings are made in the first few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -56,6 +59,19 @@ def _deep() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(300)))
 
 
+class Loop(nn.Module):
+    """300 layers once more, in a class as people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+
 def _rows(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     x = torch.randn(64, 64, generator=generator)
     return x, torch.randint(64, (64,), generator=generator)
@@ -75,6 +91,7 @@ TASKS = {
         "gpt2-124M": Task(_gpt2, _text, _token_loss, "bfloat16"),
         "gpt2-124M-autocast": Task(_gpt2, _text, _token_loss, "autocast"),
         "mlp-300x64": Task(_deep, _rows, F.cross_entropy),
+        "mlp-300x64-loop": Task(Loop, _rows, F.cross_entropy),
     },
     "cpu": {
         "conv-0.1M": Task(MODELS["conv-0.1M"].build, _images, F.cross_entropy),
@@ -88,7 +105,7 @@ TASKS = {
 def contestants(task: Task, device: str, replicas: int) -> dict[str, Callable[[], Step]]:
     """What builds each contestant's step."""
     ids: list[Any] = [0] * replicas if device == "cuda" else [f"cpu:{i}" for i in range(replicas)]
-    graphs = DPOptions(cuda_graphs=True)
+    graphs, no_graphs = DPOptions(cuda_graphs=True), DPOptions(cuda_graphs=False)
     wraps: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
         "bare": (lambda m: m, False),
         "paceline": (lambda m: DataParallel(m, ids), False),
@@ -97,8 +114,16 @@ def contestants(task: Task, device: str, replicas: int) -> dict[str, Callable[[]
     if device == "cuda":
         wraps |= {
             "nn.DataParallel": (lambda m: nn.DataParallel(m, ids), False),
-            "paceline, cuda_graphs": (lambda m: DataParallel(m, ids, options=graphs), False),
-            "paceline, cuda_graphs, loss on replicas": (
+            "paceline, cuda_graphs=False": (
+                lambda m: DataParallel(m, ids, options=no_graphs),
+                False,
+            ),
+            "paceline, cuda_graphs=False, loss on replicas": (
+                lambda m: DataParallel(m, ids, options=no_graphs),
+                True,
+            ),
+            "paceline, cuda_graphs=True": (lambda m: DataParallel(m, ids, options=graphs), False),
+            "paceline, cuda_graphs=True, loss on replicas": (
                 lambda m: DataParallel(m, ids, options=graphs),
                 True,
             ),
@@ -137,13 +162,15 @@ def _step(
 def peak_mib(build: Callable[[], Step]) -> tuple[int, int]:
     """The most memory that tensors need in a step, and that is reserved for them, on the GPU.
 
-    A CUDA graph reserves what its replays need, and none of that counts as allocated.
+    A CUDA graph reserves what its replays need, and none of that counts as allocated. Workspaces
+    of matrix kernels, of which threads and recordings have their own, are part of both.
     """
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # or the first contestant would pay for all
     torch.cuda.empty_cache()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     step = build()
-    for _ in range(4):  # cuda_graphs records the third
+    for _ in range(WARM_UP):
         torch.cuda.reset_peak_memory_stats()
         step()
     torch.cuda.synchronize()
@@ -164,7 +191,7 @@ def measure(
         for name, step in stepping.items():
             _wait(device)
             start = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(steps if number else max(steps, WARM_UP)):
                 step()
             _wait(device)
             if number:  # the first round warms up

@@ -19,7 +19,7 @@ from paceline.errors import DeviceError, UsageError
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 ROWS = 11
-GRAPHS = DPOptions(cuda_graphs=True)
+GRAPHS, PLAIN = DPOptions(cuda_graphs=True), DPOptions(cuda_graphs=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +142,7 @@ def test_batch_norm_of_the_whole_batch_is_the_bare_models() -> None:
     torch.testing.assert_close(gradients(module), gradients(bare), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [DPOptions(), GRAPHS], ids=["plain", "graphs"])
+@pytest.mark.parametrize("options", [DPOptions(), PLAIN, GRAPHS], ids=["auto", "plain", "graphs"])
 def test_a_step_never_waits_for_the_device(options: DPOptions) -> None:
     module = network()
     module[4].momentum = 0.1  # a cumulative average makes torch's own layer wait
@@ -156,7 +156,7 @@ def test_a_step_never_waits_for_the_device(options: DPOptions) -> None:
         model.backward(F.cross_entropy, x, y, count=lambda target: (target >= 0).sum())
         optimizer.step()
 
-    for _ in range(4):
+    for _ in range(8):
         step()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -264,7 +264,7 @@ def test_memory_is_not_above_that_of_torchs_class_and_does_not_grow() -> None:
         model = wrap(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda())
         x = torch.randn(64, 1024, device="cuda")
         after = []
-        for _ in range(4):
+        for _ in range(8):
             torch.cuda.reset_peak_memory_stats()
             model.zero_grad()
             if on_replicas:
@@ -272,7 +272,7 @@ def test_memory_is_not_above_that_of_torchs_class_and_does_not_grow() -> None:
             else:
                 model(x).square().mean().backward()
             after.append(torch.cuda.memory_allocated())
-        assert after[-1] == after[1]
+        assert after[-1] == after[-3]
         return torch.cuda.max_memory_allocated()
 
     theirs = peak(lambda module: nn.DataParallel(module, [0, 0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from paceline.dp.devices import Place, check_tensors_at_home, group_into_lanes
 from paceline.dp.loss import compute_loss, differentiate
 from paceline.dp.options import DPOptions
 from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame
-from paceline.dp.parameters import ParameterSets, deliver
-from paceline.dp.record import ForwardRecording, LossRecording, Recorder, identity_of
+from paceline.dp.parameters import ParameterSets
+from paceline.dp.replay import call, detach, make_replayer
 from paceline.dp.replicate import Replica, as_it_is
 from paceline.dp.scatter import Chunk
 from paceline.errors import UsageError
@@ -54,7 +54,7 @@ class Engine:
         self._parameters = ParameterSets(places, self._lanes, options.share_parameters)
         self._replicas = [self._build(number) for number in range(len(places))]
         self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
-        self._recorder = Recorder(module) if options.cuda_graphs else None
+        self._replayer = make_replayer(module, places, self._replicas, self._parameters, options)
         # Reentrant, because a hook on a parameter may call the model again.
         self._lock = threading.RLock()
 
@@ -65,15 +65,21 @@ class Engine:
 
     def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
         """The replicas' outputs, in the order of the chunks."""
-        used = [chunk.replica for chunk in chunks]
         with self._lock:
             params = self._check_home()
-            if self._recorder is not None and self._recorder.can_record():
-                return self._apply(chunks, self._replay_forward(self._recorder, params))
-            tables = self._parameters.link(params, used)
-            for number in used:
-                self._replicas[number].refresh(tables[number])
-            return self._apply(chunks, _call)
+            usual = partial(self._run_forward, chunks, params)
+            if self._replayer is None:
+                return usual(call)
+            return self._replayer.outputs(chunks, params, usual)
+
+    def _run_forward(
+        self, chunks: Sequence[Chunk], params: Sequence[Tensor], work: Work
+    ) -> list[Any]:
+        used = [chunk.replica for chunk in chunks]
+        tables = self._parameters.link(params, used)
+        for number in used:
+            self._replicas[number].refresh(tables[number])
+        return self._apply(chunks, work)
 
     def backward(
         self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Any]
@@ -84,83 +90,39 @@ class Engine:
                 "backward() was called where gradients are switched off.",
                 advice="Call it outside torch.no_grad() and torch.inference_mode().",
             )
-        used = [chunk.replica for chunk in chunks]
-        factor_by_replica = dict(zip(used, factors, strict=True))
+        with self._lock:
+            params = self._check_home()
+            usual = partial(self._run_loss, chunks, factors, params)
+            if self._replayer is None:
+                return usual(partial(compute_loss, loss_fn=loss_fn))
+            return self._replayer.losses(chunks, loss_fn, factors, params, usual)
+
+    def _run_loss(
+        self,
+        chunks: Sequence[Chunk],
+        factors: Sequence[Any],
+        params: Sequence[Tensor],
+        compute: Callable[[Chunk, nn.Module], Tensor],
+    ) -> list[Tensor]:
+        factor_by_replica = {c.replica: factor for c, factor in zip(chunks, factors, strict=True)}
         is_joint = self._meeting is not None  # one graph for all replicas
 
         def work(chunk: Chunk, module: nn.Module) -> Tensor:
-            loss = compute_loss(chunk, module, loss_fn)
+            loss = compute(chunk, module)
             return loss if is_joint else differentiate(loss, factor_by_replica[chunk.replica])
 
-        with self._lock:
-            params = self._check_home()
-            if self._recorder is not None and self._recorder.can_record():
-                recording = self._find_loss(self._recorder, chunks, loss_fn, factors, params)
-                if recording is not None:
-                    losses, grads = recording.replay(chunks, factors)
-                    deliver(params, grads)
-                    return losses
-            self._detach(params, used)
-            try:
-                losses = self._apply(chunks, work)
-                if is_joint:
-                    weights = [f.to(loss.dtype) for f, loss in zip(factors, losses, strict=True)]
-                    torch.autograd.backward(losses, weights)
-            except BaseException:
-                self._parameters.forget_gradients()
-                raise
-            self._parameters.collect(params)
+        used = [chunk.replica for chunk in chunks]
+        detach(params, used, self._parameters, self._replicas)
+        try:
+            losses = self._apply(chunks, work)
+            if is_joint:
+                weights = [f.to(loss.dtype) for f, loss in zip(factors, losses, strict=True)]
+                torch.autograd.backward(losses, weights)
+        except BaseException:
+            self._parameters.forget_gradients()
+            raise
+        self._parameters.collect(params)
         return losses
-
-    def _detach(self, params: Sequence[Tensor], used: Sequence[int]) -> None:
-        """Give the replicas leaves, on which gradients are collected apart."""
-        tables = self._parameters.detach(params, used)
-        for number in used:
-            self._replicas[number].refresh(tables[number])
-
-    def _replay_forward(self, recorder: Recorder, params: Sequence[Tensor]) -> Work:
-        """A forward pass that is replayed where it was recorded, and else runs as usual."""
-        state = recorder.state([*params, *self._replicas[0].buffers()])
-
-        def work(chunk: Chunk, module: nn.Module) -> Any:
-            replica = self._replicas[chunk.replica]
-
-            recording = recorder.find(
-                (state, recorder.shape([chunk])), lambda: ForwardRecording(chunk, replica, params)
-            )
-            if recording is None or recording.is_busy:
-                replica.refresh(None)
-                return _call(chunk, module)
-            return recording.replay(chunk)
-
-        return work
-
-    def _find_loss(
-        self,
-        recorder: Recorder,
-        chunks: Sequence[Chunk],
-        loss_fn: Callable[..., Tensor],
-        factors: Sequence[Tensor],
-        params: Sequence[Tensor],
-    ) -> LossRecording | None:
-        def record() -> LossRecording:
-            self._detach(params, [chunk.replica for chunk in chunks])
-            buffers = [self._replicas[chunk.replica].copied_buffers() for chunk in chunks]
-            return LossRecording(
-                chunks,
-                factors,
-                self._parameters.leaves(0),
-                list(chain.from_iterable(buffers)),
-                lambda chunk, factor: differentiate(
-                    compute_loss(chunk, self._replicas[chunk.replica].module, loss_fn), factor
-                ),
-            )
-
-        state = recorder.state([*params, *self._replicas[0].buffers()])
-        key = (state, recorder.shape(chunks), identity_of(loss_fn))
-        with Climate(self._places).around(self._places[0]):
-            found: LossRecording | None = recorder.find(key, record, keeps=[loss_fn])
-        return found
 
     def _check_home(self) -> list[Tensor]:
         """The parameters, which all lie where the first replica is, or it is an error."""
@@ -225,10 +187,6 @@ class Engine:
         share = max(1, available // cpu_lanes) if cpu_lanes else available
         names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
         return Crew(names, cpu_threads or share)
-
-
-def _call(chunk: Chunk, module: nn.Module) -> Any:
-    return module(*chunk.args, **chunk.kwargs)
 
 
 def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:

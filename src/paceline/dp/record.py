@@ -1,16 +1,14 @@
 """Recording a replica's work on a GPU once, as a CUDA graph, and replaying it afterwards.
 
 A small model on a fast GPU waits for Python, which starts one kernel after the other. A replay
-starts them all at once. What Python does in a forward pass happens only while recording, so this
-is an option, and whatever a replay could not know of is part of a `signature`: shapes, modes,
-values that are no tensors, where parameters lie. Another signature is another recording.
+starts them all at once. `recorder` decides what is recorded; here is how.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -20,145 +18,101 @@ from torch import Tensor, nn
 from paceline import tree
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk
-from paceline.errors import UsageError
-
-WARM_UP = 2
-"""Calls of one signature that run as usual before the next is recorded: libraries set up in them
-what they may not while recording."""
-
-MOST_RECORDINGS = 16
-"""Further signatures are not recorded: batches of ever new shapes would fill the memory."""
-
 
 Buffers = Sequence[tuple[Tensor, Tensor]]
 """A replica's own copy of each buffer, to be refreshed before a replay, and its source."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    calls: int = 0
-    recording: Any = None
-    keeps: list[object] = field(default_factory=list)
-    """What the signature refers to by its `id`."""
-
-
-class Recorder:
-    """The recordings of one engine, by signature."""
-
-    def __init__(self, source: nn.Module) -> None:
-        self._modules = list(source.modules())
-        self._entries: dict[Hashable, _Entry] = {}
-
-    def find(self, key: Hashable, record: Callable[[], Any], keeps: Sequence[object] = ()) -> Any:
-        """The recording for a signature; None if this call is still to run as usual."""
-        entry = self._entries.get(key)
-        if entry is None:
-            if len(self._entries) >= MOST_RECORDINGS:
-                return None
-            entry = self._entries[key] = _Entry(keeps=list(keeps))
-        entry.calls += 1
-        if entry.recording is None and entry.calls > WARM_UP:
-            entry.recording = self._record(record)
-        return entry.recording
-
-    def can_record(self) -> bool:
-        """Whether no hook would be left out by a replay."""
-        return not any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            for m in self._modules
-        )
-
-    def shape(self, chunks: Sequence[Chunk]) -> Hashable:
-        """The inputs' part of a signature: everything but the values of tensors."""
-        return tuple((chunk.replica, _shape(chunk.contents)) for chunk in chunks)
-
-    def state(self, tensors: Sequence[Tensor]) -> Hashable:
-        """The part that all inputs have in common: modes, and where the model's tensors lie."""
-        return (
-            tuple(module.training for module in self._modules),
-            tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cuda"),
-            torch.get_autocast_dtype("cuda"),
-        )
-
-    def _record(self, record: Callable[[], Any]) -> Any:
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        random_state = generator.clone_state()
-        try:
-            # Half-precision copies that autocast keeps would be of memory that is not recorded.
-            torch.clear_autocast_cache()
-            return record()
-        except RuntimeError as error:
-            # The generator would wait for the end of the recording for good.
-            generator.graphsafe_set_state(random_state)
-            raise UsageError(
-                "This model's work cannot be recorded as a CUDA graph.",
-                f"Recording it failed: {str(error).splitlines()[0]}",
-                "Leave cuda_graphs off; models that wait for the GPU in forward need that.",
-            ) from error
-        finally:
-            torch.clear_autocast_cache()
+Again = Callable[[Sequence[Chunk], Tensor | None], list[Tensor]]
+"""Computes chunks' outputs as usual, from where random numbers were at the time; see `_Replay`."""
 
 
 class ForwardRecording:
-    """One replica's forward pass and its backward pass, each a graph.
+    """The forward passes of all replicas on one GPU and their backward passes, two graphs.
 
     The memory of a forward pass is needed until its backward pass has run. Until then, or until
     its outputs are gone, the recording is busy.
     """
 
-    def __init__(self, chunk: Chunk, replica: Replica, params: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        replicas: Sequence[Replica],
+        params: Sequence[Tensor],
+        *,
+        again: Again | None = None,
+        needed: Sequence[Tensor] = (),
+        is_random: bool = False,
+    ) -> None:
         # Autograd keeps the stream on which a parameter was first used, and would make it wait for
         # the recording's. Leaves that nobody has used yet share the parameters' memory alone.
         leaves = [nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in params]
-        replica.refresh({id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
-        self._buffers = replica.copied_buffers()
-        pool = torch.cuda.graph_pool_handle()
-        static = _static(chunk)
-        self._inputs = list(tree.tensors(static.contents))
-        self._lease: weakref.ref[_Lease] | None = None
+        for replica in replicas:
+            replica.refresh({id(p): leaf for p, leaf in zip(params, leaves, strict=True)})
+        self._buffers = list(chain.from_iterable(r.copied_buffers() for r in replicas))
+        self._chunks = [_static(chunk) for chunk in chunks]
+        self._inputs = [t for chunk in self._chunks for t in tree.tensors(chunk.contents)]
+        self._pass: weakref.ref[Any] | None = None
         self._forward = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, pool=pool):
-            output = replica.module(*static.args, **static.kwargs)
-        self._output = tree.map_tensors(Tensor.detach, output)
-        ends = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
-        self._places = [i for i, t in enumerate(tree.tensors(output)) if t.requires_grad]
+        pool = torch.cuda.graph_pool_handle()
+        with _recorded(self._forward, pool):
+            outputs = [
+                replica.module(*chunk.args, **chunk.kwargs)
+                for chunk, replica in zip(self._chunks, replicas, strict=True)
+            ]
+        self._outputs = tree.map_tensors(Tensor.detach, outputs)
+        ends = [tensor for tensor in tree.tensors(outputs) if tensor.requires_grad]
+        self._places = [i for i, t in enumerate(tree.tensors(outputs)) if t.requires_grad]
         wanted = [tensor for tensor in (*self._inputs, *leaves) if tensor.requires_grad]
-        self._params = [param for param in params if param.requires_grad]
+        self.params = [param for param in params if param.requires_grad]
+        self.again = again
+        self.needed = list(needed)
+        """What backward reads, besides inputs: writing to it in between is an error."""
+        self.is_random = is_random
         self._backward: torch.cuda.CUDAGraph | None = None
         if ends:
             self._grad_outputs = [torch.zeros_like(tensor) for tensor in ends]
             self._backward = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._backward, pool=pool):
+            with _recorded(self._backward, pool):
                 self._grads = torch.autograd.grad(
                     ends, wanted, self._grad_outputs, allow_unused=True
                 )
 
     @property
     def is_busy(self) -> bool:
-        lease = None if self._lease is None else self._lease()
-        return lease is not None and not lease.is_over
+        """Whether a forward pass still waits for its backward pass, or was told to keep its graph.
 
-    def replay(self, chunk: Chunk) -> Any:
-        inputs = list(tree.tensors(chunk.contents))
+        Autograd frees what a pass saved once it is no longer needed.
+        """
+        waiting = None if self._pass is None else self._pass()
+        if waiting is None:
+            return False
+        try:
+            return waiting.saved_tensors is not None
+        except RuntimeError as error:
+            return "second time" not in str(error)
+
+    def replay(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """The chunks' outputs, in memory that the next replay writes to."""
+        inputs = [tensor for chunk in chunks for tensor in tree.tensors(chunk.contents)]
         _copy_all(zip(self._inputs, inputs, strict=True), self._buffers)
         if self._backward is None:
             self._forward.replay()
-            return tree.map_tensors(Tensor.clone, self._output)
+            return list(tree.map_tensors(Tensor.clone, self._outputs))
         live = [tensor for tensor in inputs if tensor.requires_grad]
-        outputs = _Replay.apply(self, *live, *self._params)  # type: ignore[no-untyped-call]
+        outputs = _Replay.apply(self, len(live), *live, *self.params)  # type: ignore[no-untyped-call]
         remaining = iter(outputs)
-        return tree.map_tensors(lambda _: next(remaining), self._output)
+        return list(tree.map_tensors(lambda _: next(remaining), self._outputs))
 
-    def forward(self) -> tuple[list[Tensor], _Lease]:
+    def forward(self, context: Any) -> list[Tensor]:
         self._forward.replay()
-        lease = _Lease()
-        self._lease = weakref.ref(lease)
-        return [tensor.detach() for tensor in tree.tensors(self._output)], lease
+        self._pass = weakref.ref(context)
+        return [tensor.detach() for tensor in tree.tensors(self._outputs)]
 
-    def backward(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients, copied: autograd may keep what it is given, and a replay overwrites it.
+
+        This writes to the memory of the forward pass, so it can be done once only.
+        """
         given = [grads[place] for place in self._places]
         for static, grad in zip(self._grad_outputs, given, strict=True):
             if grad is None:
@@ -167,41 +121,69 @@ class ForwardRecording:
                 static.copy_(grad)
         assert self._backward is not None  # only differentiable outputs have a backward pass
         self._backward.replay()
-        return self._grads
+        return _copies(self._grads)
+
+    def inputs(self, live: Sequence[Tensor]) -> list[Chunk]:
+        """The inputs of the last replay, with those that have gradients as they were given."""
+        given = iter(live)
+        chunks = []
+        for chunk in self._chunks:
+            args, kwargs, targets = tree.map_tensors(
+                lambda t: next(given) if t.requires_grad else t.clone(), chunk.contents
+            )
+            chunks.append(Chunk(chunk.replica, args, kwargs, chunk.rows, targets))
+        return chunks
 
     def non_differentiable(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         return [t for place, t in enumerate(outputs) if place not in self._places]
 
 
-class _Lease:
-    """A forward pass whose backward pass is still to come; it dies with the pass's graph."""
-
-    __slots__ = ("__weakref__", "is_over")
-
-    def __init__(self) -> None:
-        self.is_over = False
-
-
 class _Replay(torch.autograd.Function):
+    """Recorded forward passes, to autograd.
+
+    Gradients of gradients are not recorded, and a backward pass can be replayed once. Where more is
+    asked for, the outputs are computed again as usual, if that is proven to give the same.
+    """
+
     @staticmethod
-    def forward(ctx: Any, recording: ForwardRecording, *_inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs, ctx.lease = recording.forward()
-        ctx.recording = recording
+    def forward(
+        ctx: Any, recording: ForwardRecording, count: int, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        is_random = recording.is_random
+        ctx.random_state = torch.cuda.get_rng_state(inputs[0].device) if is_random else None
+        outputs = recording.forward(ctx)
+        ctx.recording, ctx.count, ctx.is_spent = recording, count, False
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*recording.non_differentiable(outputs))
+        ctx.save_for_backward(*inputs[:count], *recording.needed)
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.lease.is_over:
+        recording: ForwardRecording = ctx.recording
+        live = ctx.saved_tensors[: ctx.count]  # raises if they are freed or were written to
+        wants_more = torch.is_grad_enabled()
+        if not (wants_more or ctx.is_spent):
+            ctx.is_spent = True
+            return None, None, *recording.backward(grads)
+        if recording.again is None:
             raise RuntimeError(
-                "Trying to backward a second time through a replayed forward pass. "
-                "Leave cuda_graphs off to keep its memory with retain_graph=True."
+                "A replayed forward pass has one backward pass, and no gradients of gradients. "
+                "Leave cuda_graphs off."
             )
-        result = ctx.recording.backward(grads)
-        ctx.lease.is_over = True
-        return None, *(None if grad is None else grad.detach() for grad in result)
+        outputs = recording.again(recording.inputs(live), ctx.random_state)
+        asked = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+        return (
+            None,
+            None,
+            *torch.autograd.grad(
+                [output for output, _ in asked],
+                [*live, *recording.params],
+                [grad for _, grad in asked],
+                create_graph=wants_more,
+                allow_unused=True,
+            ),
+        )
 
 
 class LossRecording:
@@ -216,19 +198,19 @@ class LossRecording:
         work: Callable[[Chunk, Tensor], Tensor],
     ) -> None:
         self._inputs: list[Tensor] = []
-        self._leaves, self._buffers = leaves, buffers
+        self._buffers = buffers
         copies = []
         for chunk in chunks:
             copies.append(_static(chunk))
             self._inputs += tree.tensors(copies[-1].contents)
         self._factors = [factor.clone() for factor in factors]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with _recorded(self._graph, torch.cuda.graph_pool_handle()):
             self._losses = [
                 work(chunk, factor) for chunk, factor in zip(copies, self._factors, strict=True)
             ]
+        self._leaves = leaves  # the graph reads their memory
         self._grads = [leaf.grad for leaf in leaves]
-        self._used = [index for index, grad in enumerate(self._grads) if grad is not None]
         for leaf in leaves:
             leaf.grad = None
 
@@ -243,11 +225,18 @@ class LossRecording:
             self._buffers,
         )
         self._graph.replay()
-        grads: list[Tensor | None] = [None] * len(self._grads)
-        copies = torch._foreach_mul([self._grads[index] for index in self._used], 1.0)  # type: ignore[misc]
-        for index, grad in zip(self._used, copies, strict=True):
-            grads[index] = grad
-        return [loss.clone() for loss in self._losses], grads
+        return [loss.clone() for loss in self._losses], _copies(self._grads)
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record what happens inside; other threads, such as a data loader's, go on as they like."""
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        torch.cuda.set_stream(stream)  # torch does not go back to it from a recording that fails
 
 
 @torch.no_grad()
@@ -257,25 +246,14 @@ def _copy_all(*pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     torch._foreach_copy_([to for to, _ in all_pairs], [of for _, of in all_pairs])
 
 
-def identity_of(function: Callable[..., Any]) -> Hashable:
-    """Equal for two functions made by the same line around the same objects, as lambdas are."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return id(function)
-    cells = getattr(function, "__closure__", None) or ()
-    return code, tuple(id(cell.cell_contents) for cell in cells), id(function.__defaults__)
-
-
-def _shape(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
-    if tree.is_container(value):
-        return (type(value), tuple((key, _shape(item)) for key, item in tree.children(value)))
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return (type(value), value)
+@torch.no_grad()
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    dense = [t for t in tensors if t is not None and t.layout is torch.strided]
+    copied = iter(torch._foreach_mul(dense, 1.0) if dense else ())
+    return [
+        None if t is None else next(copied) if t.layout is torch.strided else t.clone()
+        for t in tensors
+    ]
 
 
 def _static(chunk: Chunk) -> Chunk:

@@ -100,6 +100,10 @@ class Replica:
         for link in self._links:
             link.rebind(self._links)
 
+    def forget_buffers(self) -> None:
+        """Copy buffers anew in the next refresh: a replay writes to them without a trace."""
+        self._buffers_seen = None
+
     def _refresh_buffers(self, parameters: Parameters) -> None:
         named = [
             (link, name, buffer)
