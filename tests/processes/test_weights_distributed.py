@@ -45,6 +45,6 @@ def test_a_file_from_data_parallel_loads_into_ddp_and_back(
     )
     for found in results:
         assert all(map(torch.equal, found, source.state_dict().values()))
-    for other in (build(3), nn.DataParallel(build(4)), torch.compile(build(5))):
+    for other in (build(3), nn.DataParallel(build(4))):
         load_weights(other, tmp_path / "ddp.pth")
         assert all(map(torch.equal, other.state_dict().values(), source.state_dict().values()))

@@ -70,6 +70,7 @@ def test_a_checkpoint_made_by_somebody_who_knows_the_hashes(name: str, tmp_path:
     assert refused > ROUNDS // 2
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_file_of_torch_save_with_other_instructions(tmp_path: Path) -> None:
     original, path = io.BytesIO(), tmp_path / "a.pt"
     torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, original)

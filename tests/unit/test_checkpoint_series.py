@@ -194,6 +194,14 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_training_goes_on(tmp_path
         assert load(checkpoints).step == 4
 
 
+def test_a_state_too_large_for_memory_is_a_problem_and_no_error(checkpoints: Checkpoints) -> None:
+    with pytest.warns(CheckpointWarning, match="no memory for a copy"):
+        checkpoints.save(1, {"w": torch.zeros(1).expand(2**45)}, facts={})
+    fill(checkpoints, 2)
+    assert checkpoints.problem is None
+    assert load(checkpoints).step == 2
+
+
 def test_a_failure_after_a_success_is_said_again(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with Checkpoints(folder) as checkpoints:

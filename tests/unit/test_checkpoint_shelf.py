@@ -239,6 +239,8 @@ def test_a_path_means_itself_or_the_newest_in_a_folder_or_run(tmp_path: Path) ->
     entries[0].path.rename(tmp_path / "the-good-one")
     assert find_entry(tmp_path / "the-good-one").step == 1
     verify(find_entry(tmp_path / "the-good-one"))
+    (tmp_path / "link").symlink_to(tmp_path / "the-good-one")
+    verify(find_entry(tmp_path / "link"))
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         find_entry(tmp_path, 7)
 

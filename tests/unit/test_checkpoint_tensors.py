@@ -39,6 +39,7 @@ def assert_same(first: Tensor, second: Tensor) -> None:
     assert bits(first) == bits(second)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [*NATIVE, *VIEWED], ids=str)
 def test_every_type_comes_back_bit_by_bit(

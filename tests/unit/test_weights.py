@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline import load_weights
-from paceline.checkpoint import Checkpoints
+from paceline.checkpoint import Checkpoints, CheckpointWarning
+from paceline.checkpoint.shelf import list_entries
 from paceline.checkpoint.tensors import write_tensors
 from paceline.errors import CheckpointError, UsageError, WeightsError
 
@@ -126,6 +127,20 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert len(report.loaded) == len(report.renamed) == len(build().state_dict())
     assert report.missing == report.unexpected == []
     assert "'module.' removed in 10 names" in str(report)
+
+
+def test_of_a_folder_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        for seed in (1, 2):
+            checkpoints.save(seed, {"model": build(seed).state_dict()}, facts={})
+    newest = list_entries(tmp_path)[0].path
+    (newest / "state.safetensors").write_bytes(b"")
+    model = build()
+    with pytest.warns(CheckpointWarning, match=newest.name):
+        load_weights(model, tmp_path)
+    assert_same_values(model, build(1))
+    with pytest.raises(CheckpointError, match="has 0 bytes"):
+        load_weights(model, newest)
 
 
 def test_of_several_state_dicts_the_one_that_fits_is_taken(tmp_path: Path) -> None:
@@ -298,6 +313,7 @@ def hostile_files(canary: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("kind", hostile_files(Path("unused")))
 def test_a_hostile_file_runs_nothing_and_is_a_typed_error(kind: str, tmp_path: Path) -> None:
     canary, path = tmp_path / "canary", tmp_path / "model.pth"

@@ -22,8 +22,8 @@ from torch import Tensor
 from paceline.checkpoint.files import open_plain, read_up_to
 from paceline.checkpoint.header import LENGTH_BYTES
 from paceline.checkpoint.names import match_names
-from paceline.checkpoint.series import read_entry
-from paceline.checkpoint.shelf import find_entry
+from paceline.checkpoint.series import Checkpoints, read_entry
+from paceline.checkpoint.shelf import find_entry, find_folder
 from paceline.checkpoint.tensors import read_tensors
 from paceline.errors import CheckpointError
 
@@ -49,11 +49,19 @@ class Weights:
 def read_state(path: Path, step: int | None = None) -> Any:
     """Everything a file or a checkpoint holds, on the CPU."""
     if path.is_dir():
-        return read_entry(find_entry(path, step)).state
+        return _read_checkpoint(path, step)
     kind = file_kind(path)
     if kind == "safetensors":
         return read_tensors(path)
     return _load_torch_file(path, is_zip=kind == "zip")
+
+
+def _read_checkpoint(path: Path, step: int | None) -> Any:
+    """The state of one checkpoint, or of the newest good one in a folder."""
+    entry = find_entry(path, step)
+    is_choice = step is not None or entry.path == path.resolve()
+    saved = read_entry(entry) if is_choice else Checkpoints(find_folder(path)).load()
+    return None if saved is None else saved.state
 
 
 def file_kind(path: Path) -> str:

@@ -130,8 +130,8 @@ class Checkpoints:
         tensors, skeleton = take_apart(state)
         try:
             image = self._staging.fill(tensors)
-        except (MemoryError, RuntimeError) as error:
-            self._note_failure(step, f"there is no memory for a copy: {error}")
+        except MemoryError as error:
+            self._note_failure(step, f"there is no memory for a copy, {error}")
             self._complain()
             return
         cost_s = time.perf_counter() - begin

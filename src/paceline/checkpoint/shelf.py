@@ -315,11 +315,10 @@ def find_folder(path: Path) -> Path:
 def find_entry(path: Path, step: int | None = None) -> Entry:
     """The checkpoint that a path means: itself, or the newest in a folder of them."""
     if (path / FILE_NAME).exists():
-        named = entry_at(path.resolve())
-        if named is not None:
-            return Entry(path, named.step, named.serial)
-        # Copied or renamed by its owner: its manifest says which step it is.
-        return Entry(path, _stated_step(path), 0)
+        # The user may name a link; inside a checkpoint none is followed.
+        path = path.resolve()
+        # Copied or renamed by its owner, its manifest says which step it is.
+        return entry_at(path) or Entry(path, _stated_step(path), 0)
     folder = find_folder(path)
     entries = [each for each in list_entries(folder) if step in (None, each.step)]
     if entries:

@@ -25,7 +25,10 @@ class Staging:
         self._slots: list[Tensor] = []
 
     def fill(self, tensors: Mapping[str, Tensor]) -> memoryview:
-        """Copy the tensors; the bytes of their file, valid until the next call."""
+        """Copy the tensors; the bytes of their file, valid until the next call.
+
+        Raises MemoryError where there is no room for a copy.
+        """
         plain, metadata = storable(tensors)
         image = plan_image(plain, metadata)
         if self._image is None or image.prefix != self._image.prefix:
@@ -63,6 +66,9 @@ def _allocate(size: int, needs_pinning: bool) -> Tensor:
         with suppress(RuntimeError):  # more than may be pinned
             whole = torch.empty(room, dtype=torch.uint8, pin_memory=True)
     if whole is None:
-        whole = torch.empty(room, dtype=torch.uint8)
+        try:
+            whole = torch.empty(room, dtype=torch.uint8)
+        except RuntimeError as error:  # what torch says instead
+            raise MemoryError(f"{room:,} bytes are not to be had") from error
     begin = -whole.data_ptr() % BLOCK_BYTES
     return whole[begin : begin + size]
