@@ -28,7 +28,8 @@ class Cast(Compression):
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         narrow = self._dtype if real.element_size() > self._dtype.itemsize else real.dtype
         # Divided before it is rounded, so that no partial sum is larger than the largest value.
-        message = (real / (scale.or_one * self.size)).to(narrow)
+        message = torch.empty_like(real, dtype=narrow)
+        torch.div(real, scale.or_one * self.size, out=message)
         pending = self._sum(bucket.index(), message, f"{narrow} gradients")
 
         def finish() -> Tensor:
