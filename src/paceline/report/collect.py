@@ -138,9 +138,9 @@ def collect(path: Path) -> Story:
     _take_events(story)
     _take_documents(story)
     if story.is_empty:
-        story.missing.insert(
-            0, "This folder holds no run: there is neither run.json nor a file of events in it."
-        )
+        story.missing = [
+            "This folder holds no run: there is neither run.json nor a file of events in it."
+        ]
     return story
 
 

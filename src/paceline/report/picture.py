@@ -76,7 +76,7 @@ def lay_out(stage: Stage, largest: float) -> list[Box]:
     if len(parts) > LANES:
         left = len(parts) - len(shown)
         x = len(shown) * (width + GAP)
-        boxes.append(Box(f"… {left:,} more", ("like these",), "more", x, width))
+        boxes.append(Box(f"… {left:,} more", ("alike",), "more", x, width))
     return boxes
 
 

@@ -72,10 +72,10 @@ function setUpChart(box) {
     }
     tip.textContent = unit + " " + step.toLocaleString("en") + ": " + said.join(", ");
     tip.hidden = false;
-    const scale = picture.clientWidth / 360;
-    const left = x * scale - tip.offsetWidth / 2;
-    tip.style.left = Math.max(0, Math.min(box.clientWidth - tip.offsetWidth, left)) + "px";
-    tip.style.top = picture.offsetTop + 2 + "px";
+    const place = picture.getBoundingClientRect(), around = box.getBoundingClientRect();
+    const left = place.left - around.left + x * place.width / 360 - tip.offsetWidth / 2;
+    tip.style.left = Math.max(0, Math.min(around.width - tip.offsetWidth, left)) + "px";
+    tip.style.top = place.top - around.top - tip.offsetHeight + 8 + "px";
   }
 
   function hide() {
@@ -332,7 +332,17 @@ function setUpTimeline(box) {
   look(begin, end);
 }
 
+// Tables that fit need no stop of their own on the way through the page by keyboard.
+function setStops() {
+  for (const box of document.querySelectorAll(".scroll")) {
+    if (box.scrollWidth > box.clientWidth) box.setAttribute("tabindex", "0");
+    else box.removeAttribute("tabindex");
+  }
+}
+
 showTheme();
+setStops();
+addEventListener("resize", setStops);
 document.querySelectorAll(".stepper").forEach(setUpStepper);
 document.querySelectorAll(".chart-box").forEach(setUpChart);
 document.querySelectorAll(".timeline").forEach(setUpTimeline);
