@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 
 ROWS, FEATURES, HIDDEN, CLASSES = 1_000, 10, 32, 2
+HELD_OUT_ROWS = 500
+"""Rows that nobody trains on, to check with."""
 BATCH_ROWS = 100
 STEPS_PER_EPOCH = ROWS // BATCH_ROWS
 LEARNING_RATE = 0.3
+RECORDED_STEP = 3
+"""The step that is followed stage by stage, for the report."""
 
 
 @dataclass(frozen=True, slots=True)

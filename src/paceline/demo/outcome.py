@@ -10,7 +10,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One row of the table: how well all rows are predicted after this epoch."""
+    """One row of the table: how well the held-out rows are predicted after this epoch."""
 
     epoch: int
     loss: float

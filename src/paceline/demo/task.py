@@ -11,6 +11,7 @@ from paceline.demo.options import (
     BATCH_ROWS,
     CLASSES,
     FEATURES,
+    HELD_OUT_ROWS,
     HIDDEN,
     LEARNING_RATE,
     ROWS,
@@ -23,11 +24,20 @@ NOISE = 0.1
 
 def make_data(seed: int) -> TensorDataset:
     """Rows of random features; a plane divides the classes, with some rows on the wrong side."""
+    return TensorDataset(*(part[:ROWS] for part in _rows(seed)))
+
+
+def make_held_out_data(seed: int) -> TensorDataset:
+    """More rows of the same kind, which are not trained on."""
+    return TensorDataset(*(part[ROWS:] for part in _rows(seed)))
+
+
+def _rows(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(ROWS, FEATURES, generator=generator)
     direction = F.normalize(torch.randn(FEATURES, generator=generator), dim=0)
-    noise = NOISE * torch.randn(ROWS, generator=generator)
-    return TensorDataset(x, (x @ direction + noise > 0).long())
+    x = torch.randn(ROWS + HELD_OUT_ROWS, FEATURES, generator=generator)
+    noise = NOISE * torch.randn(ROWS + HELD_OUT_ROWS, generator=generator)
+    return x, (x @ direction + noise > 0).long()
 
 
 def make_model(seed: int) -> nn.Module:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from paceline import report
-from paceline.demo.options import BATCH_ROWS, Options
+from paceline.demo.options import BATCH_ROWS, RECORDED_STEP, Options
 from paceline.demo.outcome import Epoch, Outcome, Resumed
-from paceline.demo.task import make_data, make_model, make_optimizer, train_alone
+from paceline.demo.task import (
+    make_data,
+    make_held_out_data,
+    make_model,
+    make_optimizer,
+    train_alone,
+)
 from paceline.demo.words import policy
 from paceline.launcher import launch
+from paceline.pipeline.recording import record_step
 from paceline.run import Run, RunOptions
 from paceline.run_folder import Event, RunFolder, read_events
 from paceline.world import init_process_group
@@ -57,9 +67,11 @@ def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
     """What each worker does: its shards of every batch, in step with the others."""
     with init_process_group(device_id=torch.device("cpu")):
         model = make_model(options.seed)
+        optimizer = make_optimizer(model)
+        held_out = make_held_out_data(options.seed)
         run = Run(
             model,
-            make_optimizer(model),
+            optimizer,
             make_data(options.seed),
             global_batch=BATCH_ROWS,
             epochs=options.epochs,
@@ -85,17 +97,30 @@ def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
         table = []
         begin_s = time.perf_counter()
         for step in run:
-            with step:
+            with recorded(run, optimizer, step.number, folder) as note_loss, step:
                 for x, y in step.batches():
                     loss = F.cross_entropy(run.model(x), y, reduction="sum")
+                    note_loss(loss, len(y))
                     step.backward(loss, weight=len(y))
             rows, steps = rows + step.local_samples, steps + 1
             if step.ends_epoch:
                 seconds = time.perf_counter() - begin_s
-                means = run.evaluate(score)
+                means = run.evaluate(score, held_out)
                 table.append((step.epoch + 1, means["loss"], means["accuracy"], seconds))
                 begin_s = time.perf_counter()
         return {"epochs": table, "rows": rows, "steps": steps, "state": model.state_dict()}
+
+
+@contextmanager
+def recorded(
+    run: Run, optimizer: Optimizer, step: int, folder: str
+) -> Iterator[Callable[[Tensor, int], None]]:
+    """Follow one of the steps stage by stage, for the report; gives what wants to know the loss."""
+    if step != RECORDED_STEP:
+        yield lambda loss, rows: None
+        return
+    with record_step(run.model, optimizer, step=step, folder=folder, values=True) as recording:
+        yield recording.note_loss
 
 
 def _copy_checkpoint(run: RunFolder, copy: RunFolder, events: list[Event], step: int) -> None:

@@ -9,6 +9,7 @@ from paceline.demo.options import (
     BATCH_ROWS,
     CLASSES,
     FEATURES,
+    HELD_OUT_ROWS,
     HIDDEN,
     ROWS,
     STEPS_PER_EPOCH,
@@ -25,7 +26,8 @@ def introduction(options: Options) -> str:
     lines = [
         f"Training one model on {_count(options.workers, 'worker')}, each a process on the CPU.",
         "",
-        f"  data    {ROWS:,} rows of {FEATURES} features, two classes (seed {options.seed})",
+        f"  data    {ROWS:,} rows of {FEATURES} features, two classes (seed {options.seed}); "
+        f"{HELD_OUT_ROWS} more to check",
         f"  model   {FEATURES} -> {HIDDEN} -> {CLASSES}, a copy on each worker, equal at the start",
         f"  steps   {_count(options.epochs, 'epoch')} of {STEPS_PER_EPOCH} steps of "
         f"{BATCH_ROWS} rows, each in {_count(options.shards, 'shard')}",
@@ -49,7 +51,7 @@ def report(outcome: Outcome) -> list[str]:
         for row in outcome.epochs
     ]
     return [
-        f"{'epoch':>7}   {'loss':>8}   {'accuracy':>8}   {'seconds':>7}",
+        f"{'epoch':>7}   {'loss':>8}   {'accuracy':>8}   {'seconds':>7}   (on the rows to check)",
         *table,
         "",
         _equality(outcome),
