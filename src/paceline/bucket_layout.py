@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.bucket_memory import Bucket, ParamRef
-from paceline.buckets import Gradient, plan_buckets
+from paceline.buckets import BucketPlan, Gradient, plan_buckets
 from paceline.trailer import Trailer
 
 _NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
@@ -47,24 +47,35 @@ class BucketLayout:
         """Whether it is known how often each gradient comes in one backward."""
         return self._fires is not None
 
-    def lay_out(self, order: Sequence[int] | None = None) -> None:
+    def lay_out(
+        self, order: Sequence[int] | None = None, *, capacities_bytes: Sequence[int] | None = None
+    ) -> None:
         """Make new buckets, for gradients expected in the order given or in the last one."""
         self._order = list(order) if order is not None else self._order
-        gradients = [
-            Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
-            for p in (ref.get() for ref in self.params)
-        ]
-        plans = plan_buckets(
-            gradients, self._order, self._capacities_bytes, trailer_apart=self.trailer_apart
-        )
+        self._capacities_bytes = capacities_bytes or self._capacities_bytes
+        plans = self._plan(self._capacities_bytes)
         self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
         self.is_placed = False
-        self.trailer = Trailer(len(gradients), plans[-1].dtype, plans[-1].device)
-        self.bucket_of = [0] * len(gradients)
+        self.trailer = Trailer(len(self.params), plans[-1].dtype, plans[-1].device)
+        self.bucket_of = [0] * len(self.params)
         for number, bucket in enumerate(self.buckets):
             for index in bucket.indices:
                 self.bucket_of[index] = number
         self._count()
+
+    def distinct(self, candidates_bytes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Those capacities that give different buckets, in the order given."""
+        found = {tuple(self._plan(capacities)): capacities for capacities in candidates_bytes[::-1]}
+        return list(found.values())[::-1]
+
+    def _plan(self, capacities_bytes: Sequence[int]) -> list[BucketPlan]:
+        gradients = [
+            Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
+            for p in (ref.get() for ref in self.params)
+        ]
+        return plan_buckets(
+            gradients, self._order, capacities_bytes, trailer_apart=self.trailer_apart
+        )
 
     def add(self, params: Sequence[ParamRef]) -> None:
         """Take in more parameters; how their gradients come is not known yet."""

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import agreement, comm, compress, observer, tree
+from paceline.bucket_tuning import CPU_CANDIDATES_BYTES, GPU_CANDIDATES_BYTES
 from paceline.comm_hook import Hook, check_hook
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.low_precision import LowPrecision
@@ -31,11 +32,6 @@ from paceline.transport import Kind, TransportChoice, check_kind
 from paceline.uneven import UnevenInputs
 from paceline.world import default_group
 from paceline.wrapper import Wrapper, bare
-
-GPU_BUCKETS_BYTES = [2**20, 25 * 2**20]
-"""A small first bucket leaves early; large ones use the network well."""
-CPU_BUCKETS_BYTES = [4 * 2**20]
-"""A message costs little to start, but the thread that sends it takes a core from backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +47,10 @@ class DDPOptions:
 
     compression: str | compress.Spec | None = None
     """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a spec of `compress`."""
+
+    tune_buckets: bool | None = None
+    """Search for the fastest bucket capacity in the first steps, unless one was given. None means
+    on CPUs, where that cannot change a bit of the result: two ranks, or shared memory."""
 
     def __post_init__(self) -> None:
         check_kind(self.transport)
@@ -142,6 +142,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         )
         self._ddp_options = options
         self._bucket_capacities = capacities
+        self._may_tune = bucket_cap_mb is None and not bucket_cap_mb_list
         self._number = number
         self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
         self._has_buffers = bool(_named_buffers(module))
@@ -333,6 +334,17 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.set_hook(compress.hook, state)
         return state
 
+    @property
+    def bucket_tuning(self) -> str:
+        """Which bucket capacity was chosen, and why, in words."""
+        return self._reducer.tuning
+
+    def _tune(self, reducer: Reducer) -> None:
+        wish, is_cpu = self._ddp_options.tune_buckets, self.device.type == "cpu"
+        if wish or (wish is None and is_cpu):
+            candidates = CPU_CANDIDATES_BYTES if is_cpu else GPU_CANDIDATES_BYTES
+            reducer.tune(candidates, at_any_cost=bool(wish))
+
     def _build_transport(self) -> None:
         tensors = chain(self.module.parameters(), self.module.buffers())
         devices = [tensor.device for tensor in tensors]
@@ -352,6 +364,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         )
         if before is not None:
             reducer.take_over(before)
+        elif self._may_tune and group.size() > 1:
+            self._tune(reducer)
         self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
         reducer.observer = observer.begin(group, self.device)
@@ -490,7 +504,7 @@ def _bucket_capacities(
     elif cap_mb is not None:
         capacities = [cap_mb]
     else:
-        return CPU_BUCKETS_BYTES if device.type == "cpu" else GPU_BUCKETS_BYTES
+        return (CPU_CANDIDATES_BYTES if device.type == "cpu" else GPU_CANDIDATES_BYTES)[0]
     if not all(cap > 0 for cap in capacities):
         raise UsageError(
             f"Bucket capacities must be positive, not {capacities} MiB.",

@@ -7,6 +7,7 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline import comm
 from paceline.backward import Backward, BackwardFollower, Reduction
 from paceline.bucket_layout import BucketLayout
 from paceline.bucket_memory import Bucket, ParamRef
+from paceline.bucket_tuning import BucketTuner, EngineClock, choose, report
 from paceline.comm import Group
 from paceline.comm_hook import Hook, HookCall
 from paceline.errors import DesyncError, UsageError
@@ -26,6 +28,8 @@ from paceline.observer import Observer
 from paceline.sparse import sum_sparse
 from paceline.trailer import Words
 from paceline.transport import Transport, TransportChoice
+
+log = logging.getLogger("paceline.buckets")
 
 MODEL_CHECK_PERIOD = 25
 """Every so many steps the model is searched for parameters that nobody averages."""
@@ -76,6 +80,24 @@ class Reducer(BackwardFollower):
         self._late_words: Tensor | None = None
         self._known_unused: set[int] = set()
         self._order_is_agreed = False
+        self._clock: EngineClock | None = None
+        self._tuner: BucketTuner | None = None
+        self._tunes_at_any_cost = False
+        self.tuning = "not tuned"
+        """Which bucket capacity was chosen, and why, in words."""
+
+    def tune(self, candidates_bytes: Sequence[Sequence[int]], *, at_any_cost: bool) -> None:
+        """Search for the fastest capacity in the first steps; the first given is in use already.
+
+        Unless `at_any_cost`, only if the transport gives the same bits with any capacity.
+        """
+        self._tunes_at_any_cost = at_any_cost
+        distinct = self._layout.distinct(candidates_bytes)
+        if len(distinct) > 1 and self.size > 1:
+            self._tuner = BucketTuner(distinct)
+            self.tuning = "still being tuned"
+        else:
+            self.tuning = "not tuned: any capacity gives the same buckets"
 
     def attach(self) -> None:
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
@@ -115,6 +137,8 @@ class Reducer(BackwardFollower):
         """Go on where another reducer of the same model stopped."""
         self.steps, self.backwards = before.steps, before.backwards
         self.wants_sync = before.wants_sync
+        self.tuning = "not tuned: the model was loaded anew"
+        self._tuner = None
         if before._hook is not None:
             self.set_hook(*before._hook)
 
@@ -216,8 +240,13 @@ class Reducer(BackwardFollower):
         if bucket < len(current.in_flight):
             raise self._late_gradient(param)
         last = len(self._layout.buckets) - 1
+        clock = self._clock
+        if clock is not None:
+            clock.begin()
         while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
             self._start_next(current)
+        if clock is not None:
+            clock.end()
 
     def _start_next(self, current: Backward) -> None:
         if not self._layout.is_placed:
@@ -272,6 +301,10 @@ class Reducer(BackwardFollower):
 
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
+        clock = self._clock
+        if clock is not None:
+            clock.begin()
+            clock.mark()
         try:
             if not current.is_shadow:
                 self.weight.refuse_mixture(self.steps)
@@ -283,6 +316,8 @@ class Reducer(BackwardFollower):
             else:
                 for reduction in current.in_flight:
                     reduction.wait()
+            if clock is not None:
+                clock.mark()
             self._settle(current)
         finally:
             self.current = None
@@ -290,6 +325,11 @@ class Reducer(BackwardFollower):
             self.steps += 1
         if not self._layout.is_learned:
             self._learn(current.ready)
+            if self._tuner is not None:
+                self._begin_tuning()
+        elif self._clock is not None:
+            self._clock.end()
+            self._tune(self._clock.read())
         if self.observer is not None:
             self.observer.step_ends()
         if self.after_sync is not None:
@@ -385,6 +425,39 @@ class Reducer(BackwardFollower):
         )
         if flat[-1] != 0:
             param.grad = (flat[:-1] * factor).view(param.shape)
+
+    def _begin_tuning(self) -> None:
+        if self._tunes_at_any_cost or self.transport.has_fixed_order:
+            self._clock = EngineClock(self._layout.buckets[-1].plan.device)
+        else:
+            self._tuner = None
+            self.tuning = "not tuned: another capacity would change the last bits of the result"
+
+    def _tune(self, seconds: float) -> None:
+        """Take in one step's time; on to the next capacity, or to the best of all."""
+        tuner = self._tuner
+        if tuner is None or self._hook is not None:
+            self._clock = self._tuner = None  # a hook has its own ideas of what takes time
+            return
+        if not tuner.note(seconds):
+            return
+        capacities = tuner.next_candidate()
+        if capacities is None:
+            mine = torch.tensor(tuner.scores(), dtype=torch.float64)
+            device = self._layout.buckets[-1].plan.device
+            gathered = comm.all_gather(self.group, mine.to(device), "Choosing the bucket capacity")
+            scores = [scores.tolist() for scores in gathered]
+            chosen = choose(scores)
+            capacities = tuner.candidates[chosen]
+            slowest = [max(each) for each in zip(*scores, strict=True)]
+            self.tuning = report(tuner.candidates, slowest, chosen)
+            if self.group.rank() == 0:
+                log.info("Model %d: %s.", self.number, self.tuning)
+            self._clock = self._tuner = None
+        self._layout.lay_out(capacities_bytes=capacities)
+        self._place()
+        self.detach()
+        self.attach()
 
     def _learn(self, ready: Sequence[int]) -> None:
         """Lay the buckets out once in the order in which gradients became ready on rank 0."""

@@ -21,6 +21,8 @@ class C10d:
     def __init__(self, group: Group, why: str) -> None:
         self.description = f"c10d: {why}"
         self._group = group
+        # Gloo and NCCL cut a bucket into pieces and add up each in another order of ranks.
+        self.has_fixed_order: bool = group.size() <= 2
 
     def divides(self, _dtype: torch.dtype) -> bool:
         return False

@@ -42,6 +42,11 @@ class SharedMemory:
     def applies_weights(self) -> bool:
         return self._buckets is not None and self._buckets.applies_weights
 
+    @property
+    def has_fixed_order(self) -> bool:
+        hosts = len(self.hosts.ranks_by_host)
+        return self.group.size() <= 2 or (self._buckets is not None and hosts <= 2)
+
     def divides(self, dtype: torch.dtype) -> bool:
         return self._buckets is not None and dtype in SUMMED_IN_FLOAT32
 
