@@ -8,6 +8,7 @@ checkpoints.save(step, {"model": ..., "optimizer": ...}, facts={"seed": 0}, metr
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import sys
 import threading
@@ -123,6 +124,7 @@ class Checkpoints:
         UsageError; a disk that does not take it is a `problem`, and a warning the first time.
         """
         begin = time.perf_counter()
+        step = operator.index(step)
         if not 0 <= step <= LARGEST_STEP:
             raise UsageError(f"The step {step} cannot be saved.", advice="Steps count from 0.")
         said = plain_facts(facts)
@@ -266,6 +268,13 @@ class Checkpoints:
 
 def read_entry(entry: Entry) -> Saved:
     """Load one checkpoint. Nothing of it is used before every hash has been compared."""
+    try:
+        return _read_entry(entry)
+    except OSError as error:  # a disk that fails in the middle
+        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
+
+
+def _read_entry(entry: Entry) -> Saved:
     with opened(entry) as (folder, manifest):
         facts = manifest.files[SKELETON]
         with opened_file(folder, entry, SKELETON, facts) as (file, skeleton_path):

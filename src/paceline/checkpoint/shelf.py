@@ -129,6 +129,13 @@ def check_hash(path: Path, facts: FileFacts, found: str) -> None:
 
 def verify(entry: Entry) -> Manifest:
     """Read every byte of a checkpoint and compare; the manifest if all is well."""
+    try:
+        return _verify(entry)
+    except OSError as error:  # a disk that fails in the middle
+        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
+
+
+def _verify(entry: Entry) -> Manifest:
     with opened(entry) as (folder, manifest):
         for name, facts in manifest.files.items():
             with opened_file(folder, entry, name, facts) as (file, path):
