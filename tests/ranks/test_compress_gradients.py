@@ -174,6 +174,19 @@ def test_what_was_applied_and_what_is_left_out_add_up_to_the_true_gradients(size
         assert distances[-1] < 0.15
 
 
+def test_what_a_rank_keeps_stays_bounded_however_different_the_ranks_are() -> None:
+    def body(world: World) -> list[float]:
+        state = compress.make(THIN, world.group)
+        norms = []
+        for step in range(120):
+            reduce_once(state, {"w": noise(1000 * world.rank + step, 8, 6)})
+            norms.append(state.state_dict()["left_out"]["w"].norm().item())
+        return norms
+
+    for norms in run_ranks(2, body):
+        assert max(norms[60:]) < 1.5 * max(norms[20:60])  # a random walk would grow on
+
+
 def test_left_out_parts_count_once_whatever_the_weights_of_the_steps_are() -> None:
     weights = [[900.0, 100.0], [1.0, 0.0], [0.0, 0.0], [10.0, 500.0], [3.0, 3.0]]
     shape = (6, 5)
