@@ -202,12 +202,12 @@ class Run:
         status, reason, number = "failed", "an error", 0
         self._is_running = True
         self._epoch_s = time.perf_counter()
+        self._listen()
         parts.record.start(self.step, parts.lines)
         portions = parts.shop.loader.portions(self._position)
         try:
             while (portion := next(portions, None)) is not None:
-                if self.options.handle_signals:
-                    self._stop.listen()
+                self._listen()
                 self._open = step = Step(portion, parts.shop, self._on_step_end)
                 yield step
                 self._open = None
@@ -217,6 +217,7 @@ class Run:
                     continue
                 if number := self._after(step):
                     status, reason = "stopped", f"signal {number}"
+                    self._leave_together()
                     break
             else:
                 parts.shop.finite.ask()
@@ -227,13 +228,23 @@ class Run:
             raise
         finally:
             self._is_running, self._open = False, None
-            self._stop.ignore()
             parts.shop.loader.close()
             parts.shop.metrics.flush(wait=status == "finished" or number > 0)
             parts.saving.report(parts.record, wait=True)
             parts.record.stop(self.step, status, reason)
+            self._stop.ignore()
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
+
+    def _listen(self) -> None:
+        if self.options.handle_signals:
+            self._stop.listen()
+
+    def _leave_together(self) -> None:
+        """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
+        parts = self._parts
+        parts.saving.report(parts.record, wait=True)
+        gather(parts.group, {}, parts.word_device, "Leaving together")
 
     def _on_step_end(self, step: Step) -> None:
         if step.state == "failed":

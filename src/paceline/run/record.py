@@ -45,29 +45,22 @@ class Record:
     def start(self, step: int, lines: list[str]) -> None:
         """The loop begins, after `step` steps."""
         info = self.info
-        self.write(
-            "start",
-            size=info.workers,
-            pid=os.getpid(),
-            host=info.host,
-            device=info.device,
-            step=step,
-        )
+        if self._rank == 0:
+            self._progress = Progress(self._progress_mode)
+            self._progress.start(
+                name=info.name,
+                workers=info.workers,
+                epochs=info.epochs,
+                steps=info.steps,
+                steps_per_epoch=info.steps_per_epoch,
+                global_batch=info.global_batch,
+                dataset_size=info.dataset_size,
+                step=step,
+                lines=[*info.policy, *lines],
+            )
+        facts = {"pid": os.getpid(), "host": info.host, "device": info.device}
+        self.write("start", size=info.workers, step=step, **facts)
         self.update(status="running", step=step)
-        if self._rank != 0:
-            return
-        self._progress = Progress(self._progress_mode)
-        self._progress.start(
-            name=info.name,
-            workers=info.workers,
-            epochs=info.epochs,
-            steps=info.steps,
-            steps_per_epoch=info.steps_per_epoch,
-            global_batch=info.global_batch,
-            dataset_size=info.dataset_size,
-            step=step,
-            lines=[*info.policy, *lines],
-        )
 
     def step(
         self, step: int, epoch: int, samples: int, metrics: Callable[[], Mapping[str, float]]
