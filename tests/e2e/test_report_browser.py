@@ -151,6 +151,9 @@ def test_a_curve_says_its_values_by_keyboard(open_page: Open) -> None:
     page.keyboard.press("Home")
     tip = page.locator(".tip:visible")
     assert tip.inner_text().startswith("step 1: training 2.")
+    chart, at = page.locator("svg.chart").first.bounding_box(), tip.bounding_box()
+    assert chart["x"] <= at["x"] < chart["x"] + chart["width"]
+    assert chart["y"] - 40 < at["y"] < chart["y"] + chart["height"] / 2
     page.keyboard.press("ArrowRight")
     assert tip.inner_text().startswith("step 2: ")
     page.keyboard.press("Escape")

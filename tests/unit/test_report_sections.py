@@ -21,7 +21,7 @@ from paceline.pipeline.stages import Check, Part, Stage, TensorFacts, Trace
 from paceline.report import pipeline, ranks, scaling
 from paceline.report.collect import Rank, collect
 from paceline.report.picture import WIDTH, draw_row, lay_out, shape
-from paceline.report.timeline import Span, Window, covered, read_window
+from paceline.report.window import Span, Window, covered, read_window
 from paceline.run_folder import RunInfo
 
 INFO = RunInfo(name="x", created=1.0, updated=1.0, global_batch=10, workers=3, device="cpu")

@@ -16,7 +16,7 @@ from paceline.pipeline.stages import Trace
 from paceline.report.collect import Story, collect
 from paceline.report.files import opened
 from paceline.report.page import GENERATOR, render
-from paceline.report.timeline import read_window
+from paceline.report.window import read_window
 
 __all__ = ["write"]
 

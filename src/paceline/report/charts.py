@@ -191,6 +191,7 @@ def _values(chart: Chart, lines: Sequence[Line], x: Scale, y: Scale) -> dict[str
     top = y(y.high)
     return {
         "x": chart.x_label,
+        "frame": [WIDTH, TOP, HEIGHT - BOTTOM],
         "lines": [
             {
                 "look": line.look,

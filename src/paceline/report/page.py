@@ -18,6 +18,7 @@ from paceline.pipeline.stages import Trace
 from paceline.report import pipeline, ranks, scaling, tables, timeline
 from paceline.report.collect import Story
 from paceline.report.markup import Html, count, duration, figure, join, percent, tag, text
+from paceline.report.window import Window
 from paceline.report.words import (
     STATUS,
     best_accuracy,
@@ -49,7 +50,7 @@ class Section:
     otherwise: str
 
 
-def render(story: Story, traces: Sequence[Trace], window: timeline.Window | None) -> Html:
+def render(story: Story, traces: Sequence[Trace], window: Window | None) -> Html:
     """The document."""
     every = _sections(story, traces, window)
     sections = [part for part in every if part.content]
@@ -211,9 +212,7 @@ def _tiles(story: Story) -> Html | None:
     return tag("dl", *shown, class_="tiles") if shown else None
 
 
-def _sections(
-    story: Story, traces: Sequence[Trace], window: timeline.Window | None
-) -> list[Section]:
+def _sections(story: Story, traces: Sequence[Trace], window: Window | None) -> list[Section]:
     return [
         Section(
             "learning",

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.pipeline.stages import (
-    Layer,
-    Model,
     Part,
-    Prediction,
     Stage,
-    Stats,
     TensorFacts,
     Trace,
-    Training,
     Weight,
+)
+from paceline.report.imagined import imagined
+from paceline.report.learned import (
+    prediction_table,
+    stats_in_words,
+    training_table,
+    values_in_words,
 )
 from paceline.report.markup import (
     NOTHING,
@@ -28,7 +30,6 @@ from paceline.report.markup import (
     figure,
     join,
     listing,
-    percent,
     sentence,
     size,
     table,
@@ -55,7 +56,6 @@ PLAIN = {
     "update": "the same change everywhere",
 }
 """What a stage is, for somebody who does not know its name."""
-LAYERS_LIMIT = 64
 WORKERS_LIMIT = 4096
 
 
@@ -79,70 +79,6 @@ def section(traces: Sequence[Trace], info: RunInfo | None) -> Html | None:
     )
 
 
-def imagined(info: RunInfo) -> Trace:
-    """The stages of any step of this run, from its settings alone."""
-    workers, batch = info.workers, info.global_batch
-    share = [batch // workers + (rank < batch % workers) for rank in range(workers)]
-
-    def each(title: str, lines: Sequence[str]) -> list[Part]:
-        return [
-            Part(title=f"{title} {rank}", worker=rank, text=lines[rank]) for rank in range(workers)
-        ]
-
-    def same(line: str) -> list[str]:
-        return [line] * workers
-
-    samples = count(batch, "sample")
-    stages = [
-        Stage(
-            name="batch",
-            title="A batch is drawn",
-            text=f"Each step trains on {samples}.",
-            parts=[Part(title="batch", text=samples)],
-        ),
-        Stage(
-            name="split",
-            title="It is dealt out",
-            text=f"{count(workers, 'worker')} share it; no sample goes to two of them.",
-            parts=each("worker", [count(n, "sample") for n in share]),
-        ),
-        Stage(
-            name="forward",
-            title="Every worker computes the loss",
-            text="All have the same model, and each computes on its own samples.",
-            parts=each("worker", same("loss")),
-        ),
-        Stage(
-            name="backward",
-            title="Every worker computes gradients",
-            text="They say how to change each weight; each worker finds different ones.",
-            parts=each("worker", same("gradients")),
-        ),
-        Stage(
-            name="reduce",
-            title="The gradients are averaged",
-            text="Workers exchange them, and all end with the same average.",
-            parts=[Part(title="average", text="of all gradients")],
-        ),
-        Stage(
-            name="update",
-            title="All make the same update",
-            text="Equal weights and equal gradients give equal weights: the copies stay in step.",
-            parts=each("worker", same("same weights")),
-        ),
-    ]
-    return Trace(
-        engine="DistributedDataParallel",
-        step=0,
-        created=info.created,
-        workers=workers,
-        devices=[info.device] * workers,
-        model=Model(name=info.model, parameters=info.parameters, bytes=0),
-        batch_rows=batch,
-        stages=stages,
-    )
-
-
 def _show(trace: Trace, *, is_only: bool) -> Html:
     head = None if is_only else tag("h3", f"Step {figure(trace.step)}")
     about = (
@@ -158,8 +94,8 @@ def _show(trace: Trace, *, is_only: bool) -> Html:
             _key(trace),
             _check(trace),
             _stepper(trace),
-            _training(trace.training) if trace.training else None,
-            _prediction(trace.prediction) if trace.prediction else None,
+            training_table(trace.training) if trace.training else None,
+            prediction_table(trace.prediction) if trace.prediction else None,
         ]
     )
 
@@ -297,7 +233,7 @@ def _followed_sample(trace: Trace, stage: Stage) -> Html | None:
     said = []
     for stop in stops[:4]:
         where = f"row {stop.row}" + (f" of worker {stop.worker}" if stop.worker is not None else "")
-        values = f": {_values(stop.values)}" if stop.values else ""
+        values = f": {values_in_words(stop.values)}" if stop.values else ""
         said.append(where + values)
     dot = tag("span", "●", class_="followed-sign", aria_hidden="true")
     told = f" The followed sample (number {figure(sample.index)}) is {'; '.join(said)}"
@@ -347,7 +283,7 @@ def _parts(stage: Stage) -> Html | None:
 
 
 def _tensor_row(part: Part, tensor: TensorFacts) -> list[object]:
-    values = _values(tensor.first) if tensor.first else _stats(tensor.stats)
+    values = values_in_words(tensor.first) if tensor.first else stats_in_words(tensor.stats)
     kind = text(tensor.dtype, 30).removeprefix("torch.")
     name = tag("code", text(tensor.name, 60))
     return [
@@ -358,78 +294,4 @@ def _tensor_row(part: Part, tensor: TensorFacts) -> list[object]:
         text(tensor.device, 30),
         tag("span", values, class_="values"),
         size(tensor.bytes),
-    ]
-
-
-def _values(values: Sequence[float]) -> str:
-    return ", ".join(figure(value, 3) for value in values[:3]) + (" …" if len(values) > 3 else "")
-
-
-def _stats(stats: Stats | None) -> str:
-    if stats is None:
-        return NOTHING
-    return f"{figure(stats.min)} to {figure(stats.max)}, mean {figure(stats.mean)}"
-
-
-def _training(training: Training) -> Html:
-    has_accuracy = any(epoch.accuracy is not None for epoch in training.epochs)
-    has_test = any(epoch.evaluation_accuracy is not None for epoch in training.epochs)
-    head = ["epoch", "loss", *(["accuracy"] * has_accuracy), *(["held-out accuracy"] * has_test)]
-    rows = []
-    for epoch in training.epochs[:200]:
-        row: list[object] = [figure(epoch.epoch), figure(epoch.loss)]
-        row += [percent(epoch.accuracy)] if has_accuracy else []
-        row += [percent(epoch.evaluation_accuracy)] if has_test else []
-        rows.append([*row, duration(epoch.seconds), text(epoch.observation, 200)])
-    last = len(head) + 1
-    return join(
-        [
-            tag("h3", "The epochs after it"),
-            tag("p", text(training.observation, 400)) if training.observation else None,
-            table(
-                [*head, "time", "what the numbers say"],
-                rows,
-                caption="Epochs of the trace",
-                words=(0, last),
-            ),
-        ]
-    )
-
-
-def _prediction(prediction: Prediction) -> Html:
-    answer = prediction.answer
-    layers = prediction.layers
-    rows = [_input_row(tensor) for tensor in prediction.input[:4]]
-    rows += [_layer_row(layer) for layer in layers[:LAYERS_LIMIT]]
-    left = len(layers) - LAYERS_LIMIT
-    return join(
-        [
-            tag("h3", "One sample through the trained model"),
-            tag("p", f"Sample {figure(prediction.index)} goes through every layer to the answer."),
-            table(
-                ("layer", "what it is", "output", "values", "weights"),
-                rows,
-                caption="Prediction for one sample, layer by layer",
-                words=range(4),
-            ),
-            tag("p", f"… and {left:,} more layers.", class_="note") if left > 0 else None,
-            tag("p", tag("strong", sentence(text(answer.text, 300)))) if answer else None,
-        ]
-    )
-
-
-def _input_row(tensor: TensorFacts) -> list[object]:
-    values = _values(tensor.first) if tensor.first else _stats(tensor.stats)
-    return [text(tensor.name, 80), "input", shape(tensor), values, NOTHING]
-
-
-def _layer_row(layer: Layer) -> list[object]:
-    output = layer.output
-    values = _values(output.first) if output.first else _stats(output.stats)
-    return [
-        tag("code", text(layer.name, 80) or "(model)"),
-        text(layer.kind, 60),
-        tag("span", shape(output), class_="keep"),
-        tag("span", values, class_="values"),
-        figure(layer.parameters) if layer.parameters else NOTHING,
     ]

@@ -42,7 +42,7 @@ systemDark.addEventListener("change", showTheme);
 function setUpChart(box) {
   const picture = box.querySelector("svg.chart");
   const cross = box.querySelector(".crosshair");
-  const { x: unit, lines } = dataOf(box);
+  const { x: unit, frame, lines } = dataOf(box);
   const main = lines[0].points;
   const tip = document.createElement("div");
   tip.className = "tip";
@@ -63,7 +63,7 @@ function setUpChart(box) {
   function show(index) {
     at = Math.max(0, Math.min(main.length - 1, index));
     const [x, , step] = main[at];
-    cross.replaceChildren(make("line", { x1: x, x2: x, y1: 12, y2: 178, class: "cross" }));
+    cross.replaceChildren(make("line", { x1: x, x2: x, y1: frame[1], y2: frame[2], class: "cross" }));
     const said = [];
     for (const line of lines) {
       const point = line.points[nearest(line.points, x)];
@@ -73,7 +73,7 @@ function setUpChart(box) {
     tip.textContent = unit + " " + step.toLocaleString("en") + ": " + said.join(", ");
     tip.hidden = false;
     const place = picture.getBoundingClientRect(), around = box.getBoundingClientRect();
-    const left = place.left - around.left + x * place.width / 360 - tip.offsetWidth / 2;
+    const left = place.left - around.left + x * place.width / frame[0] - tip.offsetWidth / 2;
     tip.style.left = Math.max(0, Math.min(around.width - tip.offsetWidth, left)) + "px";
     tip.style.top = place.top - around.top - tip.offsetHeight + 8 + "px";
   }
@@ -86,7 +86,7 @@ function setUpChart(box) {
   picture.setAttribute("tabindex", "0");
   picture.addEventListener("pointermove", (event) => {
     const place = picture.getBoundingClientRect();
-    show(nearest(main, (event.clientX - place.left) * 360 / place.width));
+    show(nearest(main, (event.clientX - place.left) * frame[0] / place.width));
   });
   picture.addEventListener("pointerleave", hide);
   picture.addEventListener("blur", hide);
