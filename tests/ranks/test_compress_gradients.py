@@ -178,13 +178,13 @@ def test_what_a_rank_keeps_stays_bounded_however_different_the_ranks_are() -> No
     def body(world: World) -> list[float]:
         state = compress.make(THIN, world.group)
         norms = []
-        for step in range(120):
+        for step in range(160):
             reduce_once(state, {"w": noise(1000 * world.rank + step, 8, 6)})
             norms.append(state.state_dict()["left_out"]["w"].norm().item())
         return norms
 
     for norms in run_ranks(2, body):
-        assert max(norms[60:]) < 1.5 * max(norms[20:60])  # a random walk would grow on
+        assert max(norms[120:]) < 1.5 * max(norms[20:40])  # a random walk doubles meanwhile
 
 
 def test_left_out_parts_count_once_whatever_the_weights_of_the_steps_are() -> None:
