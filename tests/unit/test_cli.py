@@ -59,7 +59,7 @@ SURFACE = {
     "demo": {"--workers", "--epochs", "--seed", "--folder", "--json", "--quiet"},
     "timeline": {"-o --output", "--steps", "run"},
     "compare": {"--devices", "--steps", "target"},
-    "report": {"run", "--output -o", "--force"},
+    "report": {"run", "-o --output", "--force"},
     "trace": {
         "recorded",
         "--engine",
