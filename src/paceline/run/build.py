@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from paceline import comm
@@ -24,48 +22,18 @@ from paceline.run.metrics import Metrics
 from paceline.run.options import RunOptions
 from paceline.run.place import check_batch_norm, find_world, unwrapped
 from paceline.run.plan import Plan, check_batch
-from paceline.run.record import Record, host, versions
+from paceline.run.record import Record, versions
 from paceline.run.saving import Saving
 from paceline.run.seeds import Generators, derive
 from paceline.run.state import RunState, describe_model
 from paceline.run.step import Workshop
-from paceline.run.stream import STATEMENT, StreamLoader
+from paceline.run.stream import StreamLoader
 from paceline.run.update import Update
 from paceline.run.vote import Vote, word_device
-from paceline.run_folder import RunFolder, RunInfo, read_info
+from paceline.run.wanted import Wanted, describe, opening_lines
+from paceline.run_folder import RunFolder
 from paceline.world import World
 from paceline.wrapper import bare
-
-
-@dataclass(slots=True, kw_only=True)
-class Wanted:
-    """The arguments of `Run`."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    dataset: Any
-    global_batch: int
-    epochs: int
-    seed: int
-    folder: str | os.PathLike[str] | None
-    shards: int | None
-    scheduler: Any
-    scaler: Any
-    state: Mapping[str, Any]
-    workers: int
-    world: World | None
-    options: RunOptions
-
-    def __post_init__(self) -> None:
-        for name, least in (("global_batch", 1), ("epochs", 1), ("shards", 1), ("workers", 0)):
-            value = getattr(self, name)
-            is_left_out = name == "shards" and value is None
-            if not is_left_out and (type(value) is not int or value < least):
-                raise UsageError(
-                    f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up."
-                )
-        if type(self.seed) is not int:
-            raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +44,7 @@ class Parts:
     group: Any
     word_device: torch.device
     dataset: Any
-    loading: dict[str, Any]
+    pin_memory: bool
     shop: Workshop
     state: RunState
     saving: Saving
@@ -128,12 +96,11 @@ def build(wanted: Wanted) -> Parts:
     _refuse_different_facts(group, {**facts, "epochs": wanted.epochs}, words)
     ddp = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
     position, sums = state.give_back(found[0]) if found else (Position(), {})
+    pin_memory = device.type == "cuda" if options.pin_memory is None else options.pin_memory
     loading = loading_options(
-        workers=wanted.workers,
-        pin_memory=device.type == "cuda" if options.pin_memory is None else options.pin_memory,
-        prefetch=options.prefetch,
+        workers=wanted.workers, pin_memory=pin_memory, prefetch=options.prefetch
     )
-    info = _info(wanted, folder, world, plan, facts=facts, module=module, device=device)
+    info = describe(wanted, folder, world, plan, facts=facts, module=module, device=device)
     record = Record(folder, world.rank, options.progress, info)
     metrics = Metrics(record.step_event)
     if world.rank == 0:
@@ -162,7 +129,7 @@ def build(wanted: Wanted) -> Parts:
         group=group,
         word_device=words,
         dataset=wanted.dataset,
-        loading=loading,
+        pin_memory=pin_memory,
         shop=shop,
         state=state,
         saving=saving,
@@ -170,7 +137,7 @@ def build(wanted: Wanted) -> Parts:
         record=record,
         vote=Vote(group, words),
         position=position,
-        lines=_opening_lines(world, device, shards, plan, position),
+        lines=opening_lines(world, device, shards, plan, position),
     )
 
 
@@ -242,39 +209,6 @@ def _noise_meter(module: nn.Module, options: RunOptions) -> NoiseMeter | None:
     return NoiseMeter(module.parameters(), every=options.noise_every)
 
 
-def _info(
-    wanted: Wanted,
-    folder: RunFolder | None,
-    world: World,
-    plan: Plan | None,
-    *,
-    facts: Mapping[str, Any],
-    module: nn.Module,
-    device: torch.device,
-) -> RunInfo:
-    now = time.time()
-    before = read_info(folder) if folder is not None and world.rank == 0 else None
-    return RunInfo(
-        name=folder.name if folder else type(module).__name__,
-        created=now if before is None else before.created,
-        updated=now,
-        seed=wanted.seed,
-        epochs=wanted.epochs,
-        global_batch=wanted.global_batch,
-        shards=facts["shards"],
-        workers=world.size,
-        dataset_size=facts["dataset_size"],
-        steps_per_epoch=plan.steps_per_epoch if plan else None,
-        steps=plan.steps if plan else None,
-        model=type(module).__name__,
-        parameters=sum(param.numel() for param in module.parameters()),
-        device=str(device),
-        host=host(),
-        versions=facts["versions"],
-        policy=list(wanted.options.policy),
-    )
-
-
 def _refuse_different_facts(group: Any, facts: dict[str, Any], words: torch.device) -> None:
     """All workers must have been started with the same arguments."""
     if group.size() == 1:
@@ -289,23 +223,3 @@ def _refuse_different_facts(group: Any, facts: dict[str, Any], words: torch.devi
                     f"{rank}.",
                     "Pass the same to Run on every worker.",
                 )
-
-
-def _opening_lines(
-    world: World, device: torch.device, shards: int, plan: Plan | None, position: Position
-) -> list[str]:
-    lines = []
-    if plan is None:
-        lines.append(STATEMENT)
-    if world.size > shards:
-        lines.append(
-            f"{world.size} workers share {shards} shards: {world.size - shards} of them have "
-            "nothing to compute. Pass shards= to a new run to use them."
-        )
-    if world.device.type == "cuda" and device.type == "cpu":
-        lines.append(f"The model is on the CPU, although this worker has {world.device}.")
-    if plan is not None and position.step >= plan.steps:
-        lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
-    elif position.step:
-        lines.append(f"Going on after step {position.step}, in epoch {position.epoch + 1}.")
-    return lines

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -28,36 +29,69 @@ Score = Callable[[Any], Mapping[str, tuple[float | Tensor, float | Tensor]]]
 _ADVICE = 'Return sums and counts by name, such as {"accuracy": (correct, len(y))}.'
 
 
-def add_up(
-    score: Score,
-    batches: Iterator[tuple[int, Any]],
-    *,
-    module: nn.Module,
-    device: torch.device,
-    generators: Generators,
-    seed: int,
-    step: int,
-) -> Sums:
-    """This worker's sums over its numbered batches, in evaluation mode, drawing nothing."""
-    totals: list[Sums] = []
-    sums = Metrics(lambda _, each: totals.append(each))
-    with generators.kept(), in_evaluation_mode(module), torch.no_grad():
-        for number, batch in batches:
-            if device.type != "cpu":
-                batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
-            generators.seed(derive(seed, "evaluation", step, number))
-            for name, pair in _checked(score(batch)).items():
-                total, count = pair
-                # As a mean over one item: the count may be on the device too.
-                sums.add(f"{name}/sum", total, 1.0)
-                sums.add(f"{name}/count", count, 1.0)
-            sums.end_step({})
-        sums.flush(wait=True)
-    added: Sums = {}
-    for each in totals:
-        names = [key.removesuffix("/sum") for key in each if key.endswith("/sum")]
-        merge(added, {n: [each[f"{n}/sum"][0], each[f"{n}/count"][0]] for n in names})
-    return added
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What is to be scored, and how it is loaded."""
+
+    dataset: Any
+    batch: int
+    collate_fn: Collate | None
+    loading: dict[str, Any]
+    seed: int
+    step: int
+
+    def run(
+        self,
+        score: Score,
+        module: nn.Module,
+        group: Any,
+        generators: Generators,
+        word_device: torch.device,
+    ) -> Sums:
+        """The sums and counts of all workers, by name; every worker calls this."""
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        kept: list[Sums] = []
+        metrics = Metrics(lambda _, each: kept.append(each))
+        with generators.kept(), in_evaluation_mode(module), torch.no_grad():
+            for number, batch in self._batches(group.rank(), group.size()):
+                if device.type != "cpu":
+                    batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
+                generators.seed(derive(self.seed, "evaluation", self.step, number))
+                for name, (total, rows) in _checked(score(batch)).items():
+                    # Each as a mean over one item: the count may be on the device too.
+                    metrics.add(f"{name}/sum", total, 1.0)
+                    metrics.add(f"{name}/count", rows, 1.0)
+                metrics.end_step({})
+            metrics.flush(wait=True)
+        mine: Sums = {}
+        for each in kept:
+            names = [key.removesuffix("/sum") for key in each if key.endswith("/sum")]
+            merge(mine, {n: [each[f"{n}/sum"][0], each[f"{n}/count"][0]] for n in names})
+        return gather(group, mine, word_device, "Adding up the evaluation")
+
+    def _batches(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
+        """One worker's batches of the dataset in its own order, each with its number."""
+        collate, batch = self.collate_fn or default_collate, self.batch
+        if not (isinstance(self.dataset, Sized) and hasattr(self.dataset, "__getitem__")):
+            samples = iter(self.dataset)
+            for number in count():
+                if not (part := list(islice(samples, batch))):
+                    return
+                if number % size == rank:
+                    yield number, collate(part)
+        total = len(self.dataset)
+        numbers = range(rank, -(-total // batch), size)
+        cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
+        shards = [Shard(self.step, -1, n, list(c)) for n, c in zip(numbers, cuts, strict=True)]
+        loader: DataLoader[Any] = DataLoader(
+            _Evaluated(self.dataset, self.seed, collate),
+            sampler=shards,
+            batch_size=None,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+            **self.loading,
+        )
+        yield from zip(numbers, loader, strict=True)
 
 
 def gather(group: Any, sums: Sums, word_device: torch.device, what: str) -> Sums:
@@ -69,43 +103,6 @@ def gather(group: Any, sums: Sums, word_device: torch.device, what: str) -> Sums
     for theirs in comm.exchange(group, plain, word_device, what):
         merge(added, {name: [float(t), float(c)] for name, (t, c) in theirs.items()})
     return added
-
-
-def numbered_batches(
-    dataset: Any,
-    *,
-    batch: int,
-    rank: int,
-    size: int,
-    seed: int,
-    step: int,
-    collate_fn: Collate | None,
-    loading: dict[str, Any],
-) -> Iterator[tuple[int, Any]]:
-    """This worker's batches of the dataset in its own order, each with its number."""
-    collate = collate_fn or default_collate
-    if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
-        samples, number = iter(dataset), 0
-        while part := list(islice(samples, batch)):
-            if number % size == rank:
-                yield number, collate(part)
-            number += 1
-        return
-    total = len(dataset)
-    numbers = range(rank, -(-total // batch), size)
-    shards = [
-        Shard(step, -1, number, list(range(number * batch, min((number + 1) * batch, total))))
-        for number in numbers
-    ]
-    loader: DataLoader[Any] = DataLoader(
-        _Evaluated(dataset, seed, collate),
-        sampler=shards,
-        batch_size=None,
-        collate_fn=as_it_is,
-        generator=torch.Generator(),
-        **loading,
-    )
-    yield from zip(numbers, loader, strict=True)
 
 
 class _Evaluated(ShardFetcher):

@@ -14,16 +14,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline import stopwatch
 from paceline.errors import UsageError
-from paceline.run.build import Wanted, build
-from paceline.run.evaluation import Score, add_up, gather, numbered_batches
-from paceline.run.loader import Position
+from paceline.run.between import Between
+from paceline.run.build import build
+from paceline.run.evaluation import Evaluation, Score
+from paceline.run.loader import loading_options
 from paceline.run.metrics import means
 from paceline.run.options import RunOptions
 from paceline.run.signals import StopRequest
 from paceline.run.step import Step
-from paceline.run.vote import Wishes
+from paceline.run.wanted import Wanted
 from paceline.world import World
 
 DEFAULT_OPTIONS = RunOptions()
@@ -82,14 +82,9 @@ class Run:
             )
         )
         self._stop = StopRequest(self._parts.record.say)
-        self._position = self._parts.position
-        self._last: dict[str, float] = {}
+        self._between = Between(self._parts, self._stop)
         self._open: Step | None = None
-        self._kept: Step | None = None
         self._is_running = False
-        self._epoch_s = time.perf_counter()
-        self._epoch_samples = self._position.step_of_epoch * global_batch
-        self._phases: dict[str, float] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -103,12 +98,12 @@ class Run:
     @property
     def step(self) -> int:
         """How many steps are applied."""
-        return self._position.step
+        return self._between.position.step
 
     @property
     def epoch(self) -> int:
         """How many epochs are complete."""
-        return self._position.epoch
+        return self._between.position.epoch
 
     @property
     def steps(self) -> int | None:
@@ -146,51 +141,29 @@ class Run:
         one that is trained on.
         """
         self._refuse_inside_step("evaluate")
-        parts, shop, begin = self._parts, self._parts.shop, time.perf_counter()
-        batches = numbered_batches(
-            parts.dataset if dataset is None else dataset,
+        parts, shop, begin_s = self._parts, self._parts.shop, time.perf_counter()
+        task = Evaluation(
+            dataset=parts.dataset if dataset is None else dataset,
             batch=batch or -(-parts.record.info.global_batch // shop.shards),
-            rank=parts.world.rank,
-            size=shop.size,
-            seed=shop.seed,
-            step=self.step,
             collate_fn=collate_fn or self.options.collate_fn,
-            loading={**parts.loading, "num_workers": workers} if not workers else parts.loading,
-        )
-        sums = add_up(
-            score,
-            batches,
-            module=shop.module,
-            device=shop.device,
-            generators=shop.generators,
+            loading=loading_options(
+                workers=workers, pin_memory=parts.pin_memory, prefetch=self.options.prefetch
+            ),
             seed=shop.seed,
             step=self.step,
         )
-        total = gather(parts.group, sums, parts.word_device, "Adding up the evaluation")
+        total = task.run(score, shop.module, parts.group, shop.generators, parts.word_device)
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
-        self._last |= scores
-        seconds = time.perf_counter() - begin
-        is_between = self._position.step_of_epoch == 0
-        epoch = max(self.epoch - is_between, 0)
-        parts.record.evaluation(epoch, self.step, scores, seconds, samples)
+        self._between.on_evaluation(scores, samples, time.perf_counter() - begin_s)
         return scores
 
     def save(self) -> None:
         """Save now, besides what the options say; every worker calls it, between two steps."""
         self._refuse_inside_step("save")
-        parts = self._parts
-        parts.shop.finite.ask()
         if self._open is not None and self._open.state == "applied":
-            self._keep(self._open)
-        parts.shop.metrics.flush(wait=True)
-        parts.saving.save(
-            parts.state,
-            self._position,
-            facts=parts.facts,
-            epoch_sums=parts.shop.metrics.epoch,
-            metrics=self._last,
-        )
+            self._between.keep(self._open)
+        self._between.save()
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -201,23 +174,23 @@ class Run:
         parts = self._parts
         status, reason, number = "failed", "an error", 0
         self._is_running = True
-        self._epoch_s = time.perf_counter()
+        self._between.begin()
         self._listen()
         parts.record.start(self.step, parts.lines)
-        portions = parts.shop.loader.portions(self._position)
+        portions = parts.shop.loader.portions(self._between.position)
         try:
             while (portion := next(portions, None)) is not None:
                 self._listen()
-                self._open = step = Step(portion, parts.shop, self._on_step_end)
+                self._open = step = Step(portion, parts.shop, self._between.on_step_end)
                 yield step
                 self._open = None
                 if step.state != "applied":
                     self._refuse_untried(step)
-                    portions = parts.shop.loader.portions(self._position)
+                    portions = parts.shop.loader.portions(self._between.position)
                     continue
-                if number := self._after(step):
+                if number := self._between.after(step):
                     status, reason = "stopped", f"signal {number}"
-                    self._leave_together()
+                    self._between.leave_together()
                     break
             else:
                 parts.shop.finite.ask()
@@ -239,83 +212,6 @@ class Run:
     def _listen(self) -> None:
         if self.options.handle_signals:
             self._stop.listen()
-
-    def _leave_together(self) -> None:
-        """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
-        parts = self._parts
-        parts.saving.report(parts.record, wait=True)
-        gather(parts.group, {}, parts.word_device, "Leaving together")
-
-    def _on_step_end(self, step: Step) -> None:
-        if step.state == "failed":
-            self._stop.ignore()  # the error may end the program, which is not ours then
-        elif step.ends_epoch:
-            self._position = Position(step.number, step.epoch + 1, 0)
-        else:
-            done = self._position.step_of_epoch + 1
-            self._position = Position(step.number, step.epoch, done)
-
-    def _keep(self, step: Step) -> None:
-        """Write down what an applied step was like, once."""
-        if step is self._kept:
-            return
-        self._kept = step
-        parts, shop = self._parts, self._parts.shop
-        self._epoch_samples += step.samples
-        shop.metrics.end_step(
-            {
-                "step": step.number,
-                "epoch": step.epoch,
-                "samples": step.local_samples,
-                "seconds": step.seconds,
-                "phases": self._phases_of(step),
-            }
-        )
-        parts.record.step(step.number, step.epoch, step.samples, lambda: means(shop.metrics.last))
-
-    def _after(self, step: Step) -> int:
-        """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
-        parts, shop = self._parts, self._parts.shop
-        self._keep(step)
-        wishes = parts.vote.hold(step.number, self._wishes())
-        if wishes.buffers:
-            shop.buffers.adopt()
-        if step.ends_epoch:
-            self._end_epoch(step)
-        number = 15 if wishes.terminate else 2 if wishes.interrupt else 0
-        if number or parts.saving.is_due(step.number, step.ends_epoch):
-            self.save()
-        parts.saving.report(parts.record)
-        return number
-
-    def _end_epoch(self, step: Step) -> None:
-        parts, shop = self._parts, self._parts.shop
-        sums = gather(
-            parts.group, shop.metrics.take_epoch(), parts.word_device, "Adding up the epoch"
-        )
-        metrics = means(sums)
-        self._last |= metrics
-        now_s = time.perf_counter()
-        seconds, self._epoch_s = now_s - self._epoch_s, now_s
-        samples, self._epoch_samples = self._epoch_samples, 0
-        parts.record.epoch(step.epoch, step.number, metrics, seconds, samples)
-        if shop.noise is not None:
-            estimate = shop.noise.read(parts.group)
-            if estimate is not None:
-                parts.record.noise(step.number, estimate)
-
-    def _wishes(self) -> Wishes:
-        number = self._stop.signal
-        news = self._parts.shop.size > 1 and self._parts.shop.buffers.has_news
-        return Wishes(float(number == 2), float(number == 15), float(news))
-
-    def _phases_of(self, step: Step) -> dict[str, float]:
-        """Where the step's time went, as far as somebody has measured it."""
-        watch = stopwatch.find(self._parts.group)
-        if watch is None:
-            return step.phases
-        before, self._phases = self._phases, watch.totals()
-        return {phase: total - before.get(phase, 0.0) for phase, total in self._phases.items()}
 
     def _refuse_inside_step(self, what: str) -> None:
         if self._open is not None and self._open.state == "open":
