@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,3 +310,18 @@ def test_every_sentence_ends_and_has_no_line_breaks(workers: int, keep: Any) -> 
     plan: BatchPlan = plan_batch(64, workers, keep=keep, device_limit=7)
     assert plan.sentence.endswith(".")
     assert plan.sentence.isprintable()
+
+
+def test_the_page_quotes_what_is_really_said() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "policy.md").read_text().split())
+    page = page.replace("# ", "")
+    warm = rate(rule="linear", warmup_steps=500)
+    for said in (
+        plan_batch(32, 4, keep="device").sentence,
+        plan_batch(32, 4, keep="global").sentence,
+        warm.sentence,
+        NoiseEstimate(1_900.0, 128.0, 50).advice,
+    ):
+        assert said in page
+    plan = plan_global_batch(512, 2, device_limit=100)
+    assert f"{plan.accumulation} passes of at most {plan.rows_per_pass} rows" in page

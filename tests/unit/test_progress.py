@@ -166,6 +166,16 @@ def test_only_one_process_draws(mode: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_program_without_standard_streams_trains_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    for mode in ("auto", "quiet"):
+        progress = Progress(mode, environ={})
+        progress.start(steps=1)
+        progress.message("lost", "error")
+        progress.finish()
+
+
 def test_an_exception_ends_the_run_as_failed_and_is_not_swallowed() -> None:
     show = Show()
     show.progress.start(name="digits", steps=3)

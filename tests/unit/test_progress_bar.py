@@ -11,6 +11,7 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -114,6 +115,18 @@ def test_a_bar_that_is_dropped_lets_go_of_the_streams(terminal: Terminal) -> Non
     assert terminal.read().endswith("\x1b[2K")
 
 
+def test_a_forked_copy_of_the_process_leaves_the_terminal_alone(terminal: Terminal) -> None:
+    progress = terminal.progress()
+    progress.start(steps=3)
+    terminal.read()
+    if (child := os.fork()) == 0:
+        progress.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert terminal.read() == ""
+    progress.close()
+
+
 def test_what_the_program_prints_appears_above_the_bar(terminal: Terminal) -> None:
     with terminal.progress() as progress:
         progress.start(steps=3)
@@ -135,6 +148,22 @@ def test_a_resized_terminal_gets_lines_that_fit(terminal: Terminal) -> None:
             progress.step(step + 1, epoch=0, samples=8, metrics={"loss": 0.5})
             last = plain(terminal.read()).strip("\r\n").split("\r")[-1]
             assert len(last) <= columns
+
+
+def test_what_does_not_fit_stays_away_instead_of_coming_and_going(terminal: Terminal) -> None:
+    terminal.resize(80)
+    shapes = []
+    with terminal.progress() as progress:
+        progress.start(epochs=50, steps=2_000)
+        for step in range(0, 2_000, 7):
+            terminal.now_s += 0.5 + (step % 3) / 10
+            progress.step(step + 1, epoch=step // 40, samples=50, metrics={"loss": 0.5})
+            last = plain(terminal.read()).split("\r")[-1]
+            shapes.append(("step" in last, sum(map(last.count, "━╺╸"))))
+    changes = [shape for before, shape in pairwise(shapes) if shape != before]
+    assert changes[0] > changes[-1], "it must become too long once, or this shows nothing"
+    assert len(changes) <= 8
+    assert sum(before[0] != after[0] for before, after in pairwise(shapes)) <= 1
 
 
 def test_no_colour_and_no_letters_beyond_ascii_where_they_are_not_wanted() -> None:

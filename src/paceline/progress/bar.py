@@ -48,6 +48,7 @@ class BarPainter:
         )
         self._live: Live | None = None
         self._drawn_s = 0.0
+        self._columns, self._limit, self._bar_columns = 0, table.ALL, _LONGEST_BAR
 
     def start(self, state: State) -> None:
         from rich.live import Live
@@ -63,7 +64,10 @@ class BarPainter:
         if self._live is not None:
             self._drawn_s = state.now_s
             # Asked again each time, because people resize their windows.
-            self.console.width = self.sheet.columns
+            columns = self.sheet.columns
+            if columns != self._columns:
+                self._columns = self.console.width = columns
+                self._limit, self._bar_columns = table.ALL, _LONGEST_BAR
             self._live.update(self._line(state), refresh=True)
 
     def epoch(self, state: State, row: Row) -> None:
@@ -96,16 +100,22 @@ class BarPainter:
         from rich.text import Text
 
         facts = state.facts
-        grid: list[ConsoleRenderable] = []
+        percent = f"{state.share or 0.0:4.0%}"
         room = self.console.width - 1
         if facts.steps:
-            percent = f"{state.share or 0.0:4.0%}"
             room -= len(percent) + _SHORTEST_BAR + 2 * len(table.GAP)
-            left = room - len(table.GAP.join(table.status_parts(state, room)))
-            length = min(_SHORTEST_BAR + max(left, 0), _LONGEST_BAR)
-            bar = ProgressBar(facts.steps, min(state.step, facts.steps), width=length)
-            grid = [bar, Text(percent, style="cyan")]
-        grid += [Text(printable(part)) for part in table.status_parts(state, room)]
+        parts, limit = table.fit(table.status(state), room, self._limit)
+        left = max(room - len(table.GAP.join(parts)), 0)
+        # Once something does not fit it stays away, and the bar short: a line that jumps about
+        # cannot be read.
+        if limit < self._limit:
+            self._limit, self._bar_columns = limit, _LONGEST_BAR
+        self._bar_columns = min(self._bar_columns, _SHORTEST_BAR + left)
+        grid: list[ConsoleRenderable] = [Text(printable(part)) for part in parts]
+        if facts.steps:
+            done = min(state.step, facts.steps)
+            bar = ProgressBar(facts.steps, done, width=self._bar_columns)
+            grid = [bar, Text(percent, style="cyan"), *grid]
         line = Table.grid(padding=(0, len(table.GAP), 0, 0))
         for _ in grid:
             line.add_column(no_wrap=True, overflow="crop")

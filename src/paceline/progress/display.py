@@ -55,16 +55,13 @@ class Progress:
         or a bar on a terminal and plain lines elsewhere.
         """
         self._clock = clock
-        self._stream = sys.stdout if stream is None else stream
+        stream = sys.stdout if stream is None else stream
         settings = read_terminal(environ)
         self.mode = choose_mode(
-            mode,
-            is_terminal=_is_terminal(self._stream),
-            settings=settings,
-            has_rich=bar.is_possible(),
+            mode, is_terminal=_is_terminal(stream), settings=settings, has_rich=bar.is_possible()
         )
-        self._painter = _painter(self.mode, self._stream, draws, settings.has_colour)
-        self._finalizer = weakref.finalize(self, self._painter.close)
+        self._painter = _painter(self.mode, stream if draws else None, settings.has_colour)
+        self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
         self._state: State | None = None
         self._due_s = 0.0
         self._turn = _Turn()
@@ -157,7 +154,7 @@ class Progress:
     def close(self) -> None:
         """Leave the terminal as it was, without a summary."""
         self._state = None
-        self._turn.take(lambda: self._finalizer() and None)
+        self._turn.take(self._let_go)
 
     def __enter__(self) -> Progress:
         return self
@@ -169,6 +166,9 @@ class Progress:
         traceback: TracebackType | None,
     ) -> None:
         self.finish("finished" if kind is None else "failed")
+
+    def _let_go(self) -> None:
+        self._finalizer()
 
     def _update(self, state: State, now_s: float, metrics: Metrics | None) -> None:
         state.now_s = now_s
@@ -212,19 +212,27 @@ def _quietly(call: Callable[[], None]) -> None:
         return
 
 
-def _painter(mode: str, stream: TextIO, draws: bool, has_colour: bool) -> Painter:
-    if not draws:
+def _close(painter: Painter, pid: int) -> None:
+    """Leave the terminal as it was; a forked copy of this process leaves it alone."""
+    if os.getpid() == pid:
+        painter.close()
+
+
+def _painter(mode: str, stream: TextIO | None, has_colour: bool) -> Painter:
+    if stream is None:  # another process draws, or a program without standard streams
         return SilentPainter(None)
+    if mode == "quiet":
+        return SilentPainter(None if sys.stderr is None else Sheet(sys.stderr))
     sheet = Sheet(stream)
     if mode == "bar":
         return BarPainter(sheet, has_colour=has_colour)
-    if mode == "json":
-        return JsonPainter(sheet)
-    return PlainPainter(sheet) if mode == "plain" else SilentPainter(Sheet(sys.stderr))
+    return JsonPainter(sheet) if mode == "json" else PlainPainter(sheet)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream.isatty() and bool(os.get_terminal_size(stream.fileno()))
-    except (OSError, ValueError, AttributeError):
+        return (
+            stream is not None and stream.isatty() and bool(os.get_terminal_size(stream.fileno()))
+        )
+    except (OSError, ValueError):
         return False

@@ -13,6 +13,8 @@ from paceline.progress.state import Row, State
 
 WIDTH = 70
 GAP = "  "
+ALL = 2**30
+"""A limit that leaves nothing out; see `fit`."""
 _MOST_ROWS = 24
 _SHOWN_AT_THE_START = 4
 
@@ -20,7 +22,7 @@ _SHOWN_AT_THE_START = 4
 def epoch_table(rows: Sequence[Row]) -> list[str]:
     """One line per epoch under a line of names; of a long table the middle is left out.
 
-    Columns that no longer fit are left out from the right, those of the evaluation last.
+    Columns that no longer fit are left out, from the right.
     """
     if not rows:
         return []
@@ -85,29 +87,39 @@ def wrapped(lines: Sequence[str]) -> list[str]:
 
 def status_line(state: State) -> str:
     """Where the run is, in one line."""
-    return GAP.join(status_parts(state))
+    return GAP.join(fit(status(state), WIDTH)[0])
 
 
-def status_parts(state: State, width: int = WIDTH) -> list[str]:
-    """Where the run is: epoch, step, metrics, speed, time left; in `width` columns, what matters.
+def status(state: State) -> list[tuple[int, str]]:
+    """Where the run is: epoch, step, metrics, speed, time left, each with how dispensable it is.
 
-    The first metric matters most, then the time left; the step and further metrics go first.
+    The first metric matters most, then the time left.
     """
     facts = state.facts
     of_steps = "" if facts.steps is None else f"/{facts.steps}"
     of_epochs = "" if facts.epochs is None else f"/{facts.epochs}"
-    ranked = [(2, f"epoch {state.epoch + 1}{of_epochs}"), (5, f"step {state.step}{of_steps}")]
+    parts = [(2, f"epoch {state.epoch + 1}{of_epochs}"), (5, f"step {state.step}{of_steps}")]
     for number, (name, value) in enumerate(state.metrics.items()):
-        ranked.append((number * 3, f"{name} {numbers.metric(name, value)}"))
+        parts.append((number * 3, f"{name} {numbers.metric(name, value)}"))
     samples_per_s = state.speed.samples_per_s
     if samples_per_s is not None:
-        ranked.append((4, f"{numbers.speed(samples_per_s)} samples/s"))
+        parts.append((4, f"{numbers.speed(samples_per_s)} samples/s"))
     left_s = state.speed.time_left_s(state.steps_left)
     if left_s is not None and state.steps_left:
-        ranked.append((1, f"{numbers.duration(left_s)} left"))
-    while ranked and len(GAP.join(text for _, text in ranked)) > width:
-        ranked.remove(max(ranked))
-    return [text for _, text in ranked]
+        parts.append((1, f"{numbers.duration(left_s)} left"))
+    return parts
+
+
+def fit(parts: Sequence[tuple[int, str]], width: int, limit: int = ALL) -> tuple[list[str], int]:
+    """Of the parts below `limit` those that fit into `width` columns, and the new limit.
+
+    Whoever passes the limit on keeps a line from changing with every digit that comes and goes.
+    """
+    kept = [part for part in parts if part[0] < limit]
+    while kept and len(GAP.join(text for _, text in kept)) > width:
+        limit = max(kept)[0]
+        kept = [part for part in kept if part[0] < limit]
+    return [text for _, text in kept], limit
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
