@@ -50,7 +50,7 @@ def shape(tensor: TensorFacts) -> str:
         return count(tensor.shape[0], "value")
     if tensor.shape:
         return " \N{MULTIPLICATION SIGN} ".join(f"{each:,}" for each in tensor.shape)
-    return "one number" if tensor.dtype else size(tensor.bytes)
+    return "one number" if tensor.dtype else f"{text(tensor.name, 40)}, {size(tensor.bytes)}"
 
 
 def look_of(worker: int | None) -> str:

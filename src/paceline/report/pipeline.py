@@ -84,7 +84,7 @@ def _show(trace: Trace, *, is_only: bool) -> Html:
     about = (
         f"A real step, as it was recorded (step {figure(trace.step)}): "
         f"{count(trace.batch_rows, 'row')} through {text(trace.model.name, 80)} "
-        f"({count(trace.model.parameters, 'weight')}) on {count(trace.workers, 'worker')}, "
+        f"({count(trace.model.parameters, 'weight')}) on {count(trace.workers, noun_of(trace))}, "
         f"with {trace.engine}."
     )
     return join(
@@ -98,6 +98,11 @@ def _show(trace: Trace, *, is_only: bool) -> Html:
             prediction_table(trace.prediction) if trace.prediction else None,
         ]
     )
+
+
+def noun_of(trace: Trace) -> str:
+    """What has a part of the batch: a process of its own, or a copy inside one process."""
+    return "worker" if trace.engine == "DistributedDataParallel" else "replica"
 
 
 def _key(trace: Trace) -> Html | None:
@@ -126,7 +131,7 @@ def _check(trace: Trace) -> Html | None:
     said = sentence(text(check.text, 300))
     if check.is_equal_on_all is not None:
         same = "the same" if check.is_equal_on_all else "not the same"
-        said += f"; all workers ended with {same} bits"
+        said += f"; all {noun_of(trace)}s ended with {same} bits"
     reason = tag("p", text(check.reason, 300), class_="note") if check.reason else None
     how = (
         "The same step was computed once more in one process on the whole batch, and compared."
@@ -232,7 +237,9 @@ def _followed_sample(trace: Trace, stage: Stage) -> Html | None:
         return None
     said = []
     for stop in stops[:4]:
-        where = f"row {stop.row}" + (f" of worker {stop.worker}" if stop.worker is not None else "")
+        where = f"row {stop.row}" + (
+            f" of {noun_of(trace)} {stop.worker}" if stop.worker is not None else ""
+        )
         values = f": {values_in_words(stop.values)}" if stop.values else ""
         said.append(where + values)
     dot = tag("span", "●", class_="followed-sign", aria_hidden="true")
@@ -253,7 +260,10 @@ def _followed_weight(trace: Trace, stage: Stage) -> Html | None:
             values = figure(stop.by_worker[0], 6)
         else:
             values = listing(
-                [f"{figure(v, 6)} on worker {w}" for w, v in enumerate(stop.by_worker[:4])]
+                [
+                    f"{figure(v, 6)} on {noun_of(trace)} {w}"
+                    for w, v in enumerate(stop.by_worker[:4])
+                ]
             )
         equal = {True: " (the same bits everywhere)", False: " (not the same!)", None: ""}
         said.append(f"{stop.what}: {values}{equal[stop.is_equal]}")
