@@ -120,7 +120,9 @@ class Comparison:
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
         self.listeners: list[Callable[[int, Blame], None]] = []
-        """Called on rank 0 with the step and what was found, besides the line on stderr."""
+        """Called on rank 0 with the step and what was found, besides the line on stderr.
+
+        They live as long as the group, so they must not hold it."""
         self.blame: Blame | None = None
         """Who is slow now, as far as is known; the same on every rank."""
         self._steps = 0
@@ -234,6 +236,11 @@ def of(group: Group, device: torch.device) -> Comparison:
     if found is None:
         found = _comparisons[group] = Comparison(stopwatch.of(group, device))
     return found
+
+
+def find(group: Group) -> Comparison | None:
+    """The comparison of this rank in `group`, if it takes part in one."""
+    return _comparisons.get(group)
 
 
 _comparisons: weakref.WeakKeyDictionary[Any, Comparison] = weakref.WeakKeyDictionary()

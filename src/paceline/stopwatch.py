@@ -126,6 +126,7 @@ class DeviceStopwatch(Stopwatch):
         super().__init__()
         self._cuda: Any = sys.modules["torch"].cuda
         self._device = device
+        self._spare_events: list[Any] = []
         self._reached = self._record()
         self._reached.synchronize()  # once: ties the device's clock to the host's
         self._accounted_ns = self._clock()
@@ -153,7 +154,8 @@ class DeviceStopwatch(Stopwatch):
             self._resolve()
 
     def _record(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
+        spares = self._spare_events
+        event = spares.pop() if spares else self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device))
         return event
 
@@ -163,6 +165,7 @@ class DeviceStopwatch(Stopwatch):
             event, phase, step, counts = self._pending.popleft()
             # Differences of neighbours, because milliseconds since the start lose precision.
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
+            self._spare_events.append(self._reached)
             self._reached = event
             now = round(self._exact_ns)
             self._account(phase, self._accounted_ns, now, step, counts is not None)
