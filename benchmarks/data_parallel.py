@@ -28,7 +28,7 @@ from paceline.dp import DataParallel, DPOptions
 
 Step = Callable[[], None]
 
-WARM_UP = 8
+WARM_UP = 6
 """Steps before the first that counts: recordings are made in the first few."""
 
 

@@ -207,6 +207,11 @@ def turn_a_weight(step: int, module: nn.Module) -> None:
         module.layers[0].weight.data = module.layers[0].weight.data.t()
 
 
+def tie_other_weights(step: int, module: nn.Module) -> None:
+    layers = module.layers
+    layers[1].weight = layers[2 if step >= 6 else 0].weight
+
+
 def freeze_a_weight(step: int, module: nn.Module) -> None:
     module.layers[0].weight.requires_grad_(step < 6)
 
@@ -244,6 +249,7 @@ def write_a_weight(step: int, module: nn.Module) -> None:
         change_the_mode,
         replace_a_weight,
         turn_a_weight,
+        tie_other_weights,
         freeze_a_weight,
         replace_a_layer,
         change_a_global,
@@ -372,6 +378,21 @@ def test_a_bias_written_between_forward_and_backward_is_none() -> None:
         loss.backward()
         results.append([param.grad for param in model.parameters()])
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+def test_an_input_written_between_forward_and_backward_is_used_as_it_was() -> None:
+    results = []
+    for model in warmed(lambda: nn.Sequential(nn.Tanh(), Loop())):
+        x = batches(1)[0][0].requires_grad_()
+        for step in range(6):
+            hidden = x * 1.0
+            loss = model(hidden).square().mean()
+            if step == 5:
+                hidden += 1  # what tanh saved is its output
+            loss.backward(retain_graph=step == 5)
+        loss.backward()
+        results.append([x.grad, *(param.grad for param in model.parameters())])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
 def test_another_stream_has_a_recording_of_its_own() -> None:

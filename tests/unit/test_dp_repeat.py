@@ -423,6 +423,29 @@ def test_every_attribute_of_every_module_counts() -> None:
     assert snapshots.number() == 3
 
 
+def test_weights_that_change_places_count() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    module[1].weight = module[0].weight
+    snapshots = Snapshots(list(module.modules()))
+    assert snapshots.number() == 0
+    module[1].weight = module[2].weight
+    assert snapshots.number() == 1
+
+
+def test_what_is_put_on_classes_of_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: dict[str, Callable[[Any, Tensor], Any]] = {
+        "of a layer": lambda self, x: x * self.layer.odd["n"],
+        "of a tensor": lambda self, x: x * x.odd["n"],
+    }
+    monkeypatch.setattr(nn.Linear, "odd", {"n": 1}, raising=False)
+    monkeypatch.setattr(torch.Tensor, "odd", {"n": 1}, raising=False)
+    for function in reads.values():
+        proof = proven(Of(function))
+        nn.Linear.odd["n"] = torch.Tensor.odd["n"] = 2  # type: ignore[attr-defined]
+        assert not proof.holds()
+        nn.Linear.odd["n"] = torch.Tensor.odd["n"] = 1  # type: ignore[attr-defined]
+
+
 def test_a_number_of_another_type_is_another_number() -> None:
     module = Of(lambda self, x: x * self.calls)
     snapshots = Snapshots([module])

@@ -33,9 +33,9 @@ class Pace:
     def measured(self) -> Iterator[None]:
         self._allocated = torch.cuda.memory_allocated(self._device)
         start = time.perf_counter()
-        self._begin.record()
+        self._begin.record(torch.cuda.current_stream(self._device))
         yield
-        self._end.record()
+        self._end.record(torch.cuda.current_stream(self._device))
         self._host_s = time.perf_counter() - start
         self.note_memory()
 

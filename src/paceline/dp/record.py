@@ -124,12 +124,13 @@ class ForwardRecording:
         return _copies(self._grads)
 
     def inputs(self, live: Sequence[Tensor]) -> list[Chunk]:
-        """The inputs of the last replay, with those that have gradients as they were given."""
+        """The inputs of the last replay; those that have gradients are linked to what was given."""
         given = iter(live)
         chunks = []
         for chunk in self._chunks:
             args, kwargs, targets = tree.map_tensors(
-                lambda t: next(given) if t.requires_grad else t.clone(), chunk.contents
+                lambda t: _as_it_was(next(given), t) if t.requires_grad else t.clone(),
+                chunk.contents,
             )
             chunks.append(Chunk(chunk.replica, args, kwargs, chunk.rows, targets))
         return chunks
@@ -152,16 +153,17 @@ class _Replay(torch.autograd.Function):
         is_random = recording.is_random
         ctx.random_state = torch.cuda.get_rng_state(inputs[0].device) if is_random else None
         outputs = recording.forward(ctx)
-        ctx.recording, ctx.count, ctx.is_spent = recording, count, False
+        ctx.recording, ctx.live, ctx.is_spent = recording, inputs[:count], False
+        ctx.versions = [param._version for param in recording.params]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*recording.non_differentiable(outputs))
-        ctx.save_for_backward(*inputs[:count], *recording.needed)
+        ctx.save_for_backward(*recording.needed)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         recording: ForwardRecording = ctx.recording
-        live = ctx.saved_tensors[: ctx.count]  # raises if they are freed or were written to
+        _ = ctx.saved_tensors  # raises if they are freed or were written to
         wants_more = torch.is_grad_enabled()
         if not (wants_more or ctx.is_spent):
             ctx.is_spent = True
@@ -171,19 +173,41 @@ class _Replay(torch.autograd.Function):
                 "A replayed forward pass has one backward pass, and no gradients of gradients. "
                 "Leave cuda_graphs off."
             )
-        outputs = recording.again(recording.inputs(live), ctx.random_state)
+        if ctx.versions != [param._version for param in recording.params]:
+            raise RuntimeError(
+                "A parameter was written to after a forward pass that is to be differentiated "
+                "again. Pass DPOptions(cuda_graphs=False) to keep what such a pass computed."
+            )
+        outputs = recording.again(recording.inputs(ctx.live), ctx.random_state)
         asked = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         return (
             None,
             None,
             *torch.autograd.grad(
                 [output for output, _ in asked],
-                [*live, *recording.params],
+                [*ctx.live, *recording.params],
                 [grad for _, grad in asked],
                 create_graph=wants_more,
                 allow_unused=True,
             ),
         )
+
+
+class _AsItWas(torch.autograd.Function):
+    """An input with the value that it had, to autograd the one that was given."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, value: Tensor) -> Tensor:
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _as_it_was(given: Tensor, value: Tensor) -> Tensor:
+    linked: Tensor = _AsItWas.apply(given, value)  # type: ignore[no-untyped-call]
+    return linked
 
 
 class LossRecording:

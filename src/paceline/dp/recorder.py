@@ -281,6 +281,7 @@ def _strict_shape(value: Any) -> Hashable | None:
             and value.layout is torch.strided
             and not value.is_conj()
             and not value.is_neg()
+            and not value.__dict__
             and value.numel() > 0
             and (value.is_contiguous() or _is_channels_last(value))
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -48,7 +48,8 @@ _ATTRIBUTE_READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 _INTRINSICS = {"INTRINSIC_LIST_TO_TUPLE", "INTRINSIC_UNARY_POSITIVE"}
 _DUNDERS = {"__call__", "__class__", "__len__", "__name__"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_INSIDE_MODULES = {"_parameters", "_buffers", "_modules", *_HOOKS}
+_TENSORS = ("_parameters", "_buffers")
+_INSIDE_MODULES = {"_modules", *_TENSORS, *_HOOKS}
 _FUNCTIONS = {
     *(abs, all, any, callable, divmod, isinstance, issubclass, iter, len, max, min, next),
     *(pow, round, sorted, sum),
@@ -70,7 +71,7 @@ class _NotProvenError(Exception):
 
 
 class Attributes:
-    """All attributes of some modules, as they were, compared by identity."""
+    """All attributes, parameters and buffers of some modules, as they were, by identity."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._states = [module.__dict__ for module in modules]
@@ -78,6 +79,8 @@ class Attributes:
         self._kinds = [type(module) for module in modules]
         self._names = [tuple(state) for state in self._states]
         self._values = [tuple(state.values()) for state in self._states]
+        self._tensors = [state[name] for state in self._states for name in _TENSORS]
+        self._tensors_seen = [tuple(tensors.values()) for tensors in self._tensors]
         self._hooks = [state[name] for state in self._states for name in _HOOKS]
 
     def are_same(self) -> bool:
@@ -85,6 +88,7 @@ class Attributes:
             all(map(is_, map(type, self._modules), self._kinds))
             and all(map(_same, self._states, self._names))
             and all(map(_same_values, self._states, self._values))
+            and all(map(_same_values, self._tensors, self._tensors_seen))
         )
 
     def have_hooks(self) -> bool:
@@ -124,7 +128,7 @@ class Proof:
         self._attributes = Attributes([])
         self._classes: list[tuple[type, tuple[Any, ...], tuple[Any, ...]]] = []
         self._containers: list[tuple[Any, Any]] = []
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
         self._functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
         self._tensors: list[tuple[Tensor, tuple[Any, ...]]] = []
 
@@ -149,7 +153,7 @@ class Proof:
     def rely_on_classes(self, kinds: Iterable[type]) -> None:
         self._classes = [(kind, tuple(vars(kind)), tuple(vars(kind).values())) for kind in kinds]
 
-    def rely_on_name(self, names: dict[str, Any], name: str) -> Any:
+    def rely_on_name(self, names: Mapping[str, Any], name: str) -> Any:
         value = names.get(name, _ABSENT)
         self._names.append((names, name, value))
         return value
@@ -247,12 +251,11 @@ class _Prover:
             for tensor in chain(module._parameters.values(), module._buffers.values()):
                 if tensor is not None and self._read & tensor.__dict__.keys():
                     raise _NotProvenError(f"a tensor of {type(module).__name__} has attributes")
-        for kind in set(self._kinds()):
-            if kind is not object and not _is_torchs(kind):
-                for name in self._read & vars(kind).keys():
-                    value = vars(kind)[name]
-                    if not isinstance(value, (property, staticmethod, classmethod)):
-                        self._admit(value, f"{name} of {kind.__name__}")
+        for kind in {*self._kinds(), Tensor} - {object}:
+            for name in self._read & vars(kind).keys():
+                value = self._proof.rely_on_name(vars(kind), name)
+                if not isinstance(value, (property, staticmethod, classmethod)):
+                    self._admit(value, f"{name} of {kind.__name__}")
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module)

@@ -99,6 +99,8 @@ class Replayer:
         entry.needed = saved.found()
         if not all(isinstance(output, Tensor) for output in outputs):
             watch.refuse("its output is more than one tensor")  # each may have a backward pass
+        if saved.is_empty and torch.is_grad_enabled():
+            watch.refuse("it saves nothing for backward")  # which may then run any number of times
         kept = 2 * _bytes(outputs) + _bytes([c.contents for c in chunks]) + _grad_bytes(tensors)
         self._recorder.conclude(entry, watch, kept)
         return outputs
@@ -258,8 +260,10 @@ class _SavedTensors:
         self._tensors = sorted(tensors, key=Tensor.data_ptr)
         self._starts = [tensor.data_ptr() for tensor in self._tensors]
         self._found: dict[int, Tensor] = {}
+        self.is_empty = True
 
     def note(self, saved: Tensor) -> Tensor:
+        self.is_empty = False
         place = bisect_right(self._starts, saved.data_ptr()) - 1
         if place >= 0 and saved.numel():
             owner = self._tensors[place]
