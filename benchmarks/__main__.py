@@ -18,6 +18,7 @@ MEASUREMENTS = [
     "allreduce",
     "startup",
     "overhead",
+    "run_overhead",
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
@@ -29,6 +30,7 @@ CPU_RESULTS = {
     "allreduce": "allreduce --ranks 2",
     "startup": "startup --ranks 2",
     "overhead": "overhead",
+    "run-overhead": "run_overhead --ranks 2",
 }
 GPU_RESULTS = {"h200-single-gpu": "single_gpu", "h200-overlap": "gpu_overlap"}
 

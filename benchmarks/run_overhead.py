@@ -1,0 +1,165 @@
+"""What `Run` costs over a loop written by hand: the same model, data, engine and optimizer.
+
+The loop has a `DataLoader`, a `DistributedSampler` and our DistributedDataParallel. Beside it go
+`Run` without a folder, with one (an event per step), and with a checkpoint every so many steps. All
+live in the same processes, one thread each, and take turns stretch by stretch; a stretch has ended
+when the slowest rank has ended it. A stretch has as many steps as lie between two checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.models import MODELS, Model
+from benchmarks.spread import Spread, ratio, rotated, slowest, spread
+from benchmarks.tables import print_table
+from paceline import DistributedDataParallel, DistributedSampler, Run, RunOptions, World
+from paceline.testing import run_processes
+
+LOOP = "written by hand"
+ROWS = 512
+"""Samples of the dataset: enough for epochs to be longer than a stretch of most lengths."""
+
+Steps = Iterator[None]
+"""Every `next` is one step of training."""
+
+
+def data_of(model: Model) -> tuple[TensorDataset, int]:
+    """A dataset like the model's batches, and how many rows one of those has."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [model.batch(generator)]
+    rows = len(batches[0][0])
+    batches += [model.batch(generator) for _ in range(-(-ROWS // rows) - 1)]
+    inputs, targets = zip(*batches, strict=True)
+    return TensorDataset(torch.cat(inputs), torch.cat(targets)), rows
+
+
+def by_hand(world: World, model: Model) -> Steps:
+    dataset, rows = data_of(model)
+    ddp = DistributedDataParallel(_seeded(model))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    sampler = DistributedSampler(dataset, seed=0)
+    loader = DataLoader(dataset, batch_size=rows, sampler=sampler)
+    for epoch in range(10**9):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            model.loss(ddp, (x, y)).backward()
+            optimizer.step()
+            yield
+
+
+def with_run(world: World, model: Model, folder: str | None, checkpoint_every: int) -> Steps:
+    dataset, rows = data_of(model)
+    net = _seeded(model)
+    run = Run(
+        net,
+        torch.optim.AdamW(net.parameters()),
+        dataset,
+        global_batch=rows * world.size,
+        epochs=10**6,
+        folder=folder,
+        world=world,
+        options=RunOptions(
+            progress="quiet", handle_signals=False, checkpoint_every=checkpoint_every, keep=2
+        ),
+    )
+    for step in run:
+        with step:
+            for x, y in step.batches():
+                loss: Tensor = model.loss(run.model, (x, y))  # a mean, so times the rows
+                step.backward(loss * len(x), weight=len(x))
+        yield
+
+
+def _seeded(model: Model) -> nn.Module:
+    torch.manual_seed(0)
+    return model.build()
+
+
+def measure(
+    world: World, name: str, stretch: int, rounds: int, folder: str
+) -> dict[str, list[float]]:
+    """The seconds of each stretch, by contestant, on this rank."""
+    torch.set_num_threads(1)
+    model = MODELS[name]
+    makers: dict[str, Callable[[], Steps]] = {
+        LOOP: lambda: by_hand(world, model),
+        "Run": lambda: with_run(world, model, None, 0),
+        "Run, with a folder": lambda: with_run(world, model, f"{folder}/events", 0),
+        f"Run, a checkpoint every {stretch} steps": lambda: with_run(
+            world, model, f"{folder}/checkpoints", stretch
+        ),
+    }
+    contestants = {each: make() for each, make in makers.items()}
+    seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    for steps in contestants.values():
+        for _ in range(3):
+            next(steps)
+    for number in range(rounds):
+        for each in rotated(list(contestants), number):
+            world.barrier()
+            begin = perf_counter()
+            for _ in range(stretch):
+                next(contestants[each])
+            seconds[each].append(perf_counter() - begin)
+    for steps in contestants.values():
+        steps.close()  # type: ignore[attr-defined]
+    return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt-17M", choices=list(MODELS))
+    parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a stretch (default 50)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    stretch, rounds = (4, 2) if args.quick else (args.steps, args.rounds)
+    folder = tempfile.mkdtemp(prefix="paceline-run-overhead-")
+    try:
+        ranks = run_processes(
+            args.ranks, measure, args.model, stretch, rounds, folder, timeout_s=3600
+        )
+        saved = sorted(Path(folder, "checkpoints", "checkpoints").glob("step-*"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = {name: slowest([rank[name] for rank in ranks]) for name in ranks[0]}
+    rows = []
+    for name, times in seconds.items():
+        against = ratio(times, seconds[LOOP])
+        rows.append(
+            {
+                "contestant": name,
+                "ms per step": round(statistics.median(times) / stretch * 1e3, 2),
+                f"/ {LOOP}": round(against.median, 3),
+                "quartiles": f"{against.low:.3f} to {against.high:.3f}",
+                "best": round(min(times) / min(seconds[LOOP]), 3),
+            }
+        )
+    print_table(f"{args.model}, {args.ranks} ranks, stretches of {stretch} steps", rows)
+    return {
+        "model": args.model,
+        "ranks": args.ranks,
+        "steps": stretch,
+        "checkpoints kept": len(saved),
+        "spread of the loop, s": _numbers(spread(seconds[LOOP])),
+        "rows": rows,
+    }
+
+
+def _numbers(value: Spread) -> list[float]:
+    return [round(value.low, 4), round(value.median, 4), round(value.high, 4)]
