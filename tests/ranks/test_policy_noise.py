@@ -165,6 +165,19 @@ def test_a_step_that_breaks_off_is_forgotten() -> None:
     assert meter.read(None) is None
 
 
+def test_a_gradient_that_comes_in_pieces_is_not_measured() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    meter = NoiseMeter([weight], every=1)
+    for step in range(8):
+        meter.begin(step)
+        for _ in range(2):
+            weight.sum().backward()
+            (2 * weight).sum().backward()
+            meter.add(4)
+        meter.end()
+    assert meter.read(None) is None
+
+
 def test_sparse_half_and_frozen_parameters_are_measured_or_left_out() -> None:
     table = nn.Embedding(9, 4, sparse=True)
     half = nn.Parameter(torch.full((4,), 200.0, dtype=torch.float16))

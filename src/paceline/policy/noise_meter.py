@@ -8,6 +8,7 @@ gradient is kept, and no number is read from the device until somebody asks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class NoiseMeter:
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []
         self._rows: list[float | Tensor] = []
+        self._seen: set[int] = set()
+        self._is_spoiled = False
         self._step = 0
         self._measured_by_slot: dict[int, Tensor] = {}
 
@@ -61,8 +64,9 @@ class NoiseMeter:
             return
         self._step = step
         self._measured = [p for p in self._parameters if p.requires_grad]
-        for parameter in self._measured:
-            handle = parameter.register_hook(self._on_grad)  # type: ignore[no-untyped-call]
+        for number, parameter in enumerate(self._measured):
+            hook = partial(self._on_grad, number)
+            handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     def add(self, rows: float | Tensor, *, is_mean: bool = False) -> None:
@@ -73,7 +77,7 @@ class NoiseMeter:
         if not self.is_measuring:
             return
         norms = [*self._norms, *_norms(self._small)]
-        self._norms, self._small = [], []
+        self._norms, self._small, self._seen = [], [], set()
         if not norms or (not isinstance(rows, Tensor) and rows <= 0):
             return
         squared = _squared(norms)
@@ -90,8 +94,9 @@ class NoiseMeter:
             return
         squares, rows = self._squares, self._rows
         grads = [p.grad for p in self._measured if p.grad is not None]
+        is_usable = not self._is_spoiled
         self.cancel()
-        if not grads:
+        if not grads or not is_usable:
             return
         whole = _squared(_norms(grads))
         device = whole.device
@@ -114,6 +119,7 @@ class NoiseMeter:
         for handle in self._handles:
             handle.remove()
         self._handles, self._measured = [], []
+        self._seen, self._is_spoiled = set(), False
         self._small, self._norms, self._squares, self._rows = [], [], [], []
 
     def read(self, group: Group | None) -> NoiseEstimate | None:
@@ -136,7 +142,11 @@ class NoiseMeter:
                 self.scale.add(*from_shards(int(shards), rows, squares, whole / size), batch=rows)
         return self.scale.estimate()
 
-    def _on_grad(self, grad: Tensor) -> None:
+    def _on_grad(self, number: int, grad: Tensor) -> None:
+        # In pieces, as a weight gets it that several reentrant checkpoints share, a gradient's
+        # length cannot be told.
+        self._is_spoiled |= number in self._seen
+        self._seen.add(number)
         if grad.numel() <= _SMALL and not grad.is_sparse:
             # Keeping a gradient costs autograd a copy of it; measuring each alone costs more.
             self._small.append(grad)
