@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def render(story: Story, traces: Sequence[Trace], window: Window | None) -> Html
     every = _sections(story, traces, window)
     sections = [part for part in every if part.content]
     absent = [part for part in every if not part.content and part.otherwise]
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _style(), _asset("page.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -108,6 +109,14 @@ def render(story: Story, traces: Sequence[Trace], window: Window | None) -> Html
 
 def _asset(name: str) -> Html:
     return Html(resources.files("paceline.report").joinpath("assets", name).read_text("utf-8"))
+
+
+def _style() -> Html:
+    """The style, with its light colours alone for browsers that cannot choose by themselves."""
+    style = _asset("page.css")
+    light = re.findall(r"(--[\w-]+): light-dark\((#\w+),", style)
+    plain = "".join(f"{name}: {colour};" for name, colour in light)
+    return Html(f"{style}@supports not (color: light-dark(#000, #fff)) {{ :root {{ {plain} }} }}\n")
 
 
 def _hash(content: str) -> str:
