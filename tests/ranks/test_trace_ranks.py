@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, SyncBatchNorm
-from paceline.pipeline import record_step, recording, schema, to_json, validate
+from paceline.pipeline import ranks, record_step, schema, to_json, validate
 from paceline.pipeline.stages import Check, Stage, Trace
 from paceline.testing import run_ranks, seeded
 from paceline.world import World
@@ -310,7 +310,7 @@ def test_inputs_of_different_lengths_go_through_part_by_part() -> None:
 def test_a_batch_too_large_to_be_sent_has_its_gradients_summed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recording, "WHOLE_BATCH_LIMIT_BYTES", 100)
+    monkeypatch.setattr(ranks, "WHOLE_BATCH_LIMIT_BYTES", 100)
     check = check_of(2)
     assert (check.how, check.is_same) == ("gradients only", True)
 

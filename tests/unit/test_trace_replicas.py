@@ -226,6 +226,21 @@ def test_the_loss_on_the_replicas_is_recorded_without_a_gather() -> None:
     assert trace.check.how == "whole batch"
 
 
+def test_gradients_accumulated_over_micro_batches_are_one_step() -> None:
+    model = DataParallel(net(), ["cpu:0", "cpu:1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record_step(model, optimizer) as recording:
+        for rows in (slice(0, 30), slice(30, 100)):
+            model(X[rows]).square().sum().backward()
+        optimizer.step()
+    trace = recording.trace
+    assert trace is not None
+    assert trace.workers == 2
+    assert shapes(by_name(trace)["split"]) == [[15, 10], [15, 10]]  # the first pass is drawn
+    assert trace.check is not None
+    assert (trace.check.how, trace.check.is_same) == ("whole batch", True)
+
+
 def test_parts_in_one_memory_are_not_copied_and_copies_of_the_model_are_counted() -> None:
     from paceline.dp import DPOptions
 

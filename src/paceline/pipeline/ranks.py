@@ -1,325 +1,257 @@
-"""The stages of one step of `DistributedDataParallel`, put together from what every worker saw.
+"""A recorded step of `DistributedDataParallel`: workers tell each other what they saw.
 
-    data -> sampler -> batch -> forward -> loss -> backward -> buckets -> all-reduce -> update
-
-`Seen` is what one worker tells the others, as plain data; the rest is arithmetic on a list of them.
+Every function here that takes the group is called by all workers at the same point, and decides
+only by what all of them know.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
+from itertools import zip_longest
+from typing import Any
 
-from paceline.pipeline.inside import BucketFacts
-from paceline.pipeline.stages import (
-    FIRST_VALUES,
-    Part,
-    Sample,
-    SampleStop,
-    Stage,
-    TensorFacts,
-    Weight,
-    WeightStop,
-)
-from paceline.pipeline.words import count, count_bytes, shape_words
+import torch
+from torch import Tensor
 
+from paceline import comm, tree, wire
+from paceline.errors import ReplicaError, WireError
+from paceline.pipeline import rank_stages, schema
+from paceline.pipeline.evidence import INDIRECT, OLDER, Evidence, piece_of, span
+from paceline.pipeline.facts import bytes_of, tree_facts
+from paceline.pipeline.follow import find_sample, rows_of
+from paceline.pipeline.inside import buckets_of
+from paceline.pipeline.rank_stages import Seen
+from paceline.pipeline.reference import Piece, check_sums, not_computed
+from paceline.pipeline.stages import Check, TensorFacts, Trace
+from paceline.pipeline.watch import Call
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What one worker has seen of its own part of a step."""
-
-    rank: int
-    device: str
-    rows: int
-    indices: list[int] | None = None
-    """Which rows of the dataset its batch has."""
-    has_values: bool = False
-    passes: int = 1
-    inputs: list[TensorFacts] = field(default_factory=list)
-    outputs: list[TensorFacts] = field(default_factory=list)
-    loss: TensorFacts | None = None
-    loss_weight: float | None = None
-    gradients: TensorFacts | None = None
-    averaged: TensorFacts | None = None
-    parameters: TensorFacts | None = None
-    has_update: bool = False
-    batch_s: float | None = None
-    forward_s: float | None = None
-    loss_s: float | None = None
-    backward_s: float | None = None
-    all_reduce_s: float | None = None
-    update_s: float | None = None
-    step_s: float = 0.0
-    sample_row: int | None = None
-    sample_input: list[float] | None = None
-    sample_output: list[float] | None = None
-    weight: list[float | None] | None = None
-    """The followed weight's value, own gradient, averaged gradient and new value."""
+WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
+"""Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
 
 
-def build_stages(
-    everyone: Sequence[Seen],
-    buckets: Sequence[BucketFacts],
-    data: TensorFacts | None,
-    dataset_rows: int | None,
-    is_equal: bool | None,
-) -> list[Stage]:
-    """The picture of the step, in order."""
-    stages = []
-    if dataset_rows is not None:
-        stages.append(data_stage(data, dataset_rows))
-    if all(seen.indices is not None for seen in everyone):
-        stages.append(_sampler(everyone, dataset_rows))
-    stages += [_batch(everyone), _forward(everyone), _loss(everyone), _backward(everyone)]
-    stages += [_buckets(everyone, buckets), _all_reduce(everyone, buckets)]
-    if all(seen.has_update for seen in everyone):
-        stages.append(_update(everyone, is_equal))
-    return stages
-
-
-def data_stage(data: TensorFacts | None, rows: int) -> Stage:
-    """The dataset, before any row of it was taken."""
-    shape = f", {shape_words(data.shape)}" if data else ""
-    return Stage(
-        name="data",
-        title="input data",
-        text=f"The dataset: {count(rows, 'row')}{shape}.",
-        parts=[Part(title="dataset", tensors=[data] if data else [])],
+def trace_ranks(evidence: Evidence, group: Any) -> Trace:
+    """The trace of a step of all workers; the same on every one of them."""
+    device = evidence.model.device
+    is_equal = _ask_in_sync(evidence.model) if evidence.has_update and group.size() > 1 else None
+    rows = sum(rows_of(call) for call in evidence.watch.calls)
+    own = [rows, evidence.watch.loss_weight]
+    counts = comm.exchange(group, own, device, "Recording a step: counts")
+    rows_by_rank = [count for count, _ in counts]
+    factor = _factor(counts)
+    mine = _look(evidence, group.rank(), sum(rows_by_rank[: group.rank()]), factor * group.size())
+    told = comm.exchange(group, asdict(mine), device, "Recording a step: facts")
+    everyone: list[Seen] = [schema.read_as(Seen, value) for value in told]
+    check = _check(evidence, group, everyone, factor) if evidence.wants_check else None
+    said = comm.exchange(group, check and asdict(check), device, "Recording a step: check")
+    check = None if said[0] is None else schema.read_as(Check, said[0])
+    if check is not None:
+        check = replace(check, is_equal_on_all=is_equal)
+    data, dataset_rows = evidence.data_facts(everyone[0].inputs)
+    buckets = evidence.watch.buckets or buckets_of(evidence.model)
+    stages = rank_stages.build_stages(everyone, buckets, data, dataset_rows, is_equal)
+    sample = weight = None
+    if evidence.sample is not None:
+        sample = rank_stages.follow_sample(evidence.sample, everyone, dataset_rows is not None)
+    if evidence.followed is not None:
+        flat = _flat(evidence.followed.index, evidence.parameters[evidence.followed.name])
+        weight = rank_stages.follow_weight(
+            evidence.followed.name,
+            evidence.followed.index,
+            flat,
+            everyone,
+            buckets,
+            values=evidence.values,
+        )
+    return Trace(
+        engine="DistributedDataParallel",
+        workers=group.size(),
+        devices=[seen.device for seen in everyone],
+        batch_rows=sum(rows_by_rank),
+        dataset_rows=dataset_rows,
+        seconds=max(seen.step_s for seen in everyone),
+        stages=stages,
+        sample=sample,
+        weight=weight,
+        check=check,
+        **evidence.heading(),
     )
 
 
-def follow_sample(index: int, everyone: Sequence[Seen], has_data: bool) -> Sample | None:
-    """Where the sample went, stage by stage."""
-    owner = next((seen for seen in everyone if seen.sample_row is not None), None)
-    if owner is None or owner.sample_row is None:
+def _look(evidence: Evidence, rank: int, rows_before: int, scale: float) -> Seen:
+    """What this worker saw. Gradients are scaled so that the averages are their mean."""
+    watch, times = evidence.watch, evidence.watch.times
+    calls = watch.calls
+    rows = sum(rows_of(call) for call in calls)
+    sample = _own_sample(evidence, rows_before, rows)
+    found = None if sample is None else find_sample(sample, calls, values=evidence.values)
+    local = {name: grad * scale for name, grad in watch.local.items()}
+    first = calls[0] if calls else None
+    last = calls[-1] if calls else None
+    weight = None
+    if evidence.followed is not None:
+        new = evidence.followed.read(evidence.parameters)
+        own, averaged = evidence.followed.read(local), evidence.followed.read(watch.averaged)
+        weight = [evidence.before, own, averaged, new]
+    return Seen(
+        rank=rank,
+        device=str(evidence.model.device),
+        rows=rows,
+        indices=evidence.notes.indices,
+        has_values=evidence.values,
+        passes=len(calls),
+        inputs=_inputs(calls, evidence.values),
+        outputs=tree_facts("output", first.output, values=evidence.values) if first else [],
+        loss=evidence.loss_facts(),
+        loss_weight=evidence.loss_weight,
+        gradients=evidence.flat_facts("own gradients", local),
+        averaged=evidence.flat_facts("averaged gradients", watch.averaged),
+        parameters=evidence.flat_facts("weights", evidence.parameters),
+        has_update=evidence.has_update,
+        batch_s=span(times.begin, first.arrive_ns if first else 0),
+        forward_s=sum((call.end_ns - call.begin_ns) / 1e9 for call in calls),
+        loss_s=span(last.leave_ns if last else 0, times.backward_begin),
+        backward_s=evidence.backward_s(times.last_gradient),
+        all_reduce_s=span(times.last_gradient, times.backward_end),
+        update_s=span(times.update_begin, times.update_end),
+        step_s=evidence.step_s,
+        sample_row=None if found is None else found.row,
+        sample_input=None if found is None else found.input,
+        sample_output=None if found is None else found.output,
+        weight=weight,
+    )
+
+
+def _own_sample(evidence: Evidence, rows_before: int, rows: int) -> int | None:
+    """The row of this worker that the followed sample is, if it is one of its."""
+    if evidence.sample is None:
         return None
-    row, rank = owner.sample_row, owner.rank
-    stops = []
-    if has_data and owner.indices is not None:
-        stops.append(SampleStop(stage="data", worker=None, row=index, values=owner.sample_input))
-    if owner.indices is not None:
-        stops.append(SampleStop(stage="sampler", worker=rank, row=row))
-    stops += [
-        SampleStop(stage="batch", worker=rank, row=row, values=owner.sample_input),
-        SampleStop(stage="forward", worker=rank, row=row, values=owner.sample_output),
-    ]
-    return Sample(index=index, stops=stops)
+    if evidence.notes.indices is not None:
+        listed = evidence.notes.indices
+        return listed.index(evidence.sample) if evidence.sample in listed else None
+    own = evidence.sample - rows_before
+    return own if 0 <= own < rows else None
 
 
-def follow_weight(
-    name: str,
-    index: Sequence[int],
-    flat: int,
-    everyone: Sequence[Seen],
-    buckets: Sequence[BucketFacts],
-    *,
-    values: bool,
-) -> Weight:
-    """What became of the weight on every worker."""
-    bucket, position = None, None
-    for number, each in enumerate(buckets):
-        if name in each.names:
-            bucket, position = number, each.starts[each.names.index(name)] + flat
-    rows = [seen.weight or [None] * 4 for seen in everyone]
-    stops = []
-    for column, (stage, what) in enumerate(
-        (
-            ("forward", "value"),
-            ("backward", "gradient"),
-            ("all-reduce", "averaged gradient"),
-            ("update", "new value"),
-        )
-    ):
-        numbers = [row[column] for row in rows]
-        if column == 3 and not all(seen.has_update for seen in everyone):
-            continue
-        known = [number for number in numbers if number is not None]
-        is_whole = len(known) == len(numbers)
-        stops.append(
-            WeightStop(
-                stage=stage,
-                what=what,  # type: ignore[arg-type]
-                by_worker=known if values and is_whole else None,
-                is_equal=None if what == "gradient" or not is_whole else len(set(known)) == 1,
+def _ask_in_sync(model: Any) -> bool:
+    try:
+        model.check_in_sync()
+    except ReplicaError:
+        return False
+    return True
+
+
+def _check(evidence: Evidence, group: Any, everyone: Sequence[Seen], factor: float) -> Check | None:
+    """Rank 0's check; None on the others, which only hand over their rows."""
+    device = evidence.model.device
+    older = comm.exchange(group, evidence.watch.has_older_gradients, device, "Recording a step")
+    if any(older):
+        return not_computed(OLDER)
+    pieces, reason = _gather_pieces(evidence, group)
+    if reason:
+        return _sum_again(evidence, group, factor, reason)
+    if group.rank() != 0:
+        return None
+    call = evidence.watch.calls[0] if evidence.watch.calls else None
+    if not pieces or call is None:
+        return not_computed("rank 0 had no rows in this step")
+    return evidence.compute_check(evidence.task(pieces, call, factor), _mean_loss(everyone))
+
+
+def _mean_loss(everyone: Sequence[Seen]) -> float | None:
+    """The loss of all rows, where every worker has said its own."""
+    losses = [seen.loss.first[0] for seen in everyone if seen.loss and seen.loss.first]
+    shares = [1.0 if seen.loss_weight is None else seen.loss_weight for seen in everyone]
+    if len(losses) < len(everyone) or not sum(shares):
+        return None
+    return sum(x * share for x, share in zip(losses, shares, strict=True)) / sum(shares)
+
+
+def _gather_pieces(evidence: Evidence, group: Any) -> tuple[list[Piece], str]:
+    """The rows of all workers, or why they are not sent; the same answer on every worker."""
+    device = evidence.model.device
+    try:
+        told = [
+            {
+                "inputs": call.inputs,
+                "outputs": call.outputs,
+                "grads": piece_of(call).grads,
+                "random": call.random_state if call.is_random else [],
+                "targets": list(tree.tensors(targets)),
+            }
+            for call, targets in zip_longest(evidence.watch.calls, evidence.notes.targets)
+            if call is not None
+        ]
+        data = wire.encode(told)
+    except WireError as error:
+        data, trouble = b"", f"its inputs cannot be sent: {error.what}"
+    else:
+        trouble = INDIRECT if evidence.watch.is_indirect else evidence.trouble
+    sizes = comm.exchange(group, [len(data), trouble], device, "Recording a step: sizes")
+    found = next((said for _, said in sizes if said), "")
+    if sum(n for n, _ in sizes) > WHOLE_BATCH_LIMIT_BYTES:
+        found = "the batch is too large to be computed again by one process"
+    if found:
+        return [], found
+    longest = max(n for n, _ in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = comm.all_gather(group, padded.to(device), "Recording a step: rows")
+    if group.rank() != 0:
+        return [], ""
+    pieces = []
+    for part, (length, _) in zip(parts, sizes, strict=True):
+        here = part.cpu().contiguous()
+        for call in wire.decode(ctypes.string_at(here.data_ptr(), length)):
+            pieces.append(
+                Piece(*(call[k] for k in ("inputs", "outputs", "grads", "random", "targets")))
             )
-        )
-    return Weight(name=name, index=list(index), bucket=bucket, position=position, stops=stops)
+    return pieces, ""
 
 
-def _sampler(everyone: Sequence[Seen], dataset_rows: int | None) -> Stage:
-    total = sum(seen.rows for seen in everyone)
-    of = "" if dataset_rows is None else f" of {dataset_rows:,}"
-    taken = [set(seen.indices or []) for seen in everyone]
-    is_once = sum(map(len, taken)) == len(set().union(*taken))
-    once = "no row goes to two workers" if is_once else "some rows go to several workers"
-    return Stage(
-        name="sampler",
-        title="sampler",
-        text=f"Picks {count(total, 'row')}{of} for this step and deals them out: {once}."
-        if len(everyone) > 1
-        else f"Picks {count(total, 'row')}{of} for this step.",
-        parts=[_part(s, _row_numbers(s), None) for s in everyone],
-    )
+def _sum_again(evidence: Evidence, group: Any, factor: float, reason: str) -> Check:
+    """Average the workers' own gradients once more, each by one plain sum in double."""
+    difference = scale = 0.0
+    dtype = torch.float32
+    for name, param in evidence.parameters.items():
+        wide = torch.complex128 if param.is_complex() else torch.float64
+        own = evidence.watch.local.get(name)
+        total = torch.zeros_like(param, dtype=wide) if own is None else own.to(wide)
+        comm.all_reduce(group, total, f"Recording a step: the gradient of {name!r}")
+        total *= factor
+        engines = evidence.watch.averaged.get(name)
+        theirs = torch.zeros_like(total) if engines is None else engines.to(wide)
+        if total.numel():
+            difference = max(difference, (total - theirs).abs().max().item())
+            scale = max(scale, total.abs().max().item())
+        dtype = param.dtype
+    return check_sums(difference, scale, dtype, reason)
 
 
-def _row_numbers(seen: Seen) -> list[TensorFacts]:
-    numbers = seen.indices or []
-    first = [float(number) for number in numbers[:FIRST_VALUES]] if seen.has_values else None
-    size = 8 * len(numbers)
-    shape = [len(numbers)]
-    return [
-        TensorFacts(
-            name="row numbers", shape=shape, dtype="int64", device="cpu", bytes=size, first=first
-        )
-    ]
+def _factor(counts: Sequence[tuple[int, float | None]]) -> float:
+    """What the engine multiplies the sum of gradients with, by each worker's rows and weight."""
+    weights = [weight for rows, weight in counts if rows]  # without rows there is no backward
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or not weights:
+        return 1 / len(counts)
+    return 1 / sum(known) if sum(known) else 0.0
 
 
-def _batch(everyone: Sequence[Seen]) -> Stage:
-    own = "its own rows" if len(everyone) > 1 else "the rows"
-    passes = max(seen.passes for seen in everyone)
-    in_turns = f", in {passes} forward passes" if passes > 1 else ""
-    return Stage(
-        name="batch",
-        title="batch",
-        text=f"Every worker loads {own} into its own memory{in_turns}."
-        if len(everyone) > 1
-        else f"The worker loads the rows{in_turns}.",
-        parts=[_part(s, s.inputs, s.batch_s) for s in everyone],
-        bytes_moved=sum(t.bytes for seen in everyone for t in seen.inputs),
-        seconds=_slowest([s.batch_s for s in everyone]),
-    )
+def _inputs(calls: Sequence[Call], values: bool) -> list[TensorFacts]:
+    """The inputs of the first forward pass, counted as long as all passes together are."""
+    if not calls:
+        return []
+    facts = tree_facts("input", (calls[0].args, calls[0].kwargs), values=values)
+    if len(calls) == 1 or not facts or not facts[0].shape:
+        return facts
+    rows = sum(rows_of(call) for call in calls)
+    total = sum(bytes_of(call.inputs[:1]) for call in calls)
+    return [replace(facts[0], shape=[rows, *facts[0].shape[1:]], bytes=total), *facts[1:]]
 
 
-def _forward(everyone: Sequence[Seen]) -> Stage:
-    return Stage(
-        name="forward",
-        title="forward",
-        text="Every worker runs its own copy of the model on its own rows, all at the same time."
-        if len(everyone) > 1
-        else "The model is run on the rows.",
-        parts=[_part(s, s.outputs, s.forward_s) for s in everyone],
-        seconds=_slowest([s.forward_s for s in everyone]),
-    )
-
-
-def _loss(everyone: Sequence[Seen]) -> Stage:
-    is_weighted = all(seen.loss_weight is not None for seen in everyone)
-    mean = ": the mean over its rows" if is_weighted else ""
-    told = f"How wrong each worker's predictions are, as one number{mean}."
-    if len(everyone) == 1:
-        told = "How wrong the predictions are, as one number."
-    return Stage(
-        name="loss",
-        title="loss",
-        text=told,
-        parts=[_part(s, [s.loss] if s.loss else [], s.loss_s) for s in everyone],
-        seconds=_slowest([s.loss_s for s in everyone]),
-    )
-
-
-def _backward(everyone: Sequence[Seen]) -> Stage:
-    return Stage(
-        name="backward",
-        title="backward",
-        text="Every worker finds out how each weight should change for its own rows: its "
-        "gradients. They still differ."
-        if len(everyone) > 1
-        else "How should each weight change? These are the gradients.",
-        parts=[_part(s, [s.gradients] if s.gradients else [], s.backward_s) for s in everyone],
-        seconds=_slowest([s.backward_s for s in everyone]),
-    )
-
-
-def _buckets(everyone: Sequence[Seen], buckets: Sequence[BucketFacts]) -> Stage:
-    if not buckets:
-        return Stage(
-            name="buckets", title="buckets", text="A single worker has nobody to send them to."
-        )
-    gradients = sum(len(bucket.names) for bucket in buckets)
-    many = "one message" if len(buckets) == 1 else f"{len(buckets)} messages"
-    return Stage(
-        name="buckets",
-        title="buckets",
-        text=f"The gradients of {count(gradients, 'parameter')} are packed into {many}, the same "
-        "way on every worker.",
-        parts=[_bucket_part(number, bucket) for number, bucket in enumerate(buckets)],
-        bytes_moved=0,
-    )
-
-
-def _bucket_part(number: int, bucket: BucketFacts) -> Part:
-    ends = list(dict.fromkeys((*bucket.names[:1], *bucket.names[-1:])))
-    inside = " to ".join(ends) or "no gradients"
-    trailer = f", then {bucket.trailer} control numbers" if bucket.trailer else ""
-    facts = TensorFacts(
-        name=f"bucket {number}",
-        shape=[bucket.numel + bucket.trailer],
-        dtype=bucket.dtype,
-        device=bucket.device,
-        bytes=bucket.bytes,
-    )
-    return Part(
-        title=f"bucket {number}",
-        device=bucket.device,
-        tensors=[facts],
-        text=f"{inside}{trailer}",
-    )
-
-
-def _all_reduce(everyone: Sequence[Seen], buckets: Sequence[BucketFacts]) -> Stage:
-    size = len(everyone)
-    if size == 1:
-        text = "With one worker there is nothing to average."
-    else:
-        text = (
-            f"The {size} workers add up their gradients and divide by the number of "
-            f"{'rows' if everyone[0].loss_weight is not None else 'workers'}. Now all have the "
-            "same ones."
-        )
-    payload = sum(bucket.bytes for bucket in buckets)
-    sends = f"sends {count_bytes(payload)}" if payload else ""
-    return Stage(
-        name="all-reduce",
-        title="all-reduce",
-        text=text,
-        parts=[
-            _part(s, [s.averaged] if s.averaged else [], s.all_reduce_s, sends) for s in everyone
-        ],
-        bytes_moved=payload * size,
-        seconds=_slowest([s.all_reduce_s for s in everyone]),
-    )
-
-
-def _update(everyone: Sequence[Seen], is_equal: bool | None) -> Stage:
-    if len(everyone) == 1:
-        text = "The optimizer changes the weights."
-    elif is_equal is False:
-        text = "Every worker changes its weights, and they are NOT EQUAL afterwards."
-    else:
-        text = "Every worker makes the same change"
-        text += ": all copies of the model are equal to the last bit." if is_equal else "."
-    return Stage(
-        name="update",
-        title="update",
-        text=text,
-        parts=[_part(s, [s.parameters] if s.parameters else [], s.update_s) for s in everyone],
-        seconds=_slowest([s.update_s for s in everyone]),
-    )
-
-
-def _part(
-    seen: Seen, tensors: Sequence[TensorFacts], seconds: float | None, text: str = ""
-) -> Part:
-    return Part(
-        title=f"worker {seen.rank}",
-        worker=seen.rank,
-        device=seen.device,
-        tensors=list(tensors),
-        seconds=seconds,
-        text=text,
-    )
-
-
-def _slowest(times: Sequence[float | None]) -> float | None:
-    known = [seconds for seconds in times if seconds is not None]
-    return max(known) if known else None
+def _flat(index: Sequence[int], tensor: Tensor) -> int:
+    position = 0
+    for i, extent in zip(index, tensor.shape, strict=True):
+        position = position * extent + i
+    return position

@@ -51,6 +51,8 @@ class Call:
     """Where the tensors of the input lay."""
     weights: set[Memory] = field(default_factory=set)
     """Where the parameters lay that were used."""
+    turn: int = 0
+    """How many times this module, or this replica, was called before in the step."""
     begin_ns: int = 0
     output: Any = None
     end_ns: int = 0
@@ -95,7 +97,7 @@ class Watch:
         self.times = Times()
         self.calls: list[Call] = []
         self.whole: Call | None = None
-        """The forward pass as the wrapper saw it: the whole batch of `DataParallel`."""
+        """The first forward pass as the wrapper saw it: the whole batch of `DataParallel`."""
         self.buckets: list[BucketFacts] = []
         self.loss_weight: float | None = None
         self.local: dict[str, Tensor] = {}
@@ -139,6 +141,8 @@ class Watch:
         self._by_module.clear()
 
     def _on_whole(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.whole is not None:
+            return
         arrive_ns = _now()
         memories = [Memory.of(tensor) for tensor in tree.tensors((args, kwargs))]
         args, kwargs = self._kept((args, kwargs))
@@ -146,7 +150,7 @@ class Watch:
         self.whole.begin_ns = _now()
 
     def _on_whole_done(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self.whole is not None:
+        if self.whole is not None and not self.whole.end_ns:
             self.whole.end_ns = _now()
             self.whole.output = self._kept(output)
             self.whole.leave_ns = _now()
@@ -161,6 +165,7 @@ class Watch:
         with self._lock:
             if torch.is_autocast_enabled(device):
                 self.autocast = (device, torch.get_autocast_dtype(device))
+            call.turn = sum(earlier.module is module for earlier in self.calls)
             self.calls.append(call)
             self._by_module[id(module)] = call
         call.begin_ns = _now()
