@@ -40,7 +40,7 @@ from paceline.report.picture import Box, draw_rest, draw_row, lay_out, shape
 from paceline.run_folder import RunInfo
 
 PARTS_LIMIT = 16
-RECORD = "paceline trace --model FILE:FUNCTION --folder RUN"
+RECORD = "paceline.trace.record_step"
 PLAIN = {
     "data": "what there is to learn from",
     "sampler": "who gets which rows",
@@ -69,7 +69,7 @@ def section(traces: Sequence[Trace], info: RunInfo | None) -> Html | None:
     said = (
         "No batch of this run was recorded, so there are no values here. The picture shows how "
         "every one of its steps works, with the sizes from the run's settings. To see a real "
-        "batch here, record one: "
+        "batch here, record a step with "
     )
     return join(
         [
