@@ -70,6 +70,16 @@ def test_the_snapshot_is_taken_when_save_returns(checkpoints: Checkpoints) -> No
     assert load(checkpoints).state["lr"]["name"] == "x"
 
 
+def test_other_readers_of_safetensors_find_the_tensors_by_their_paths(
+    checkpoints: Checkpoints,
+) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    fill(checkpoints, 4)
+    found = package.load_file(str(load(checkpoints).path / "state.safetensors"))
+    assert list(found) == ["model/w"]
+    assert found["model/w"].tolist() == [4.0] * 5
+
+
 def test_states_of_other_sizes_use_the_same_memory_without_mixing(checkpoints: Checkpoints) -> None:
     for step, size in enumerate([10, 1000, 3, 1000]):
         state = {"a": torch.full((size,), step), "b": torch.tensor(step), "c": bytes([step]) * size}
