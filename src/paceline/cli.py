@@ -31,7 +31,7 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("paceline.demo", "train, resume and report a small built-in model on two workers"),
+    "demo": Command("paceline.demo", "train, resume and report a small model on two workers"),
     "run": Command("paceline.launcher.run", "run a training script on several workers"),
     "ckpt": Command("paceline.checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
