@@ -123,15 +123,18 @@ class ForwardRecording:
         self._backward.replay()
         return _copies(self._grads)
 
-    def inputs(self, live: Sequence[Tensor]) -> list[Chunk]:
-        """The inputs of the last replay; those that have gradients are linked to what was given."""
-        given = iter(live)
+    def inputs(self, given: Sequence[Tensor] | None) -> list[Chunk]:
+        """The inputs of the last replay; those with gradients are linked to what was given."""
+        links = None if given is None else iter(given)
+
+        def copy(tensor: Tensor) -> Tensor:
+            if links is not None and tensor.requires_grad:
+                return _as_it_was(next(links), tensor)
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
         chunks = []
         for chunk in self._chunks:
-            args, kwargs, targets = tree.map_tensors(
-                lambda t: _as_it_was(next(given), t) if t.requires_grad else t.clone(),
-                chunk.contents,
-            )
+            args, kwargs, targets = tree.map_tensors(copy, chunk.contents)
             chunks.append(Chunk(chunk.replica, args, kwargs, chunk.rows, targets))
         return chunks
 
@@ -178,14 +181,16 @@ class _Replay(torch.autograd.Function):
                 "A parameter was written to after a forward pass that is to be differentiated "
                 "again. Pass DPOptions(cuda_graphs=False) to keep what such a pass computed."
             )
-        outputs = recording.again(recording.inputs(ctx.live), ctx.random_state)
+        chunks = recording.inputs(ctx.live if wants_more else None)
+        inputs = [t for chunk in chunks for t in tree.tensors(chunk.contents) if t.requires_grad]
+        outputs = recording.again(chunks, ctx.random_state)
         asked = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         return (
             None,
             None,
             *torch.autograd.grad(
                 [output for output, _ in asked],
-                [*ctx.live, *recording.params],
+                [*inputs, *recording.params],
                 [grad for _, grad in asked],
                 create_graph=wants_more,
                 allow_unused=True,
