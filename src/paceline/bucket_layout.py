@@ -65,8 +65,10 @@ class BucketLayout:
 
     def distinct(self, candidates_bytes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Those capacities that give different buckets, in the order given."""
-        found = {tuple(self._plan(capacities)): capacities for capacities in candidates_bytes[::-1]}
-        return list(found.values())[::-1]
+        found: dict[tuple[BucketPlan, ...], Sequence[int]] = {}
+        for capacities in candidates_bytes:
+            found.setdefault(tuple(self._plan(capacities)), capacities)
+        return list(found.values())
 
     def _plan(self, capacities_bytes: Sequence[int]) -> list[BucketPlan]:
         gradients = [

@@ -61,3 +61,16 @@ def test_small_models_are_not_tuned() -> None:
         return DistributedDataParallel(nn.Linear(2, 2), process_group=world.group).bucket_tuning
 
     assert all("same buckets" in told for told in run_ranks(2, body))
+
+
+def test_the_default_is_tried_first_and_capacities_that_change_nothing_are_left_out() -> None:
+    def body(world: World) -> str:
+        net = nn.Sequential(*(nn.Linear(350, 350, bias=False) for _ in range(6)))  # 3 MiB
+        model = DistributedDataParallel(net, process_group=world.group)
+        for _ in range(STEPS):
+            model(torch.ones(2, 350)).sum().backward()
+        return model.bucket_tuning
+
+    for told in run_ranks(2, body):
+        assert told.partition("step: ")[2].startswith("4 MiB")
+        assert "16 MiB" not in told
