@@ -1,0 +1,113 @@
+"""`Run` on a GPU: the same training, numbers read late, a NaN found a step later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, train
+from torch import nn
+from torch.nn import functional as F
+
+from paceline.errors import NotFiniteError
+from paceline.run import Run, RunOptions
+from paceline.run_folder import RunFolder, read_events
+from paceline.testing import run_ranks, seeded
+
+SHARDS = 4
+
+
+def on_gpu() -> nn.Module:
+    net = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
+    return seeded(net).cuda()
+
+
+def make(net: nn.Module, dataset: Any, **arguments: Any) -> Run:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    arguments = {"global_batch": 8, "epochs": 1, "shards": 2, "options": QUIET, **arguments}
+    return Run(net, optimizer, dataset, **arguments)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_workers_that_share_a_gpu_train_as_one_does(size: int) -> None:
+    drop = RunOptions(progress="quiet", drop_last=True)
+    arguments: dict[str, Any] = {"global_batch": 16, "shards": SHARDS, "options": drop}
+    expected = train(build=on_gpu, **arguments)
+    workers = run_ranks(size, lambda world: train(world, on_gpu, **arguments))
+    for each in workers:
+        assert_same(each.parameters, expected.parameters, rtol=1e-3, atol=1e-5)
+
+
+def test_dropout_on_the_device_follows_the_step_and_the_shard(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+        return seeded(net).cuda()
+
+    whole = train(build=build, shards=2)
+    torch.randn(100, device="cuda")
+    begun = train(build=build, shards=2, folder=tmp_path / "run", stop_after=5)
+    torch.randn(100, device="cuda")
+    ended = train(build=build, folder=tmp_path / "run", workers=1)
+    assert begun.ledger + ended.ledger == whole.ledger
+    assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
+
+
+def test_a_nan_is_found_later_and_spares_the_parameters() -> None:
+    data = Rows()
+    data.x[13] = float("nan")
+    net = seeded(nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES))).cuda()
+    run = make(net, data)
+    bad: list[int] = []
+
+    def go_on() -> None:
+        for step in run:
+            with step:
+                for x, y, indices in step.batches():
+                    if 13 in indices.tolist():
+                        bad.append(step.number)
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+
+    with pytest.raises(NotFiniteError) as raised:
+        go_on()
+    assert f"Step {bad[0]}: the loss of shard" in str(raised.value)
+    assert run.step <= bad[0] + 1
+    assert all(param.isfinite().all() for param in net.parameters())
+
+
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    net = seeded(nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES))).cuda()
+    run = make(net, Rows(64), folder=tmp_path / "run", epochs=3)
+    for step in run:
+        # Reading a number from the device raises here; the end of an epoch may.
+        strict = step.number > 4 and not step.ends_epoch
+        with step:
+            for x, y, _ in step.batches():
+                if strict:
+                    torch.cuda.set_sync_debug_mode("error")
+                loss = F.cross_entropy(run.model(x), y, reduction="sum")
+                step.backward(loss, weight=len(y))
+                run.log("rows", y.float().mean(), weight=len(y))
+                torch.cuda.set_sync_debug_mode("default")
+    steps = [e for e in read_events(RunFolder(tmp_path / "run")) if e["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 25))
+    assert all(event["metrics"]["loss"][1] == 8 for event in steps)
+
+
+def test_half_precision_with_a_scaler_trains(tmp_path: Path) -> None:
+    net = on_gpu()
+    scaler = torch.amp.GradScaler("cuda")
+    run = make(net, Rows(64), scaler=scaler, folder=tmp_path / "run")
+    losses = []
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
+                step.backward(loss, weight=len(y))
+                losses.append(loss.item())
+    assert run.step == 8
+    other = torch.amp.GradScaler("cuda")
+    assert make(on_gpu(), Rows(64), scaler=other, folder=tmp_path / "run").step == 8
+    assert other.get_scale() == scaler.get_scale()
