@@ -102,6 +102,8 @@ def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder:
     assert info.policy == [words.policy(Options())]
     assert {e["kind"] for e in read_events(run)} >= {"step", "epoch", "checkpoint", "noise"}
     assert run.pipeline_steps() == [3]
+    assert [run.timeline_of(rank).exists() for rank in range(3)] == [True, True, False]
+    assert run.path.stat().st_mode & 0o777 == 0o700
     first = next(e for e in read_events(resumed) if e["kind"] == "start")
     assert (first["size"], first["step"]) == (3, 25)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from paceline import report
+from paceline import report, spans
 from paceline.demo.options import BATCH_ROWS, RECORDED_STEP, Options
 from paceline.demo.outcome import Epoch, Outcome, Resumed
 from paceline.demo.task import (
@@ -65,7 +65,7 @@ def train(options: Options, folder: Path) -> Outcome:
 
 def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
     """What each worker does: its shards of every batch, in step with the others."""
-    with init_process_group(device_id=torch.device("cpu")):
+    with init_process_group(device_id=torch.device("cpu")) as world, timeline(folder, world.rank):
         model = make_model(options.seed)
         optimizer = make_optimizer(model)
         held_out = make_held_out_data(options.seed)
@@ -109,6 +109,18 @@ def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
                 table.append((step.epoch + 1, means["loss"], means["accuracy"], seconds))
                 begin_s = time.perf_counter()
         return {"epochs": table, "rows": rows, "steps": steps, "state": model.state_dict()}
+
+
+@contextmanager
+def timeline(folder: str, rank: int) -> Iterator[None]:
+    """Record when this worker does what, for the report."""
+    place = RunFolder(folder)
+    place.create()
+    spans.start(place.timeline_of(rank), rank)
+    try:
+        yield
+    finally:
+        spans.stop()
 
 
 @contextmanager
