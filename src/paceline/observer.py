@@ -153,8 +153,7 @@ def begin(group: Group, device: torch.device) -> Observer | None:
     compares = wishes.blames and not is_alone
     if not (compares or wishes.stall_s or spans.is_on()) or (is_alone and not spans.is_on()):
         return None
-    is_new = stopwatch.find(group) is None
     observer = Observer(group, device, compares)
-    if is_new and wishes.stall_s and not is_alone:
+    if wishes.stall_s and not is_alone:
         stall.begin(group, observer.watch, wishes.stall_s)
     return observer

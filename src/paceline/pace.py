@@ -123,6 +123,7 @@ class Comparison:
         """Called on rank 0 with the step and what was found, besides the line on stderr.
 
         They live as long as the group, so they must not hold it."""
+        self.print_line: Callable[[str], None] = _print_to_stderr
         self.blame: Blame | None = None
         """Who is slow now, as far as is known; the same on every rank."""
         self._steps = 0
@@ -224,10 +225,14 @@ class Comparison:
 
     def _tell(self, blame: Blame) -> None:
         step = self.watch.step
-        print(f"paceline: step {step}: {blame}", file=sys.stderr, flush=True)
+        self.print_line(f"step {step}: {blame}")
         spans.mark("blame", slow_rank=blame.rank, phase=blame.phase, step=step)
         for listener in self.listeners:
             listener(step, blame)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
 def of(group: Group, device: torch.device) -> Comparison:

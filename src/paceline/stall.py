@@ -134,6 +134,9 @@ class StallWatch:
     def is_over(self) -> bool:
         return self._group() is None
 
+    def watches(self, group: Any) -> bool:
+        return self._group() is group
+
     def look(self) -> None:
         """Speak if there has been no progress, or if there is some again."""
         since, now = self._watch.since_ns, self._clock()
@@ -222,6 +225,8 @@ def begin(
     """Watch this rank's progress in `group` from now on, on the one thread for all of them."""
     global _thread
     with _lock:
+        if any(each.watches(group) for each in _watched):
+            return
         _watched.append(StallWatch(group, watch, timeout_s, print_line=print_line))
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="paceline stalls", daemon=True)

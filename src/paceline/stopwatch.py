@@ -51,6 +51,9 @@ class Stopwatch:
     the last.
     """
 
+    pauses = True
+    """Whether a change costs so little that every single collective can be told from work."""
+
     def __init__(self, clock: Callable[[], int] = spans.now_ns) -> None:
         self.phase = "other"
         self.since_ns = clock()
@@ -121,6 +124,8 @@ class DeviceStopwatch(Stopwatch):
     Every change of phase records an event on the stream in use; its time is read when the device
     has passed it, by which time the host is elsewhere. So the host never waits for the device.
     """
+
+    pauses = False
 
     def __init__(self, device: Any) -> None:
         super().__init__()
@@ -195,7 +200,7 @@ def find(group: Any) -> Stopwatch | None:
 def waiting(group: Any) -> Iterator[None]:
     """Inside, this rank waits for the others, whatever phase it was and will be in."""
     watch = _watches.get(group)
-    if watch is None or watch.phase == WAIT:
+    if watch is None or watch.phase == WAIT or not watch.pauses:
         yield
         return
     phase = watch.phase

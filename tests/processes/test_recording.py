@@ -115,3 +115,20 @@ def test_a_world_of_one_is_recorded_too(tmp_path: Path) -> None:
     events = list(timeline.merge(survey(tmp_path / TRANSPORTS[0])))
     names = {event["name"] for event in by_step(events, 0)[3]}
     assert {"data", "forward", "backward", "optimizer"} <= names
+
+
+def train_unevenly(world: World) -> Any:
+    model = DistributedDataParallel(seeded(nn.Linear(4, 2)), process_group=world.group)
+    with model.join():
+        for _ in range(12 if world.rank else 30):
+            model(torch.ones(3, 4)).sum().backward()
+    observer = model._reducer.observer
+    assert observer is not None
+    assert observer.comparison is not None
+    return [observer.watch.step, len(observer.watch.finished), observer.comparison.blame is None]
+
+
+def test_a_rank_without_inputs_compares_but_is_not_compared_with() -> None:
+    longer, shorter, _ = run_processes(3, train_unevenly)
+    assert longer == [30, 30, True]
+    assert shorter == [30, 12, True]

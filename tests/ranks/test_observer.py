@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer would import it in its first step, which takes seconds
 from torch import Tensor, nn
 
-from paceline import DistributedDataParallel, stopwatch
+from paceline import DistributedDataParallel, SyncBatchNorm, stopwatch
 from paceline.stopwatch import PHASES
 from paceline.testing import Faults, run_ranks, seeded
 from paceline.world import World
@@ -101,3 +102,20 @@ def test_a_world_of_one_is_not_observed() -> None:
         assert stopwatch.find(world.group) is None
 
     run_ranks(1, body)
+
+
+def wait_inside_forward(world: World) -> tuple[float, float]:
+    net = nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4, process_group=world.group))
+    model = DistributedDataParallel(seeded(net), process_group=world.group)
+    for _ in range(3):
+        if world.rank == 1:
+            time.sleep(0.1)
+        model(torch.randn(8, 4)).sum().backward()
+    watch = stopwatch.find(world.group)
+    assert watch is not None
+    return watch.totals()["forward"], watch.totals()["wait"]
+
+
+def test_what_a_layer_waits_for_is_not_its_own_work() -> None:
+    (forward, wait), _ = run_ranks(2, wait_inside_forward)
+    assert forward < 0.2 < wait
