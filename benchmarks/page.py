@@ -60,5 +60,5 @@ def _facts(entry: Any) -> str:
         return ""
     return (
         f" · {entry['ranks']} ranks with {entry['threads']} thread each · {entry['rounds']} rounds "
-        f"of {entry['steps']} steps · Paceline by {entry['transport']}"
+        f"of {entry['steps']} steps · Paceline by {entry['transport']}, {entry['tuning']}"
     )

@@ -39,6 +39,8 @@ SCREENED = 3
 """So many of torch's tuned variants run with the rest."""
 WARM_STEPS = 6
 """Enough for every engine to have learned the order of gradients."""
+TUNING_STEPS = 40
+"""An engine that searches for its bucket size is given so many more, at most."""
 MAX_STEPS = 40
 MIN_ROUNDS = 3
 SLOW_S = 0.1
@@ -94,6 +96,12 @@ def _measure_model(
     trainers = {each: build(each, model.build) for each in names}
     for trainer in trainers.values():
         _times(world, trainer, loss, WARM_STEPS if screens else 2)
+    differ = _differ(trainers)  # all have made the same number of steps until now
+    for trainer in trainers.values():
+        for _ in range(TUNING_STEPS if screens else 0):
+            if not _is_tuning(trainer):
+                break
+            _times(world, trainer, loss, 1)
     seconds: dict[str, list[list[float]]] = {each: [] for each in names}
     start = time.monotonic()
     for number in range(rounds):
@@ -108,7 +116,8 @@ def _measure_model(
         "steps": steps,
         "screened": screened,
         "transport": str(getattr(trainers["paceline"].module, "transport", "c10d")),
-        "differ": _differ(trainers),
+        "tuning": str(getattr(trainers["paceline"].module, "bucket_tuning", "")),
+        "differ": differ,
     }
 
 
@@ -141,6 +150,11 @@ def _screen(
         del trainer
         gc.collect()
     return dict(zip(tuned_options(), _agree(world, best), strict=True))
+
+
+def _is_tuning(trainer: Trainer) -> bool:
+    """Whether the engine still tries bucket sizes; the same on all ranks."""
+    return "still" in str(getattr(trainer.module, "bucket_tuning", ""))
 
 
 def _differ(trainers: dict[str, Trainer]) -> float:
@@ -210,6 +224,7 @@ def summarise(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "rounds": len(seconds[FLOOR]),
         "steps": ranks[0]["steps"],
         "transport": ranks[0]["transport"],
+        "tuning": ranks[0]["tuning"],
         "screened ms": {k: round(v * 1e3, 2) for k, v in ranks[0]["screened"].items()},
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import DistributedDataParallel, World, compress
+from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.testing import run_processes, seeded
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -19,10 +19,8 @@ def small() -> nn.Sequential:
 
 
 def joined(world: World, spec: str, divide: bool) -> Any:
-    model = DistributedDataParallel(small(), bucket_cap_mb=1e-4)
-    state = compress.make(spec, model.process_group)
-    state.weight = lambda: model._reducer.weight.value
-    model.register_comm_hook(state, compress.hook)
+    options = DDPOptions(compression=spec)
+    model = DistributedDataParallel(small(), bucket_cap_mb=1e-4, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=divide):
         for number in range(2 + 2 * world.rank):
@@ -30,7 +28,7 @@ def joined(world: World, spec: str, divide: bool) -> Any:
             model(X[number : number + 2]).square().mean().backward()
             optimizer.step()
     model.check_in_sync()
-    return [param.detach() for param in model.parameters()], state.steps
+    return [param.detach() for param in model.parameters()], model.compression.steps
 
 
 def alone(size: int, divide: bool) -> list[Tensor]:
