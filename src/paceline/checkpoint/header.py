@@ -20,9 +20,9 @@ MAX_HEADER_BYTES = 16 * 2**20
 MAX_DIMENSIONS = 64
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
-# A tensor's entry takes at least this many bytes per bracket. More brackets are not a header but
-# an attempt to make the parser build millions of tiny lists.
-_BYTES_PER_BRACKET = 12
+# A tensor's entry has three brackets in fifty bytes or more, and metadata is mostly text. More
+# brackets are no header but an attempt to make the parser build millions of tiny lists.
+_BYTES_PER_BRACKET = 8
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
