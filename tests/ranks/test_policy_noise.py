@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, World
 from paceline.errors import UsageError
 from paceline.policy import NoiseEstimate, NoiseMeter
 from paceline.policy.noise import from_shards
+from paceline.run import Run, RunOptions
+from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_ranks, seeded
 
 ROWS = [7, 2, 5, 6]  # of each shard
@@ -198,3 +202,38 @@ def test_sparse_half_and_frozen_parameters_are_measured_or_left_out() -> None:
 def test_a_meter_that_never_measures_is_refused() -> None:
     with pytest.raises(UsageError, match="every is 0"):
         NoiseMeter([], every=0)
+
+
+def noise_of_a_run(world: World, folder: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(75, 6, generator=generator)
+    data = TensorDataset(x, torch.randint(3, (75,), generator=generator))
+    net = small()
+    run = Run(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.05),
+        data,
+        global_batch=15,
+        epochs=2,
+        shards=4,
+        folder=folder,
+        world=world,
+        options=RunOptions(noise_every=1, progress="quiet", handle_signals=False),
+    )
+    for step in run:
+        with step:
+            for x_part, y_part in step.batches():
+                step.backward(loss_sum(run.model, x_part, y_part), weight=len(y_part))
+
+
+def test_a_run_measures_the_same_noise_with_any_number_of_workers(tmp_path: Path) -> None:
+    found = []
+    for size in (1, 2, 3):
+        folder = tmp_path / str(size)
+        run_ranks(size, noise_of_a_run, str(folder))
+        events = [e for e in read_events(RunFolder(folder)) if e["kind"] == "noise"]
+        assert [event["step"] for event in events] == [5, 10]
+        found.append([event["noise_scale"] for event in events])
+    assert found[0][-1] > 0
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[2] == pytest.approx(found[0], rel=1e-3)
