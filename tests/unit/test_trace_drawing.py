@@ -32,7 +32,9 @@ from paceline.pipeline.stages import (
 )
 from paceline.trace.boxes import Box, connect, meet, side_by_side
 from paceline.trace.command import _can_show, _show
-from paceline.trace.drawing import Line, draw, draw_prediction, draw_training
+from paceline.trace.drawing import draw
+from paceline.trace.lines import Line
+from paceline.trace.tables import draw_prediction, draw_training
 
 DATA = Path(__file__).parents[1] / "data"
 DP = schema.read(DATA / "pipeline-dp.json")

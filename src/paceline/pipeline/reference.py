@@ -22,15 +22,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from paceline import tree
+from paceline.pipeline.distance import (
+    NEXT_TO_NOTHING,
+    ROUNDING_OF_OTHERS,
+    distance,
+    order,
+    pair_up,
+    rounding,
+)
 from paceline.pipeline.stages import Check
 from paceline.pipeline.words import join_words
 from paceline.sync_batch_norm import SyncBatchNorm
 from paceline.wrapper import bare
-
-# How far apart two orders of the same sums may end, as a share of the largest number.
-ROUNDING_BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-4}
-ROUNDING_OF_OTHERS = 5e-2
-NEXT_TO_NOTHING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def contribution(reference: Reference, task: Task) -> dict[str, Tensor]:
 
 def check_sums(difference: float, scale: float, dtype: torch.dtype, reason: str) -> Check:
     """The check that is left where a step cannot be computed again: are the sums right?"""
-    tolerance = _rounding([dtype]) * scale + NEXT_TO_NOTHING
+    tolerance = rounding([dtype]) * scale + NEXT_TO_NOTHING
     is_same = difference <= tolerance
     return Check(
         how="gradients only",
@@ -248,20 +251,20 @@ def _compare(
         for ours, theirs in zip(mine, piece.outputs, strict=True)
         if ours.shape == theirs.shape and ours.dim() > 0 and ours.is_floating_point()
     ]
-    gradients = _pairs({n: p.grad for n, p in own.named()}, outcome.gradients)
+    gradients = pair_up({n: p.grad for n, p in own.named()}, outcome.gradients)
     parameters = _update(own, outcome) if outcome.parameters and own.optimizer else None
-    compared = {"outputs": _distance(pairs), "gradients": _distance(gradients)}
+    compared = {"outputs": distance(pairs), "gradients": distance(gradients)}
     if parameters is not None:
-        compared["parameters"] = _distance(parameters)
+        compared["parameters"] = distance(parameters)
     loss = ran[0][1]
     if loss is not None and outcome.loss is not None:
-        compared["loss"] = _distance([(loss, torch.tensor(outcome.loss))])
+        compared["loss"] = distance([(loss, torch.tensor(outcome.loss))])
     dtypes = [tensor.dtype for _, tensor in (*pairs, *gradients)]
-    rounding = ROUNDING_OF_OTHERS if task.autocast else _rounding(dtypes)
+    share = ROUNDING_OF_OTHERS if task.autocast else rounding(dtypes)
     tolerance_by_what = {
-        what: rounding * scale + NEXT_TO_NOTHING for what, (_, scale) in compared.items()
+        what: share * scale + NEXT_TO_NOTHING for what, (_, scale) in compared.items()
     }
-    worst = max(compared, key=lambda what: _order(compared[what][0]))
+    worst = max(compared, key=lambda what: order(compared[what][0]))
     difference = compared[worst][0]
     is_same = all(compared[what][0] <= tolerance_by_what[what] for what in compared)
     where = "one process on the whole batch" if how == "whole batch" else "one process, each part"
@@ -319,51 +322,7 @@ def _update(reference: Reference, outcome: Outcome) -> list[tuple[Tensor, Tensor
         param.grad = None if applied is None else applied.to(param.device).clone()
     assert reference.optimizer is not None
     reference.optimizer.step()
-    return _pairs({n: p.detach() for n, p in reference.named()}, outcome.parameters)
-
-
-def _pairs(
-    ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Tensors of one name; one that only one side has is compared with zeros."""
-    pairs = []
-    for name, mine in ours.items():
-        other = theirs.get(name)
-        if mine is None and other is None:
-            continue
-        known = mine if mine is not None else other
-        assert known is not None
-        zeros = torch.zeros_like(known)
-        pairs.append((zeros if mine is None else mine, zeros if other is None else other))
-    return pairs
-
-
-def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The largest difference, and the largest number that it is a difference of."""
-    difference = scale = 0.0
-    for ours, theirs in pairs:
-        if ours.numel():
-            one = (ours.to_dense() if ours.layout is not torch.strided else ours).detach()
-            two = theirs.to(one.device)
-            wide = torch.complex128 if one.is_complex() else torch.float64
-            apart = (one.to(wide) - two.to(wide)).abs()
-            # Infinities of one sign do not differ.
-            apart = torch.where(one == two, torch.zeros_like(apart), apart)
-            difference = max(difference, apart.max().item(), key=_order)
-            scale = max(scale, one.abs().max().item())
-    return difference, scale
-
-
-def _order(number: float) -> float:
-    return float("inf") if number != number else number
-
-
-def _rounding(dtypes: Iterable[torch.dtype]) -> float:
-    return max((ROUNDING_BY_DTYPE.get(d, ROUNDING_OF_OTHERS) for d in dtypes), default=1e-4)
-
-
-def _sentence(is_same: bool, where: str, difference: float) -> str:
-    return f"{'same' if is_same else 'NOT the same'} as {where}: difference {difference:.1g}"
+    return pair_up({n: p.detach() for n, p in reference.named()}, outcome.parameters)
 
 
 def _autocast(kind: tuple[str, torch.dtype] | None) -> AbstractContextManager[Any]:
@@ -389,3 +348,7 @@ class _RandomNumbers:
 
     def __exit__(self, *error: Any) -> None:
         self._fork.__exit__(*error)
+
+
+def _sentence(is_same: bool, where: str, difference: float) -> str:
+    return f"{'same' if is_same else 'NOT the same'} as {where}: difference {difference:.1g}"

@@ -18,7 +18,8 @@ from paceline.errors import UsageError, WireError
 from paceline.pipeline import schema
 from paceline.pipeline.stages import Trace
 from paceline.run_folder import RunFolder
-from paceline.trace.drawing import Line, Style, draw
+from paceline.trace.drawing import draw
+from paceline.trace.lines import Line, Style
 
 _COLOURS: dict[Style, str] = {
     "title": "1",

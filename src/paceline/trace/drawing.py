@@ -9,38 +9,24 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from paceline.pipeline.stages import (
     Part,
-    Prediction,
     Sample,
     Stage,
     TensorFacts,
     Trace,
-    Training,
     Weight,
 )
 from paceline.pipeline.words import count, count_bytes, count_time, shape_words
 from paceline.trace.boxes import Box, connect, meet, room_inside, side_by_side
+from paceline.trace.lines import WIDTH, Line, Style, cut, paragraph, short_number
+from paceline.trace.tables import draw_prediction, draw_training
 
-WIDTH = 80
 MOST_LANES = 3
 """Boxes side by side; of more workers the first, the last and the followed sample's are drawn."""
 MOST_BUCKETS = 5
 MARGIN = 4
-
-Style = Literal["", "title", "quiet", "good", "bad", "sample", "weight"]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line, and what it is."""
-
-    text: str
-    style: Style = ""
-
 
 SAMPLE, WEIGHT, GOOD, BAD = "●", "◆", "✓", "✗"
 _PLAIN: dict[int, str] = {
@@ -67,53 +53,6 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[Line]
     return [_fit(line, width, plain) for line in lines]
 
 
-def draw_training(training: Training, width: int = WIDTH) -> list[Line]:
-    """The table of epochs, an observation beside each, and one below."""
-    has_evaluation = any(e.evaluation_loss is not None for e in training.epochs)
-    header = f"{'epoch':>7} {'loss':>9} {'accuracy':>9} {'seconds':>8}"
-    header += f" {'unseen':>9}" if has_evaluation else ""
-    lines = [Line("Training", "title"), Line(f"{header}  what it says", "quiet")]
-    for epoch in training.epochs:
-        accuracy = "-" if epoch.accuracy is None else f"{epoch.accuracy:.1%}"
-        row = f"{epoch.epoch:>7} {_number(epoch.loss):>9} {accuracy:>9} {epoch.seconds:>8.3f}"
-        if has_evaluation:
-            loss = epoch.evaluation_loss
-            row += f" {'-' if loss is None else _number(loss):>9}"
-        said = textwrap.wrap(epoch.observation, max(10, width - len(row) - 2)) or [""]
-        lines.append(Line(f"{row}  {said[0]}"))
-        lines += [Line(" " * (len(row) + 2) + more) for more in said[1:]]
-    if has_evaluation:
-        told = "unseen: the loss on rows that are not trained on"
-        lines.append(Line(f"  {told}", "quiet"))
-    return [*lines, Line(""), *_paragraph(training.observation, width, "  ")]
-
-
-def draw_prediction(prediction: Prediction, width: int = WIDTH) -> list[Line]:
-    """One sample on its way through the layers."""
-    rows = [("input", "", facts.shape, facts) for facts in prediction.input[:1]] + [
-        (each.name, each.kind, each.output.shape, each.output) for each in prediction.layers
-    ]
-    layers = [" ".join(part for part in (name, kind) if part) for name, kind, _, _ in rows]
-    wide = min(28, max([5, *map(len, layers)]))
-    shapes = [shape_words(shape) for _, _, shape, _ in rows]
-    long = min(18, max([5, *map(len, shapes)]))
-    header = f"  {'layer':<{wide}}  {'shape':<{long}}"
-    header += f"  {'min':>8} {'mean':>8} {'max':>8} {'zeros':>6}"
-    title = f"Prediction for sample {prediction.index:,}, layer by layer"
-    lines = [Line(title, "title"), Line(header, "quiet")]
-    for label, shape, (_, _, _, facts) in zip(layers, shapes, rows, strict=True):
-        stats = facts.stats
-        told = f"{'(too few numbers to hide them)':>33}"
-        if stats is not None:
-            numbers = (stats.min, stats.mean, stats.max)
-            told = " ".join(f"{_number(number):>8}" for number in numbers)
-            told += f" {stats.zeros:>6.0%}"
-        lines.append(Line(f"  {_cut(label, wide):<{wide}}  {_cut(shape, long):<{long}}  {told}"))
-    if prediction.answer is not None:
-        lines += [Line(""), *_paragraph(f"Answer: {prediction.answer.text}.", width, "  ")]
-    return lines
-
-
 def _heading(trace: Trace, width: int) -> list[Line]:
     if trace.engine == "DataParallel":
         copies = "1 copy" if trace.workers == 1 else f"{trace.workers} copies"
@@ -122,15 +61,15 @@ def _heading(trace: Trace, width: int) -> list[Line]:
         who = f"{trace.workers} workers, each a process with its own copy of the model"
         who = "One worker: one process" if trace.workers == 1 else who
     lines = [
-        *_paragraph(f"One batch on its way through {trace.engine}", width, "", "title"),
-        *_paragraph(f"{who}.", width, ""),
+        *paragraph(f"One batch on its way through {trace.engine}", width, "", "title"),
+        *paragraph(f"{who}.", width, ""),
     ]
     facts = (
         f"Step {trace.step} of a real training, recorded: {count(trace.batch_rows, 'row')}, "
         f"model {trace.model.name} with {trace.model.parameters:,} weights, "
         f"{count_time(trace.seconds)} in all."
     )
-    lines += _paragraph(facts, width, "", "quiet")
+    lines += paragraph(facts, width, "", "quiet")
     if trace.sample is not None:
         where = f"row {trace.sample.index:,} of the data"
         lines.append(Line(f"{SAMPLE} marks one sample: {where}", "sample"))
@@ -162,7 +101,7 @@ def _stage(
     right = ", ".join(cost)
     gap = max(2, width - len(title) - len(right))
     lines = [Line(f"{title}{' ' * gap}{right}".rstrip(), "title")]
-    lines += _paragraph(stage.text, width, " " * MARGIN)
+    lines += paragraph(stage.text, width, " " * MARGIN)
     boxes = _boxes(trace, stage, shown, width)
     if not boxes:
         return lines, lanes_before
@@ -203,7 +142,7 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> Box:
     title = f"{part.title} on {part.device}"
     title = title if is_somewhere and room > 30 else part.title
     took = "" if part.seconds is None or part.worker is None else count_time(part.seconds)
-    return Box(title, [_cut(line, room) for line in lines], took)
+    return Box(title, [cut(line, room) for line in lines], took)
 
 
 _OBVIOUS = {"input", "inputs", "output", "batch"}
@@ -226,7 +165,9 @@ def _tensor(facts: TensorFacts, stage: str, room: int) -> list[str]:
     if facts.first:
         return [first, _values(facts.first, facts.shape, room)]
     if facts.stats is not None:
-        low, mean, high = (_number(v) for v in (facts.stats.min, facts.stats.mean, facts.stats.max))
+        low, mean, high = (
+            short_number(v) for v in (facts.stats.min, facts.stats.mean, facts.stats.max)
+        )
         told = f"{low} to {high}, mean {mean}"
         return [first, told if len(told) <= room else f"{low} to {high}"]
     return [first]
@@ -239,7 +180,7 @@ def _values(first: Sequence[float], shape: Sequence[int], room: int) -> str:
         total *= extent
     shown: list[str] = []
     for number in first:
-        word = _number(number)
+        word = short_number(number)
         rest = " ..." if len(shown) + 1 < total else ""
         if len(" ".join([*shown, word])) + len(rest) > room:
             break
@@ -253,7 +194,7 @@ def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
         if stop.stage == stage.name and stop.worker == part.worker:
             says = ""
             if stop.values and stage.name in ("forward", "gather"):
-                says = f": {' '.join(_number(v) for v in stop.values[:3])}"
+                says = f": {' '.join(short_number(v) for v in stop.values[:3])}"
             is_moved = stage.name in ("sampler", "batch", "split") and trace.sample is not None
             if is_moved and trace.sample and trace.sample.stops[0].stage == "data":
                 yield f"{SAMPLE} row {trace.sample.index:,} is row {stop.row:,} here"
@@ -288,17 +229,17 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
     if weight is not None and weight.bucket is not None:
         where = f" of bucket {weight.bucket}" if len(parts) > 1 else ""
         lines += textwrap.wrap(f"{WEIGHT} number {weight.position:,}{where}", room)
-    return [_cut(line, room) for line in lines]
+    return [cut(line, room) for line in lines]
 
 
 def _followed(trace: Trace, width: int) -> Iterator[Line]:
     """The ways of the sample and the weight once more, each in one sentence."""
     if trace.sample is not None and trace.sample.stops:
-        yield from _paragraph(_sample_story(trace, trace.sample), width, "  ", "sample", SAMPLE)
+        yield from paragraph(_sample_story(trace, trace.sample), width, "  ", "sample", SAMPLE)
     if trace.weight is not None:
         story = _weight_story(trace.weight)
         if story:
-            yield from _paragraph(story, width, "  ", "weight", WEIGHT)
+            yield from paragraph(story, width, "  ", "weight", WEIGHT)
 
 
 def _sample_story(trace: Trace, sample: Sample) -> str:
@@ -309,7 +250,7 @@ def _sample_story(trace: Trace, sample: Sample) -> str:
     place = f"worker {owner.worker}"
     if trace.engine == "DataParallel":
         place = trace.devices[owner.worker or 0]
-    said = f", and came out as {' '.join(_number(v) for v in out[:3])}" if out else ""
+    said = f", and came out as {' '.join(short_number(v) for v in out[:3])}" if out else ""
     return f"Sample {sample.index:,} went to {place} as row {owner.row:,} there{said}."
 
 
@@ -355,12 +296,12 @@ def _check(trace: Trace, width: int) -> Iterator[Line]:
         text = check.text + (f" ({check.reason})" if check.reason else "")
         style: Style = "good" if check.is_same else "quiet" if check.is_same is None else "bad"
         mark = GOOD if check.is_same else BAD if check.is_same is False else "-"
-        yield from _paragraph(text, width, "  ", style, mark)
+        yield from paragraph(text, width, "  ", style, mark)
     if check.is_equal_on_all is True:
         told = f"the {trace.workers} workers' weights are equal to the last bit"
-        yield from _paragraph(told, width, "  ", "good", GOOD)
+        yield from paragraph(told, width, "  ", "good", GOOD)
     elif check.is_equal_on_all is False:
-        yield from _paragraph("the workers' weights are NOT EQUAL", width, "  ", "bad", BAD)
+        yield from paragraph("the workers' weights are NOT EQUAL", width, "  ", "bad", BAD)
 
 
 def _weight_name(weight: Weight) -> str:
@@ -376,29 +317,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"{len(numbers)} more"
 
 
-def _paragraph(text: str, width: int, indent: str, style: Style = "", mark: str = "") -> list[Line]:
-    head = f"{mark} " if mark else indent
-    room = width - 1 if mark else width  # in ASCII some marks take two characters
-    wrapped = textwrap.wrap(
-        text, room, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
-    )
-    return [Line(line, style) for line in wrapped]
-
-
-def _number(number: float) -> str:
-    """Three digits, in as few characters as that takes."""
-    if number == 0:
-        return "0"
-    size = abs(number)
-    if size >= 1e5 or size < 1e-3:
-        return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e+")
-    return f"{number:.3g}" if size < 1000 else f"{number:.0f}"
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
-
-
 def _takes_one_place(char: str) -> bool:
     is_narrow = unicodedata.east_asian_width(char) not in "WF"
     return char.isprintable() and is_narrow and not unicodedata.combining(char)
@@ -409,4 +327,4 @@ def _fit(line: Line, width: int, plain: bool) -> Line:
     text = "".join(char if _takes_one_place(char) else "?" for char in line.text)
     if plain:
         text = text.translate(_PLAIN).encode("ascii", "replace").decode()
-    return Line(_cut(text.rstrip(), width), line.style)
+    return Line(cut(text.rstrip(), width), line.style)
