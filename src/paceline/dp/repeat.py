@@ -310,21 +310,26 @@ class _Prover:
             value = self._proof.rely_on_name(names, name)
             if value is _ABSENT:
                 value = self._proof.rely_on_name(vars(builtins), name)
-            self._admit(value, f"{name} in {where}")
-            if isinstance(value, ModuleType):
-                self._admit_members(value, attributes, where)
+            self._admit_named(value, f"{name} in {where}", attributes)
 
     @staticmethod
     def _check(claim: bool, otherwise: str) -> None:
         if not claim:
             raise _NotProvenError(otherwise)
 
-    def _admit_members(self, namespace: ModuleType, attributes: set[str], where: str) -> None:
-        for name in attributes & vars(namespace).keys():
-            value = self._proof.rely_on_name(vars(namespace), name)
-            self._admit(value, f"{namespace.__name__}.{name} in {where}")
-            if isinstance(value, ModuleType) and value is not namespace:
-                self._admit_members(value, attributes, where)
+    def _admit_named(
+        self, value: Any, what: str, attributes: set[str], inside: tuple[Any, ...] = ()
+    ) -> None:
+        """Admit what a name stands for; of torch itself, what code can reach with `attributes`."""
+        if not isinstance(value, ModuleType):
+            self._admit(value, what)
+            return
+        if value not in _NAMESPACES:
+            raise _NotProvenError(f"{what} is a module")
+        for name in attributes & vars(value).keys():
+            member = self._proof.rely_on_name(vars(value), name)
+            if not any(member is each for each in (*inside, value)):
+                self._admit_named(member, f"{name} of {what}", attributes, (*inside, value))
 
     def _admit(self, value: Any, what: str) -> None:
         """Raise unless it is something that code may read; remember what could change of it."""
@@ -349,9 +354,7 @@ class _Prover:
             raise _NotProvenError(f"{what} is a {type(value).__name__}")
 
     def _is_known(self, value: Any, what: str) -> bool:
-        """Whether it is a function, a class or a namespace whose use is looked at elsewhere."""
-        if isinstance(value, ModuleType):
-            return value in _NAMESPACES
+        """Whether it is a function or a class whose use is looked at elsewhere."""
         if isinstance(value, type):
             is_error = issubclass(value, Exception) and value.__module__ == "builtins"
             return value in _TYPES or is_error or _is_torchs(value) or value in self._kinds()
