@@ -185,23 +185,20 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._later: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()
+        self._is_busy = False
+        self._waiting: deque[Callable[[], None]] = deque()
 
     def take(self, call: Callable[[], None]) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
-            self._later.append(call)
-            return
         with self._lock:
-            self._owner = me
-            try:
-                _quietly(call)
-                while self._later:
-                    _quietly(self._later.popleft())
-            finally:
-                self._owner = None
+            self._waiting.append(call)
+            # The lock lets its own thread in again: busy means that this is a signal handler's.
+            while self._waiting and not self._is_busy:
+                self._is_busy = True
+                try:
+                    _quietly(self._waiting.popleft())
+                finally:
+                    self._is_busy = False
 
 
 def _quietly(call: Callable[[], None]) -> None:
