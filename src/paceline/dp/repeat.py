@@ -62,7 +62,10 @@ _CONSTANTS = {
     *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
-_NAMESPACES = (torch, nn, nn.functional, torch.fft, torch.linalg, torch.special, math)
+_NAMESPACES = (
+    *(torch, torch.functional, torch.fft, torch.linalg, torch.special),
+    *(nn, nn.functional, math),
+)
 _ABSENT = object()
 
 
