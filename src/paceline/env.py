@@ -20,6 +20,10 @@ LOOPBACK = "127.0.0.1"
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
 
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""Tells glibc to keep what is freed for the next step. By default it gives large blocks back to the
+system, and every step has its activations and gradients paged in again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -225,7 +229,7 @@ def worker_environment(
     """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
 
     torchrun's variables, plus two of ours. `loopback` is the interface Gloo is kept on when
-    the whole world is on one machine. What the user has set for threads and Gloo is left alone.
+    the whole world is on one machine. What the user has set for threads, memory and Gloo is left alone.
     """
     ours = {
         "RANK": str(place.rank),
@@ -253,6 +257,8 @@ def worker_environment(
     elif "OMP_NUM_THREADS" not in environ and place.local_size > 1:
         # One worker alone is left to torch, which knows physical cores from logical ones.
         ours["OMP_NUM_THREADS"] = str(max(1, cores // place.local_size))
+    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
+        ours |= KEEP_FREED_MEMORY
     if loopback is not None and "GLOO_SOCKET_IFNAME" not in environ:
         ours["GLOO_SOCKET_IFNAME"] = loopback
     if virtual_local_rank:

@@ -219,6 +219,8 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "PACELINE_RUN_ID": "r1",
         "PACELINE_STORE_PORT": "4567",
         "OMP_NUM_THREADS": "4",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
     }
 
 
@@ -228,10 +230,13 @@ def test_cores_are_divided_among_workers_but_nobody_gets_none(cores: int, thread
 
 
 def test_what_the_user_has_set_is_left_alone() -> None:
-    environ = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0"}
+    environ = {
+        "OMP_NUM_THREADS": "7",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     ours = written(environ, cores=8, loopback="lo")
-    assert "OMP_NUM_THREADS" not in ours
-    assert "GLOO_SOCKET_IFNAME" not in ours
+    assert ours.keys().isdisjoint({*environ, "MALLOC_MMAP_THRESHOLD_"})
 
 
 def test_a_flag_for_threads_wins_over_the_environment() -> None:
