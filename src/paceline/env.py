@@ -229,7 +229,8 @@ def worker_environment(
     """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
 
     torchrun's variables, plus two of ours. `loopback` is the interface Gloo is kept on when
-    the whole world is on one machine. What the user has set for threads, memory and Gloo is left alone.
+    the whole world is on one machine. What the user has set for threads, memory and Gloo is left
+    alone.
     """
     ours = {
         "RANK": str(place.rank),
