@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint.header import (
@@ -29,6 +29,7 @@ def read(entries: Any, data_bytes: int = 8) -> Any:
     return read_header(text, 8 + len(text) + data_bytes, "a file")
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda n: n != "__metadata__"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -66,7 +66,7 @@ def assert_same(first: Any, second: Any) -> None:
             assert repr(first) == repr(second)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(states)
 def test_any_nested_state_comes_back_as_it_was(state: Any) -> None:
     assert_same(round_trip(state), state)
