@@ -201,10 +201,12 @@ def any_trace(make: Any) -> Trace:
 
 
 @settings(max_examples=60, deadline=None)
-@given(any_trace(), st.booleans())
-def test_whatever_is_in_it_the_picture_stays_within_80_columns(trace: Trace, plain: bool) -> None:
-    for line in draw(trace, plain=plain):
-        assert len(line.text) <= 80
+@given(any_trace(), st.booleans(), st.sampled_from([80, 79, 60, 40]))
+def test_whatever_is_in_it_the_picture_is_not_wider_than_it_may_be(
+    trace: Trace, plain: bool, width: int
+) -> None:
+    for line in draw(trace, plain=plain, width=width):
+        assert len(line.text) <= width
         assert line.text.isprintable()
         assert not plain or line.text.isascii()
 

@@ -120,6 +120,21 @@ class Watch:
         return [(n, p) for n, p in bare(self._model).named_parameters() if p.requires_grad]
 
     def __enter__(self) -> Watch:
+        try:
+            self._attach()
+        except BaseException:
+            self.__exit__()
+            raise
+        self.times.begin = _now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._by_module.clear()
+
+    def _attach(self) -> None:
         model, inner = self._model, self._model.module
         add = self._handles.append
         add(model.register_forward_pre_hook(self._on_whole, with_kwargs=True))
@@ -131,14 +146,6 @@ class Watch:
         if self._optimizer is not None:
             add(self._optimizer.register_step_pre_hook(self._on_update))
             add(self._optimizer.register_step_post_hook(self._on_updated))
-        self.times.begin = _now()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._by_module.clear()
 
     def _on_whole(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.whole is not None:

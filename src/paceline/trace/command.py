@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.pipeline import schema
 from paceline.pipeline.stages import Trace
 from paceline.run_folder import RunFolder
 from paceline.trace.drawing import draw
-from paceline.trace.lines import Line, Style
+from paceline.trace.lines import WIDTH, Line, Style
 
 _COLOURS: dict[Style, str] = {
     "title": "1",
@@ -29,6 +30,7 @@ _COLOURS: dict[Style, str] = {
     "sample": "36",
     "weight": "35",
 }
+NARROWEST = 40
 _BEYOND_ASCII = "┌─▼●✓"
 
 
@@ -97,7 +99,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(schema.to_json(trace), allow_nan=False))
     else:
-        _show(draw(trace, plain=args.ascii or not _can_show(sys.stdout)), sys.stdout)
+        plain = args.ascii or not _can_show(sys.stdout)
+        _show(draw(trace, width=_width(sys.stdout), plain=plain), sys.stdout)
     failed = trace.check is not None and (
         trace.check.is_same is False or trace.check.is_equal_on_all is False
     )
@@ -157,6 +160,13 @@ def _find(place: str, step: int | None) -> Trace:
         ) from error
     except WireError as error:
         raise UsageError(f"{path} is no recorded step.", error.what, error.advice) from error
+
+
+def _width(stream: IO[str]) -> int:
+    """80 columns, or as few as the terminal has."""
+    if not stream.isatty():
+        return WIDTH
+    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size().columns))
 
 
 def _can_show(stream: IO[str]) -> bool:

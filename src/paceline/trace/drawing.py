@@ -23,8 +23,9 @@ from paceline.trace.boxes import Box, connect, meet, room_inside, side_by_side
 from paceline.trace.lines import WIDTH, Line, Style, cut, paragraph, short_number
 from paceline.trace.tables import draw_prediction, draw_training
 
-MOST_LANES = 3
-"""Boxes side by side; of more workers the first, the last and the followed sample's are drawn."""
+LANE = 24
+"""The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
+the followed sample's are drawn."""
 MOST_BUCKETS = 5
 MARGIN = 4
 
@@ -39,7 +40,7 @@ _PLAIN: dict[int, str] = {
 def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
     """The whole picture: heading, stages, what was followed, the check, training, prediction."""
     lines = [*_heading(trace, width), Line("")]
-    shown = _shown_workers(trace)
+    shown = _shown_workers(trace, width)
     lanes_before = 0
     for number, stage in enumerate(trace.stages, start=1):
         drawn, lanes_before = _stage(trace, stage, number, shown, lanes_before, width)
@@ -78,14 +79,17 @@ def _heading(trace: Trace, width: int) -> list[Line]:
     return lines
 
 
-def _shown_workers(trace: Trace) -> list[int]:
+def _shown_workers(trace: Trace, width: int) -> list[int]:
     """Which workers get a box of their own."""
-    everyone = list(range(trace.workers))
-    if trace.workers <= MOST_LANES:
-        return everyone
+    lanes = max(1, min(3, (width - MARGIN) // LANE))
+    if trace.workers <= lanes:
+        return list(range(trace.workers))
     owners = [s.worker for s in trace.sample.stops if s.worker is not None] if trace.sample else []
-    middle = next((owner for owner in owners if 0 < owner < trace.workers - 1), 1)
-    return [0, middle, trace.workers - 1]
+    owner = next((o for o in owners if 0 <= o < trace.workers), 1)
+    first, last = 0, trace.workers - 1
+    middle = owner if first < owner < last else 1
+    chosen = {1: [owner], 2: [first, owner if owner != first else last], 3: [first, middle, last]}
+    return sorted(chosen[lanes])
 
 
 def _stage(
@@ -112,7 +116,7 @@ def _stage(
         lines += [Line(text, "quiet") for text in way]
     lines += [Line(text) for text in side_by_side(boxes, MARGIN, width, is_fed=lanes_before > 0)]
     hidden = trace.workers - len(shown)
-    if len(boxes) > 1 and hidden > 0:
+    if hidden > 0 and (len(boxes) > 1 or stage.parts[0].worker is not None):
         others = [w for w in range(trace.workers) if w not in shown]
         lines.append(Line(f"{' ' * MARGIN}and {_ranges(others)} in the same way", "quiet"))
     return lines, len(boxes)
