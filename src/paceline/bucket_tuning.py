@@ -91,7 +91,7 @@ class EngineClock:
     def mark(self) -> None:
         """On a GPU, note when what was queued until now is done."""
         if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
 

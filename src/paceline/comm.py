@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.errors import DesyncError, PeerError
 from paceline.stopwatch import waiting
@@ -122,7 +123,7 @@ def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
 
     It has the collectives of a group, but torch does not know it.
     """
-    store = dist.PrefixStore(f"paceline/{name}", group.get_group_store())
+    store = PrefixStore(f"paceline/{name}", group.get_group_store())
     options = group._get_backend(torch.device("cpu")).options
     return dist.ProcessGroupGloo(store, ranks.index(group.rank()), len(ranks), options)
 
