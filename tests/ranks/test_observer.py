@@ -16,7 +16,7 @@ from paceline.testing import Faults, run_ranks, seeded
 from paceline.world import World
 
 STEPS = 20
-DELAY_S = 0.05
+DELAY_S = 0.03
 
 
 class Slow(nn.Module):
