@@ -30,8 +30,8 @@ def trace_prediction(
 ) -> Prediction:
     """Run one sample, a batch of one row, through the model and note what every layer makes of it.
 
-    Layers are the modules without modules of their own, in the order in which they are called. The
-    model is in evaluation mode meanwhile, and no gradients are recorded.
+    Layers are the innermost modules that are called, in that order. The model is in evaluation mode
+    meanwhile, and no gradients are recorded.
     """
     inner = bare(model.module if isinstance(model, Wrapper) else model)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -44,7 +44,7 @@ def trace_prediction(
             f"The model's output is a {type(output).__name__} without a tensor.",
             advice="A prediction is traced to the first tensor of the output.",
         )
-    if not layers or layers[-1].output.shape != list(found.shape):
+    if layers[-1].output.shape != list(found.shape):
         kept = facts_of("output", found, values=values)
         layers.append(Layer(name="", kind=type(inner).__name__, output=kept))
     answer = answer_of(found, kind, expected) if values else None
@@ -95,11 +95,19 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[None]:
-    names = {layer: name for name, layer in module.named_modules() if not list(layer.children())}
+    """Note every module inside which no other one was noted.
+
+    Those are the ones without children, and the ones that do not call theirs, as attention does.
+    """
+    names = {layer: name for name, layer in module.named_modules()}
+    begun: list[int] = []
+
+    def begin(_layer: nn.Module, _args: Any) -> None:
+        begun.append(len(layers))
 
     def note(layer: nn.Module, _args: Any, output: Any) -> None:
         found = next(tree.tensors(output), None)
-        if found is not None:
+        if begun.pop() == len(layers) and found is not None:
             layers.append(
                 Layer(
                     name=names[layer],
@@ -109,7 +117,8 @@ def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[No
                 )
             )
 
-    handles = [layer.register_forward_hook(note) for layer in names]
+    handles: list[Any] = [layer.register_forward_pre_hook(begin) for layer in names]
+    handles += [layer.register_forward_hook(note) for layer in names]
     try:
         yield
     finally:

@@ -50,7 +50,12 @@ def draw_prediction(prediction: Prediction, width: int = WIDTH) -> list[Line]:
             numbers = (stats.min, stats.mean, stats.max)
             told = " ".join(f"{short_number(number):>8}" for number in numbers)
             told += f" {stats.zeros:>6.0%}"
-        lines.append(Line(f"  {cut(label, wide):<{wide}}  {cut(shape, long):<{long}}  {told}"))
+        lines.append(Line(f"  {_last(label, wide):<{wide}}  {cut(shape, long):<{long}}  {told}"))
     if prediction.answer is not None:
         lines += [Line(""), *paragraph(f"Answer: {prediction.answer.text}.", width, "  ")]
     return lines
+
+
+def _last(label: str, room: int) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return label if len(label) <= room else f"...{label[-(room - 3) :]}"

@@ -1,0 +1,102 @@
+"""One sample through every layer of a model, to the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import DataParallel
+from paceline.errors import UsageError
+from paceline.testing import seeded
+from paceline.trace import trace_prediction
+from paceline.trace.prediction import answer_of
+
+
+def test_every_layer_is_noted_in_the_order_of_the_calls() -> None:
+    net = seeded(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    found = trace_prediction(net, torch.ones(1, 4), index=7, kind="classes", values=True)
+    assert [(layer.name, layer.kind, layer.output.shape) for layer in found.layers] == [
+        ("0", "Linear", [1, 8]),
+        ("1", "ReLU", [1, 8]),
+        ("2", "Linear", [1, 3]),
+    ]
+    assert [layer.parameters for layer in found.layers] == [40, 0, 27]
+    assert found.index == 7
+    relu = found.layers[1].output.stats
+    assert relu is not None
+    assert relu.min == 0.0
+    assert 0 < relu.zeros < 1
+    expected = torch.softmax(net(torch.ones(1, 4)), 1)
+    assert found.answer is not None
+    assert found.answer.label == int(expected.argmax())
+    assert found.answer.probability == pytest.approx(expected.max().item())
+
+
+def test_attention_which_does_not_call_its_parts_is_a_layer() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    names = [each.name for each in trace_prediction(layer, torch.randn(1, 3, 8)).layers]
+    assert names[0] == "self_attn"
+    assert "self_attn.out_proj" not in names
+
+
+def test_a_layer_that_is_called_twice_is_noted_twice_and_a_model_without_layers_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"out": self.same(self.same(x)).sum(1), "rest": "text"}
+
+    twice = trace_prediction(Twice(), torch.ones(1, 4))
+    assert [layer.name for layer in twice.layers] == ["same", "same", ""]
+    alone = trace_prediction(nn.Linear(2, 2), torch.ones(1, 2))
+    assert [layer.kind for layer in alone.layers] == ["Linear"]
+
+
+def test_modes_and_hooks_are_as_before_and_a_wrapper_is_looked_through() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    net[1].eval()
+    model = DataParallel(net, ["cpu:0"])
+    found = trace_prediction(model, torch.ones(1, 4))
+    assert found.layers[0].output.stats is None  # too few numbers to hide them
+    assert found.answer is None
+    assert (net.training, net[0].training, net[1].training) == (True, True, False)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules())
+
+
+def test_hooks_are_gone_after_an_error() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5))
+    with pytest.raises(RuntimeError):
+        trace_prediction(net, torch.ones(1, 4))
+    assert net.training
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules())
+
+
+def test_a_model_that_gives_no_tensor_is_refused() -> None:
+    class Words(nn.Module):
+        def forward(self, _x: Tensor) -> str:
+            return "yes"
+
+    with pytest.raises(UsageError, match="without a tensor"):
+        trace_prediction(Words(), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "text"),
+    [
+        ([[2.0]], "binary", "class 1, with a probability of 88.1%; the dataset says 1"),
+        ([[-2.0]], "binary", "class 0, with a probability of 88.1%; the dataset says 1"),
+        ([[0.0, 0.0, 9.0]], "classes", "class 2, with a probability of 100.0%"),
+        ([[1.5]], "value", "1.5; the dataset says 1"),
+        ([[1.0, 2.0, 3.0, 4.0, 5.0]], "value", "1, 2, 3, 4, ...; the dataset says 1"),
+        ([[3.0]], "classes", "3; the dataset says 1"),
+    ],
+)
+def test_an_answer_is_a_class_with_its_probability_or_a_value(
+    output: list[list[float]], kind: Any, text: str
+) -> None:
+    assert answer_of(torch.tensor(output), kind, 1.0).text.startswith(text)
