@@ -7,6 +7,7 @@ alone. What happens in a step is in `step`, what happens between two of them is 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -201,13 +202,18 @@ class Run:
             raise
         finally:
             self._is_running, self._open = False, None
-            parts.shop.loader.close()
-            parts.shop.metrics.flush(wait=status == "finished" or number > 0)
-            parts.saving.report(parts.record, wait=True)
-            parts.record.stop(self.step, status, reason)
-            self._stop.ignore()
+            if not sys.is_finalizing():  # a loop that outlives the program has nothing to say
+                self._end(status, reason, is_complete=status == "finished" or number > 0)
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
+
+    def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
+        parts = self._parts
+        parts.shop.loader.close()
+        parts.shop.metrics.flush(wait=is_complete)
+        parts.saving.report(parts.record, wait=True)
+        parts.record.stop(self.step, status, reason)
+        self._stop.ignore()
 
     def _listen(self) -> None:
         if self.options.handle_signals:
