@@ -75,6 +75,7 @@ class Observer:
         try:
             for number, reduction in enumerate(in_flight):
                 watch.bucket = number
+                watch.missing = getattr(reduction, "missing", None)
                 reduction.wait()
                 if is_recording:
                     self._transfers.arrived(number, spans.now_ns())

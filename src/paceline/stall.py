@@ -160,6 +160,9 @@ class StallWatch:
         if describe is not None and watch.bucket is not None:
             with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
                 what = re.sub(r"^Step \d+: ", "", describe(watch.bucket))
+                missing = watch.missing() if watch.missing is not None else []
+                if missing:
+                    what += f", which lacks {_ranks(missing)}"
         frame = sys._current_frames().get(watch.thread)
         return Status(
             rank=self._rank,

@@ -62,6 +62,8 @@ class Stopwatch:
         """The bucket whose sum this rank waits for."""
         self.waits_for: Callable[[int], str] | None = None
         """Names a bucket; there only while waiting, because it holds the model."""
+        self.missing: Callable[[], list[int]] | None = None
+        """Which ranks its sum lacks, where the transport knows."""
         self.thread = threading.get_ident()
         """Who trains: whose optimizer steps are meant, and whose stack tells where it is."""
         self.finished: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
@@ -80,7 +82,7 @@ class Stopwatch:
         A step that does not count was no work of this rank's own.
         """
         self._change("other", ends_step=True)
-        self.bucket = self.waits_for = None
+        self.bucket = self.waits_for = self.missing = None
         self._close(self.step, counts)
         self.step += 1
 
@@ -148,7 +150,7 @@ class DeviceStopwatch(Stopwatch):
         self._follow(counts)
         self.phase = "other"
         self.since_ns = self._clock()
-        self.bucket = self.waits_for = None
+        self.bucket = self.waits_for = self.missing = None
         self.step += 1
         self._resolve()
 

@@ -119,6 +119,7 @@ def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: s
     lines = first.splitlines()
     (mine,) = [line for line in lines if "Rank 0 has made no progress" in line]
     assert "at step 2, waiting for the sum of bucket 0 ('2.bias' to '0.weight')" in mine
+    assert ("which lacks rank 2" in mine) == (transport == "shared_memory")
     assert "in stall_a_model: model(torch.ones(2, 3)).sum().backward()" in mine
     (verdict,) = [line for line in lines if " wait for " in line]
     assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict

@@ -220,6 +220,10 @@ class SharedSum:
         self._private = private
         self._what = what
 
+    def missing(self) -> list[int]:
+        """The ranks that it waits for."""
+        return self._buckets.missing(self._number, self._turn)
+
     def is_completed(self) -> bool:
         """Whether every rank has summed its slice; looks, and does nothing for it."""
         buckets = self._buckets
