@@ -283,6 +283,7 @@ def test_the_file_is_in_the_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trace = record(net(), folder=folder, step=12)
     assert schema.read(folder / "pipeline" / "step12.json") == trace
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_clipped_gradients_are_no_difference() -> None:
@@ -334,6 +335,7 @@ def test_an_error_in_the_step_passes_and_leaves_no_hook() -> None:
         ({"weight": "0.weight[-1, 0]"}, "not one element"),
         ({"weight": "[0]"}, "no trained parameter"),
         ({"step": 0}, "counted from 1"),
+        ({"folder": "my run"}, "cannot be named 'my run'"),
     ],
 )
 def test_nonsense_is_refused_before_the_step(options: dict[str, Any], words: str) -> None:

@@ -36,7 +36,7 @@ from paceline.pipeline.reference import Reference
 from paceline.pipeline.replicas import trace_replicas
 from paceline.pipeline.stages import Trace
 from paceline.pipeline.watch import Watch
-from paceline.run_folder import RunFolder
+from paceline.run_folder import NAME, RunFolder
 from paceline.wrapper import bare
 
 
@@ -95,6 +95,12 @@ def record_step(
         )
     if step < 1:
         raise UsageError(f"step is {step}.", advice="Steps are counted from 1.")
+    target = None if folder is None else RunFolder(folder)
+    if target is not None and not NAME.fullmatch(target.name):  # refused by every worker alike
+        raise UsageError(
+            f"A run folder cannot be named {target.name!r}.",
+            advice="Use up to 64 letters, digits, dots, dashes and underscores.",
+        )
     parameters = {n: p for n, p in bare(model).named_parameters() if p.requires_grad}
     followed = find_weight(weight, parameters)
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
@@ -131,8 +137,9 @@ def record_step(
     with torch.no_grad():
         trace = trace_replicas(evidence) if group is None else trace_ranks(evidence, group)
     recording.trace = trace
-    if folder is not None and is_main:
-        schema.write(trace, RunFolder(folder).pipeline_of(step))
+    if target is not None and is_main:
+        target.create()
+        schema.write(trace, target.pipeline_of(step))
 
 
 def _copy(model: Any, optimizer: Optimizer | None) -> tuple[Reference | None, str]:
