@@ -12,7 +12,7 @@ from runs import CLASSES, QUIET, WIDTH, Rows, Trained, assert_same, losses, mlp,
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import DistributedSampler
+from paceline import DataParallel, DistributedDataParallel, DistributedSampler
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 from paceline.world import World
@@ -129,6 +129,27 @@ def test_shards_that_share_a_forward_pass_give_the_same_result(
     options = RunOptions(progress="quiet", merge_shards=True)
     workers = run_ranks(size, lambda world: train(world, shards=SHARDS, options=options))
     assert_same(workers[0].parameters, alone["mlp"].parameters, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("wrapping", ["ours", "replicas", "torch's replicas"])
+def test_a_model_that_is_wrapped_already_is_unwrapped(
+    size: int, wrapping: str, alone: dict[str, Trained]
+) -> None:
+    def body(world: World) -> Trained:
+        def build() -> nn.Module:
+            net = mlp()
+            if wrapping == "ours":
+                return DistributedDataParallel(net, process_group=world.group)
+            if wrapping == "replicas":
+                return DataParallel(net, device_ids=["cpu:0"])
+            return nn.DataParallel(net)
+
+        return train(world, build, shards=SHARDS)
+
+    for each in run_ranks(size, body):
+        parameters = {name.removeprefix("module."): p for name, p in each.parameters.items()}
+        assert_same(parameters, alone["mlp"].parameters, rtol=1e-4, atol=1e-6)
 
 
 def tokens_step(model: nn.Module, run: Run, step: Any) -> None:

@@ -347,3 +347,13 @@ def test_impossible_arguments_are_refused(changed: dict[str, Any], message: str)
     with pytest.raises(UsageError, match=message) as raised:
         make(mlp(), **changed)
     assert raised.value.advice
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": 1}, {"prefetch": 0}, {"checkpoint_every": -1}, {"better": "best"},
+                {"check_finite": "often"}, {"keep_best": 0.5}],
+)  # fmt: skip
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as raised:
+        RunOptions(**options)
+    assert raised.value.advice

@@ -20,7 +20,8 @@ from paceline.errors import NotFiniteError
 from paceline.run.late import Late
 from paceline.run.loader import Shard
 
-_MOST_LOOKED_AT = 256
+_MOST_LOOKED_AT = 128
+"""So many gradients at most are looked at in a step, spread over the model."""
 _SAMPLES_SHOWN = 8
 
 

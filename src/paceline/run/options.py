@@ -32,15 +32,13 @@ class RunOptions:
     """Save after every so many steps. In any case a run saves after every epoch and when it stops;
     0 means never at all."""
     keep: int = 3
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept; at least 2, in case one is damaged."""
     keep_best: int = 1
     """How many of the best ones are kept besides, by `best_metric`."""
     best_metric: str | None = None
     """A metric of `run.evaluate()`, or of training, that says which checkpoints are best."""
     better: Literal["lower", "higher"] = "lower"
     """Whether a lower or a higher `best_metric` is better."""
-    resume: bool = True
-    """Whether to go on from the newest good checkpoint in the folder, if there is one."""
     check_finite: Literal["sample", "all", "off"] = "sample"
     """How closely gradients are searched for NaN and infinity on CPUs; see docs/run.md. On GPUs,
     and with `clip_norm`, all of them are, because it costs next to nothing there."""
@@ -56,12 +54,16 @@ class RunOptions:
     """What was decided about batch size and learning rate and why, to be shown and kept."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prefetch", 1), ("checkpoint_every", 0), ("noise_every", 0)):
+        least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0}
+        least_by_name |= {"checkpoint_every": 0, "noise_every": 0}
+        for name, least in least_by_name.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(
                     f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up."
                 )
+        if self.better not in ("lower", "higher"):
+            raise UsageError(f"better is {self.better!r}.", advice="Use 'lower' or 'higher'.")
         if self.check_finite not in ("sample", "all", "off"):
             raise UsageError(
                 f"check_finite is {self.check_finite!r}.", advice="Use 'sample', 'all' or 'off'."

@@ -49,7 +49,7 @@ class Saving:
         """State and facts of the newest good checkpoint, on every worker; None without one."""
         saved: Saved | None = None
         problem: Exception | None = None
-        if self._checkpoints is not None and self._options.resume:
+        if self._checkpoints is not None:
             try:
                 saved = self._checkpoints.load()
             except Exception as error:
