@@ -265,6 +265,12 @@ def misuse_evaluate(run: Run, step: Step) -> None:
     run.evaluate(lambda batch: {})
 
 
+def misuse_mixture(run: Run, step: Step) -> None:
+    for number, (x, y, _) in enumerate(step.batches()):
+        loss = F.cross_entropy(run.model(x), y, reduction="sum")
+        step.backward(loss, weight=len(y) if number else None)
+
+
 def misuse_weight(run: Run, step: Step) -> None:
     for _ in compute(run, step, weight=-1):
         pass
@@ -280,6 +286,7 @@ def misuse_weight(run: Run, step: Step) -> None:
         (misuse_outside, "inside the loop"),
         (misuse_mean, "the loss has 4 elements"),
         (misuse_evaluate, "inside step 1"),
+        (misuse_mixture, "one batch has a weight and another has none"),
         (misuse_weight, "weight is -1"),
     ],
 )
@@ -291,6 +298,21 @@ def test_misuse_is_refused_and_leaves_the_step_unapplied(misuse: Any, message: s
         misuse(run, step)
     assert raised.value.advice
     assert (step.state, run.step) == ("failed", 0)
+
+
+def test_a_loop_left_after_its_last_batch_is_complete() -> None:
+    nets = []
+    for breaks in (False, True):
+        net = with_statistics()
+        run = make(net, options=RunOptions(progress="quiet", drop_last=True))
+        for step in run:
+            with step:
+                for number, (x, y, _) in enumerate(step.batches()):
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    if breaks and number == 1:
+                        break
+        nets.append(net)
+    assert_same(dict(nets[1].state_dict()), dict(nets[0].state_dict()), rtol=0, atol=0)
 
 
 def test_a_step_that_is_not_run_is_refused() -> None:

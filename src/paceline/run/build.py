@@ -26,11 +26,11 @@ from paceline.run.record import Record, versions
 from paceline.run.saving import Saving
 from paceline.run.seeds import Generators, derive
 from paceline.run.state import RunState, describe_model
-from paceline.run.step import Workshop
 from paceline.run.stream import StreamLoader
 from paceline.run.update import Update
 from paceline.run.vote import Vote, word_device
 from paceline.run.wanted import Wanted, describe, opening_lines
+from paceline.run.workshop import Workshop
 from paceline.run_folder import RunFolder
 from paceline.world import World
 from paceline.wrapper import bare

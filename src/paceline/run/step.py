@@ -11,46 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline import tree
 from paceline.backward import Backward
-from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.policy import NoiseMeter
-from paceline.run.buffers import Buffers
-from paceline.run.finite import FiniteCheck, Loss
-from paceline.run.loader import MapLoader, Portion, Shard
-from paceline.run.metrics import Metrics
-from paceline.run.seeds import Generators, derive
-from paceline.run.stream import StreamLoader
-from paceline.run.update import Update
-
-
-@dataclass(slots=True, kw_only=True)
-class Workshop:
-    """What every step of a run works with."""
-
-    model: DistributedDataParallel
-    module: nn.Module
-    device: torch.device
-    size: int
-    seed: int
-    shards: int
-    loader: MapLoader | StreamLoader
-    update: Update
-    buffers: Buffers
-    finite: FiniteCheck
-    generators: Generators
-    metrics: Metrics
-    noise: NoiseMeter | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What the step under way has spent, by phase, as the host sees it."""
+from paceline.run.finite import Loss
+from paceline.run.loader import Portion, Shard
+from paceline.run.seeds import derive
+from paceline.run.workshop import Workshop
 
 
 class Step:
@@ -89,6 +61,7 @@ class Step:
         self._done = 0
         self._losses: list[Loss] = []
         self._weight = 0.0
+        self._has_weights: bool | None = None
         self._is_weighted = False
         self._scale = 1.0
         self._begin_s = self._clock_s = 0.0
@@ -137,15 +110,21 @@ class Step:
             # As in torch, whether gradients are summed is decided by the forward pass.
             self._inside.enter_context(shop.model.no_sync(enabled=not is_last))
             yield batch
-            self._inside.close()
-            if self._done <= position:
-                raise UsageError(
-                    f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
-                    advice="Call it once per batch; for a batch that should not count, with "
-                    "weight=0 and a loss times 0.",
-                )
-            shop.buffers.end_shard(shard.number)
-        self._shard = None
+            self._end_shard()
+
+    def _end_shard(self) -> None:
+        """The loop goes on to the next batch, or is over."""
+        shard, self._shard = self._shard, None
+        if shard is None:
+            return
+        self._inside.close()
+        if not self._is_done(shard):
+            raise UsageError(
+                f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
+                advice="Call it once per batch; for a batch that should not count, with weight=0 "
+                "and a loss times 0.",
+            )
+        self._shop.buffers.end_shard(shard.number)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Add the gradients of one shard's loss, which is a SUM over `weight` items.
@@ -167,7 +146,7 @@ class Step:
             )
         self._lap("forward")
         count = len(shard.indices) if weight is None else _number(weight)
-        self._is_weighted |= weight is not None
+        self._note_weight(is_given=weight is not None)
         with self._weighted(count):
             scaled = shop.finite.poisoned(loss, self._scale)
             shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
@@ -204,7 +183,9 @@ class Step:
     def _finish(self) -> None:
         shop = self._shop
         shards = self._portion.shards
-        if self._done < len(shards):
+        if self._done == len(shards):
+            self._end_shard()  # the loop may have been left by `break` after the last batch
+        else:
             raise UsageError(
                 f"Step {self.number}: {self._done} of this worker's {len(shards)} shards were "
                 "computed.",
@@ -241,6 +222,15 @@ class Step:
         shop.metrics.forget()
         shop.finite.forget()
         shop.generators.restore(self._before)
+
+    def _note_weight(self, *, is_given: bool) -> None:
+        if self._has_weights not in (None, is_given):
+            raise UsageError(
+                f"Step {self.number}: one batch has a weight and another has none.",
+                advice="Pass weight= to every step.backward(), or to none.",
+            )
+        self._has_weights = is_given
+        self._is_weighted |= is_given
 
     def _weighted(self, count: float) -> AbstractContextManager[None]:
         """Say how much of the step's weight this backward brings; see Note [Weights]."""
