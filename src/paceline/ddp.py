@@ -172,7 +172,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if not self._is_alone and torch.is_grad_enabled():
             self._around_forward(self._mark_outputs, output)
         elif alone is not None:
-            self._around_forward(alone.follow_alone, output)
+            self._around_forward(alone.follow_alone, output, self._reducer.wants_sync)
         return output
 
     def _around_forward(self, function: Callable[..., None], *args: Any) -> None:
@@ -428,7 +428,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """Let the backward of this forward pass know what the forward pass wanted."""
         reducer, wants_sync = self._reducer, self._reducer.wants_sync
         if reducer.observer is not None:
-            reducer.observer.forward_ends()
+            reducer.observer.forward_ends(output)
 
         def on_output_grad(_grad: Tensor) -> None:
             reducer.on_output_grad(wants_sync)

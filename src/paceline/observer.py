@@ -45,8 +45,9 @@ class Observer:
         else:
             self.watch.enter("other")
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, output: Any) -> None:
         self.watch.enter("other")
+        self._note_batch(output)
 
     def backward_begins(self) -> None:
         self.watch.enter("backward")
@@ -56,12 +57,13 @@ class Observer:
         """Nothing is sent: gradients accumulate, and the next thing is more data."""
         self.watch.enter("data")
 
-    def bucket_starts(self, number: int, in_flight: Sequence[Reduction]) -> None:
+    def bucket_starts(self, number: int, in_flight: Sequence[Reduction], buffer: Tensor) -> None:
         """This rank's gradients of the bucket are ready; taken before the sum, which would wait."""
         recorder = spans.recorder()
         if recorder is not None:
             now = spans.now_ns()
-            recorder.add("ready", now, None, {"step": self.watch.step, "bucket": number})
+            facts = {"step": self.watch.step, "bucket": number, "bytes": buffer.nbytes}
+            recorder.add("ready", now, None, facts)
             self._transfers.look(in_flight, now)
             self._transfers.began.append(now)
 
@@ -91,20 +93,31 @@ class Observer:
         if self.comparison is not None:
             self.comparison.on_step(self._group, self._device)
 
-    def follow_alone(self, output: Any) -> None:
+    def follow_alone(self, output: Any, wants_sync: bool) -> None:
         """In a world of one there is no reducer: hear of backward from the output itself."""
-        self.watch.enter("other")
+        self.forward_ends(output)
         watch = self.watch
         step = watch.step
+        ends = watch.end_step if wants_sync else self.local_backward_ends
 
         def on_output_grad(_grad: Tensor) -> None:
             if watch.step == step and watch.phase != "backward":
                 watch.enter("backward")
-                torch.autograd.Variable._execution_engine.queue_callback(watch.end_step)
+                torch.autograd.Variable._execution_engine.queue_callback(ends)
 
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
+
+    def _note_batch(self, output: Any) -> None:
+        """How many samples a forward pass had, by the length of what came out."""
+        recorder = spans.recorder()
+        if recorder is not None and torch.is_grad_enabled():
+            lengths = (len(tensor) for tensor in tree.tensors(output) if tensor.dim())
+            samples = next(lengths, None)
+            if samples is not None:
+                facts = {"step": self.watch.step, "samples": samples}
+                recorder.add("batch", spans.now_ns(), None, facts)
 
 
 class _Transfers:
@@ -155,6 +168,10 @@ def begin(group: Group, device: torch.device) -> Observer | None:
     if not (compares or wishes.stall_s or spans.is_on()) or (is_alone and not spans.is_on()):
         return None
     observer = Observer(group, device, compares)
+    recorder = spans.recorder()
+    if recorder is not None:
+        threads = torch.get_num_threads()
+        recorder.tell({"size": group.size(), "device": str(device), "threads": threads})
     if wishes.stall_s and not is_alone:
         stall.begin(group, observer.watch, wishes.stall_s)
     return observer

@@ -77,7 +77,7 @@ class Reducer(BackwardFollower):
         self._hook: tuple[Hook, Any] | None = None
         self._handles: list[Any] = []
         self.weight = LossWeight()
-        self._late_words: Tensor | None = None
+        self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._known_unused: set[int] = set()
         self._order_is_agreed = False
         self._clock: EngineClock | None = None
@@ -266,7 +266,7 @@ class Reducer(BackwardFollower):
             # threads in any order, so two buckets at once could block each other for good.
             current.in_flight[-1].wait()
         if self.observer is not None:
-            self.observer.bucket_starts(number, current.in_flight)
+            self.observer.bucket_starts(number, current.in_flight, bucket.buffer)
         current.in_flight.append(self._start(number, bucket))
 
     def _start(self, number: int, bucket: Bucket) -> Reduction:
@@ -511,10 +511,19 @@ class Reducer(BackwardFollower):
             )
 
     def _check_late_words(self, words: Tensor) -> None:
-        """Look at last step's words, which have reached the host by now, and send for these."""
+        """Look at last step's words, which have reached the host by now, and send for these.
+
+        Into pinned memory, because a copy into any other makes the host wait for the device.
+        """
         if self._late_words is not None:
-            self._refuse_aborted(self._late_words[2].item())  # labels were already another step's
-        self._late_words = words.to("cpu", non_blocking=True)
+            host, arrived = self._late_words
+            arrived.synchronize()
+            self._refuse_aborted(host[2].item())  # labels were already another step's
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        host.copy_(words, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._late_words = host, arrived
 
     def _refuse_second_average(self, bucket: Bucket) -> None:
         if self.weight.is_set and bucket.is_average_added_to():

@@ -170,6 +170,10 @@ class Recorder:
         facts = {"offset_ns": offset_ns, "error_ns": error_ns, "at_ns": now_ns()}
         self._metadata.append(_metadata("paceline_clock", self.rank, facts))
 
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Say something about this rank that holds for the whole recording."""
+        self._metadata.append(_metadata("paceline_rank", self.rank, facts))
+
     def close(self) -> None:
         """Write what is queued, what recording cost, and the closing bracket."""
         self._done.set()
