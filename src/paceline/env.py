@@ -316,6 +316,12 @@ def keep_gloo_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
+def read_attempt(environ: Mapping[str, str] | None = None) -> int:
+    """How often the launcher has started the workers again; 0 without one."""
+    environ = os.environ if environ is None else environ
+    return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
+
+
 def read_host_override(environ: Mapping[str, str] | None = None) -> str:
     """A name that sets ranks of one machine apart, as if they were on several; normally empty."""
     return (os.environ if environ is None else environ).get("PACELINE_HOST", "")

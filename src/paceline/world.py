@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.env import Placement
@@ -107,7 +108,10 @@ def init_process_group(
         options |= {"store": HashStore(), "world_size": 1, "rank": 0}
         source = "alone"
     else:
-        options |= {"store": _connect(place, timeout), "world_size": place.size, "rank": place.rank}
+        # A launcher's store outlives groups and attempts: what an earlier one left there is stale.
+        prefix = f"paceline/{env.read_attempt()}/{next(_groups)}"
+        met = PrefixStore(prefix, _connect(place, timeout))
+        options |= {"store": met, "world_size": place.size, "rank": place.rank}
         source = place.source
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
@@ -123,6 +127,10 @@ def init_process_group(
         source=source,
         owns_group=True,
     )
+
+
+_groups = count()
+"""How many groups this process has made; the same on every rank."""
 
 
 def current_world() -> World:

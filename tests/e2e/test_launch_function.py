@@ -40,6 +40,19 @@ def test_workers_train_together_and_results_come_back_by_rank(workers: int) -> N
         torch.testing.assert_close(result["total"], expected)
 
 
+def test_a_worker_can_join_its_world_again_after_leaving_it() -> None:
+    def body() -> list[float]:
+        totals = []
+        for turn in range(3):
+            with paceline.init_process_group():
+                total = torch.full((), float(turn))
+                dist.all_reduce(total)
+                totals.append(total.item())
+        return totals
+
+    assert paceline.launch(body, workers=2) == [[0.0, 2.0, 4.0]] * 2
+
+
 def test_functions_need_not_be_importable_and_large_results_fit() -> None:
     captured = torch.arange(300_000)
     results = paceline.launch(lambda: captured + int(os.environ["RANK"]), workers=2)
