@@ -6,13 +6,14 @@ In processes, because threads share torch's generators.
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from runs import CLASSES, WIDTH, Rows, assert_same, train
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from paceline.testing import run_processes, seeded
 from paceline.world import World
 
 SHARDS = 4
+SIZES = (2, 3, 4)
 
 
 class Augmented(Rows):
@@ -57,9 +59,18 @@ def work(
     }
 
 
-def work_twice(world: World, folder: str) -> list[dict[str, Any]]:
-    """The whole training, and the rest of one that was stopped; one start serves both."""
-    return [work(world), work(world, workers=1, folder=folder)]
+def work_in_all_sizes(world: World, folder: str) -> dict[int, list[dict[str, Any]]]:
+    """By size, the whole training, and the rest of one that was stopped.
+
+    The first ranks of one world make the smaller ones, because to start a process costs seconds.
+    """
+    results: dict[int, list[dict[str, Any]]] = {}
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))
+        if world.rank < size:
+            part = World(rank=world.rank, size=size, group=group)
+            results[size] = [work(part), work(part, workers=1, folder=f"{folder}/{size}")]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +78,36 @@ def alone() -> dict[str, Any]:
     return work(None)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_dropout_and_augmentation_do_not_depend_on_the_workers(
-    size: int, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "run")
-    begun = work(None, workers=2, folder=folder, stop_after=5)
-    results = run_processes(size, work_twice, folder, timeout_s=100)
-    whole, rest = zip(*results, strict=True)
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """A training that was stopped in its first epoch, and copies of its folder."""
+    folder = tmp_path_factory.mktemp("begun")
+    result = work(None, workers=2, folder=str(folder / "first"), stop_after=5)
+    for size in SIZES:
+        shutil.copytree(folder / "first", folder / str(size))
+    return result, str(folder)
 
+
+@pytest.fixture(scope="module")
+def results(begun: tuple[dict[str, Any], str]) -> list[dict[int, list[dict[str, Any]]]]:
+    return run_processes(max(SIZES), work_in_all_sizes, begun[1], timeout_s=100)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dropout_and_augmentation_do_not_depend_on_the_workers(
+    size: int,
+    alone: dict[str, Any],
+    begun: tuple[dict[str, Any], str],
+    results: list[dict[int, list[dict[str, Any]]]],
+) -> None:
+    whole, rest = zip(*(each[size] for each in results[:size]), strict=True)
     losses = [sum(parts) for parts in zip(*(each["losses"] for each in whole), strict=True)]
     assert losses == pytest.approx(alone["losses"], rel=1e-4)
     for each in (*whole, *rest):
         assert_same(each["parameters"], alone["parameters"], rtol=1e-4, atol=1e-6)
     for each in rest:
-        assert begun["between"] + each["between"] == alone["between"]
-    for parts in ([begun, *rest], whole):
+        assert begun[0]["between"] + each["between"] == alone["between"]
+    for parts in ([begun[0], *rest], whole):
         seen = Counter((epoch, index) for part in parts for epoch, index in part["ledger"])
         assert seen == Counter((epoch, index) for epoch in (0, 1) for index in range(50))
 
