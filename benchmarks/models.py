@@ -133,7 +133,7 @@ def _deep(layers: int, width: int) -> nn.Module:
 
 MODELS: dict[str, Model] = {
     "mlp-8.4M": Model(_mlp, _rows(32, 1024, 1024), _classify),
-    "gpt-17M": Model(lambda: GPT(8192, 384, 8, 6, 128), _text(4, 128, 8192), _next_token),
+    "gpt-17M": Model(lambda: GPT(8192, 384, 8, 6, 128), _text(1, 128, 8192), _next_token),
     "conv-0.1M": Model(_conv, _images, _classify),
     "deep-200x64": Model(lambda: _deep(200, 64), _rows(32, 64, 64), _classify),
     "embedding-11M": Model(lambda: Words(20_000, 512, 100), _word_rows, _classify),

@@ -21,7 +21,7 @@ GPU_CANDIDATES_BYTES = ([MIB, 25 * MIB], [MIB, 8 * MIB], [MIB, 80 * MIB])
 small first bucket leaves early; on CPUs a message costs little to start."""
 WARM_UP_STEPS = 2
 SCORED_STEPS = 4
-MARGIN = 0.05
+MARGIN = 0.15
 """A capacity must be faster than the default by this share to be chosen."""
 
 
