@@ -26,6 +26,7 @@ _HOME_BY_NAME = {
     "init_process_group": "paceline.world",
     "launch": "paceline.launcher",
     "load_weights": "paceline.checkpoint",
+    "speedup": "paceline.scaling",
 }
 
 __all__ = [*_HOME_BY_NAME, "__version__"]
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
     from paceline.sampler import DistributedSampler as DistributedSampler
     from paceline.sampler import EpochNotSetWarning as EpochNotSetWarning
+    from paceline.scaling import speedup as speedup
     from paceline.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from paceline.world import World as World
     from paceline.world import init_process_group as init_process_group

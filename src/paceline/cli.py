@@ -36,6 +36,7 @@ COMMANDS = {
     "ckpt": Command("paceline.checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
     "timeline": Command("paceline.timeline", "show where each worker's time went, step by step"),
+    "scale": Command("paceline.scaling.command", "say where the speed-up of more workers went"),
     "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
     "trace": Command("paceline.trace.command", "follow one batch through a training step"),
     "report": Command("paceline.report.command", "write a run as one HTML file"),

@@ -322,6 +322,11 @@ def read_attempt(environ: Mapping[str, str] | None = None) -> int:
     return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
 
 
+def has_threads(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody has said how many threads a process of torch's is to have."""
+    return bool((os.environ if environ is None else environ).get("OMP_NUM_THREADS"))
+
+
 def read_host_override(environ: Mapping[str, str] | None = None) -> str:
     """A name that sets ranks of one machine apart, as if they were on several; normally empty."""
     return (os.environ if environ is None else environ).get("PACELINE_HOST", "")

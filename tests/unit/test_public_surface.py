@@ -40,6 +40,7 @@ NAMES_BY_MODULE = {
         "init_process_group",
         "launch",
         "load_weights",
+        "speedup",
     ],
     "paceline.checkpoint": [
         "CheckpointWarning",
