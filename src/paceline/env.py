@@ -258,7 +258,7 @@ def worker_environment(
     elif "OMP_NUM_THREADS" not in environ and place.local_size > 1:
         # One worker alone is left to torch, which knows physical cores from logical ones.
         ours["OMP_NUM_THREADS"] = str(max(1, cores // place.local_size))
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
+    if not has_malloc_settings(environ):
         ours |= KEEP_FREED_MEMORY
     if loopback is not None and "GLOO_SOCKET_IFNAME" not in environ:
         ours["GLOO_SOCKET_IFNAME"] = loopback
@@ -325,6 +325,12 @@ def read_attempt(environ: Mapping[str, str] | None = None) -> int:
 def has_threads(environ: Mapping[str, str] | None = None) -> bool:
     """Whether somebody has said how many threads a process of torch's is to have."""
     return bool((os.environ if environ is None else environ).get("OMP_NUM_THREADS"))
+
+
+def has_malloc_settings(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody has told glibc how to treat freed memory."""
+    environ = os.environ if environ is None else environ
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)
 
 
 def read_host_override(environ: Mapping[str, str] | None = None) -> str:

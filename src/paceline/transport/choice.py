@@ -15,6 +15,7 @@ from paceline.comm import Group
 from paceline.errors import UsageError
 from paceline.transport.between_hosts import BetweenHosts
 from paceline.transport.c10d import C10d
+from paceline.transport.heap import keep_freed_memory
 from paceline.transport.hosts import group_by_host, host_identity, why_memory_cannot_be_shared
 from paceline.transport.interface import Transport
 from paceline.transport.peers import Peers
@@ -78,6 +79,7 @@ def choose_transport(group: Group, devices: Sequence[torch.device], kind: Kind) 
     everyone = comm.exchange(group, mine, torch.device("cpu"), "Choosing a transport")
     transport, why = _try_to_share(group, everyone)
     if transport is not None:
+        keep_freed_memory()
         return transport
     if kind == "shared_memory":
         raise UsageError(
