@@ -63,32 +63,58 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wait_for_steps(folder: Path, count: int, ranks: int = 1) -> None:
+def wait_for_steps(folder: Path, last: int, ranks: int = 1) -> None:
+    """Until every rank has applied step `last` in this start, which is the newest one."""
     readers = [EventReader(RunFolder(folder / "run"), rank) for rank in range(ranks)]
     seen = [0] * ranks
     deadline = time.monotonic() + 90
-    while min(seen) < count:
-        assert time.monotonic() < deadline, f"{count} steps did not come"
+    while min(seen) < last:
+        assert time.monotonic() < deadline, f"step {last} did not come"
         for rank, reader in enumerate(readers):
-            seen[rank] += sum(event["kind"] == "step" for event in reader.read())
+            for event in reader.read():
+                is_start = event["kind"] == "start"
+                seen[rank] = 0 if is_start else max(seen[rank], event.get("step", 0))
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_finishes_the_step_and_saves(folder: Path, number: int, code: int) -> None:
-    with started(folder, "train.py", MANY, 0.01, 0) as process:
-        wait_for_steps(folder, 3)
+def stopped_at(folder: Path, number: int, *command: object, after: int, ranks: int = 1) -> int:
+    """Start, send a signal after a step, and return the exit code; the run has been saved."""
+    with started(folder, *command) as process:
+        wait_for_steps(folder, after, ranks)
         process.send_signal(number)
         output, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
     assert "finished" not in output.splitlines()
     assert "Traceback" not in errors
     assert f"{signal.Signals(number).name}: finishing the step" in output
-    info = read_info(RunFolder(folder / "run"))
+    assert_all_stopped_together(folder, ranks)
+    return process.returncode
+
+
+def assert_all_stopped_together(folder: Path, ranks: int) -> None:
+    record = RunFolder(folder / "run")
+    info, events = read_info(record), read_events(record)
     assert info is not None
     assert info.status == "stopped"
-    saved = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "checkpoint"]
-    assert saved[-1]["step"] == info.step > 0
+    stops = [event["step"] for event in events if event["kind"] == "stop"][-ranks:]
+    assert stops == [info.step] * ranks
+    saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
+    assert saved[-1] == info.step > 0
+
+
+def test_a_run_that_is_killed_terminated_and_interrupted_loses_nothing(folder: Path) -> None:
+    with started(folder, "train.py", MANY, 0.01, 5) as process:
+        wait_for_steps(folder, 12)
+        process.kill()
+        process.communicate()
+    assert stopped_at(folder, signal.SIGTERM, "train.py", MANY, 0.01, 5, after=30) == 143
+    assert stopped_at(folder, signal.SIGINT, "train.py", MANY, 0.01, 5, after=60) == 130
+    events = read_events(RunFolder(folder / "run"))
+    begins = [event["step"] for event in events if event["kind"] == "start"]
+    assert begins[0] == 0
+    assert begins[1] >= 5
+    assert begins[1] % 5 == 0
+    steps = [event["step"] for event in still_valid(events) if event["kind"] == "step"]
+    assert steps == list(range(1, steps[-1] + 1))
 
 
 def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
@@ -107,60 +133,24 @@ def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
     assert process.returncode == -signal.SIGINT
 
 
-def test_workers_stop_after_the_same_step_and_go_on_from_there(folder: Path) -> None:
-    run = ("-m", "paceline", "run", "--nproc-per-node")
-    with started(folder, *run, 2, "train.py", MANY, 0.0, 0) as process:
+def test_workers_stop_after_the_same_step_whoever_gets_the_signal(folder: Path) -> None:
+    run = ("-m", "paceline", "run", "--nproc-per-node", 2, "--shutdown-timeout", 60,
+           "train.py", MANY, 0.0, 0)  # fmt: skip
+    with started(folder, *run) as process:
         wait_for_steps(folder, 5, ranks=2)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    record = RunFolder(folder / "run")
-    stops = [event["step"] for event in read_events(record) if event["kind"] == "stop"]
-    assert len(stops) == 2
-    assert stops[0] == stops[1]
-    begin = stops[0] + 1
-    with started(folder, "train.py", MANY, 0.01, 0) as process:  # on one worker now
-        deadline = time.monotonic() + 90
-        while True:
-            starts = [e for e in read_events(record) if e["kind"] == "start"]
-            later = [e for e in read_events(record) if e["kind"] == "step" and e["step"] >= begin]
-            if len(starts) == 3 and later:
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert starts[-1]["step"] == stops[0]
-    steps = [e["step"] for e in still_valid(read_events(record)) if e["kind"] == "step"]
-    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
-
-
-def test_a_signal_to_one_worker_stops_all(folder: Path) -> None:
-    run = ("-m", "paceline", "run", "--nproc-per-node")
-    with started(folder, *run, 2, "train.py", MANY, 0.0, 0) as process:
-        wait_for_steps(folder, 5, ranks=2)
-        record = RunFolder(folder / "run")
-        starts = [event for event in read_events(record) if event["kind"] == "start"]
+        starts = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]
         os.kill(next(event["pid"] for event in starts if event["rank"] == 1), signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode != 0
-    stops = [event["step"] for event in read_events(record) if event["kind"] == "stop"]
-    assert len(stops) == 2
-    assert stops[0] == stops[1]
+    assert_all_stopped_together(folder, ranks=2)
+    stopped = read_info(RunFolder(folder / "run"))
+    assert stopped is not None
 
-
-def test_after_a_kill_the_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
-    with started(folder, "train.py", 40, 0.02, 5) as process:
-        wait_for_steps(folder, 12)
-        process.kill()
-        process.communicate()
-    with started(folder, "train.py", 40, 0.0, 5) as process:
-        output, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    assert "finished" in output
-    record = RunFolder(folder / "run")
-    events = read_events(record)
-    begun = [event["step"] for event in events if event["kind"] == "start"]
-    assert begun[1] in (5, 10, 15, 20, 25, 30, 35)
-    steps = [event["step"] for event in still_valid(events) if event["kind"] == "step"]
-    assert steps == list(range(1, 41))
+    with started(folder, *run) as process:
+        wait_for_steps(folder, stopped.step + 5, ranks=2)
+        process.send_signal(signal.SIGTERM)  # to the launcher, which passes it on
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert_all_stopped_together(folder, ranks=2)
+    starts = [e["step"] for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]
+    assert starts == [0, 0, stopped.step, stopped.step]
