@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.blame import Blame
@@ -87,6 +87,7 @@ def test_comparing_takes_a_thousandth_of_the_time() -> None:
     assert next_period([message(0.001, 0.0)]) == MOST_PERIOD
 
 
+@settings(deadline=None)
 @given(
     offset=st.integers(-(10**15), 10**15),
     rounds=st.lists(st.tuples(*[st.integers(0, 10**9)] * 3), min_size=1, max_size=8),

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -29,6 +29,7 @@ class Group:
     """Stands for a process group, of which only the identity matters here."""
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**9), st.booleans())))
 def test_phases_of_all_steps_add_up_to_the_time_between(
     changes: list[tuple[str, int, bool]],
