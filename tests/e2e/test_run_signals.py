@@ -35,7 +35,7 @@ for step in run:
         time.sleep(pause_s)
 print("finished", flush=True)
 """
-MANY = 100_000
+MANY = 20_000
 
 
 @contextmanager
@@ -102,12 +102,12 @@ def assert_all_stopped_together(folder: Path, ranks: int) -> None:
 
 
 def test_a_run_that_is_killed_terminated_and_interrupted_loses_nothing(folder: Path) -> None:
-    with started(folder, "train.py", MANY, 0.01, 5) as process:
+    with started(folder, "train.py", MANY, 0.02, 5) as process:
         wait_for_steps(folder, 12)
         process.kill()
         process.communicate()
-    assert stopped_at(folder, signal.SIGTERM, "train.py", MANY, 0.01, 5, after=30) == 143
-    assert stopped_at(folder, signal.SIGINT, "train.py", MANY, 0.01, 5, after=60) == 130
+    assert stopped_at(folder, signal.SIGTERM, "train.py", MANY, 0.02, 5, after=30) == 143
+    assert stopped_at(folder, signal.SIGINT, "train.py", MANY, 0.02, 5, after=60) == 130
     events = read_events(RunFolder(folder / "run"))
     begins = [event["step"] for event in events if event["kind"] == "start"]
     assert begins[0] == 0
@@ -135,7 +135,7 @@ def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
 
 def test_workers_stop_after_the_same_step_whoever_gets_the_signal(folder: Path) -> None:
     run = ("-m", "paceline", "run", "--nproc-per-node", 2, "--shutdown-timeout", 60,
-           "train.py", MANY, 0.0, 0)  # fmt: skip
+           "train.py", MANY, 0.02, 0)  # fmt: skip
     with started(folder, *run) as process:
         wait_for_steps(folder, 5, ranks=2)
         starts = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]
