@@ -19,6 +19,8 @@ MEASUREMENTS = [
     "startup",
     "overhead",
     "run_overhead",
+    "checkpoints",
+    "observing",
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
