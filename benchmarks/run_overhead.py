@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.models import MODELS, Model
 from benchmarks.spread import Spread, ratio, rotated, slowest, spread
@@ -28,21 +28,34 @@ from paceline import DistributedDataParallel, DistributedSampler, Run, RunOption
 from paceline.testing import run_processes
 
 LOOP = "written by hand"
-ROWS = 512
-"""Samples of the dataset: enough for epochs to be longer than a stretch of most lengths."""
+ROWS, LENGTH = 512, 2**20
+"""So many different samples, repeated so that no epoch ends while it is measured."""
 
 Steps = Iterator[None]
 """Every `next` is one step of training."""
 
 
-def data_of(model: Model) -> tuple[TensorDataset, int]:
+class Repeated(Dataset[Any]):
+    """Few samples that pass for many."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index % ROWS]
+
+
+def data_of(model: Model) -> tuple[Repeated, int]:
     """A dataset like the model's batches, and how many rows one of those has."""
     generator = torch.Generator().manual_seed(0)
     batches = [model.batch(generator)]
     rows = len(batches[0][0])
     batches += [model.batch(generator) for _ in range(-(-ROWS // rows) - 1)]
     inputs, targets = zip(*batches, strict=True)
-    return TensorDataset(torch.cat(inputs), torch.cat(targets)), rows
+    return Repeated(TensorDataset(torch.cat(inputs), torch.cat(targets))), rows
 
 
 def by_hand(world: World, model: Model) -> Steps:

@@ -61,6 +61,10 @@ class Between:
         parts.saving.report(parts.record, wait=True)
         gather(parts.group, {}, parts.word_device, "Leaving together")
 
+    def on_summed(self, step: Step) -> None:
+        """All gradients of the step have arrived."""
+        self._parts.vote.start(step.number, self._wishes())
+
     def on_step_end(self, step: Step) -> None:
         if step.state == "failed":
             self._stop.ignore()  # the error may end the program, which is not ours then
@@ -92,7 +96,7 @@ class Between:
         """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
         parts, shop = self._parts, self._parts.shop
         self.keep(step)
-        wishes = parts.vote.hold(step.number, self._wishes())
+        wishes = parts.vote.result(step.number, self._wishes())
         if wishes.buffers:
             shop.buffers.adopt()
         if step.ends_epoch:

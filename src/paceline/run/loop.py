@@ -182,7 +182,8 @@ class Run:
         try:
             while (portion := next(portions, None)) is not None:
                 self._listen()
-                self._open = step = Step(portion, parts.shop, self._between.on_step_end)
+                step = Step(portion, parts.shop, self._between.on_summed, self._between.on_step_end)
+                self._open = step
                 yield step
                 self._open = None
                 if step.state != "applied":

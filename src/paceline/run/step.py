@@ -36,9 +36,14 @@ class Step:
     """
 
     def __init__(
-        self, portion: Portion, workshop: Workshop, on_end: Callable[[Step], None]
+        self,
+        portion: Portion,
+        workshop: Workshop,
+        on_summed: Callable[[Step], None],
+        on_end: Callable[[Step], None],
     ) -> None:
-        """`on_end` is called when the block is over, whether the step is applied or failed."""
+        """`on_summed` is called when all gradients have arrived, and `on_end` when the block is
+        over, whether the step is applied or failed."""
         self.number = portion.step
         """Counts from 1: the number of steps applied when this one is."""
         self.epoch = portion.epoch
@@ -53,7 +58,7 @@ class Step:
         self.seconds = 0.0
         """How long the block took."""
         self._portion = portion
-        self._on_end = on_end
+        self._on_summed, self._on_end = on_summed, on_end
         self._shop = workshop
         self._inside = ExitStack()
         self._before: tuple[Any, ...] = ()
@@ -194,6 +199,7 @@ class Step:
             )
         if not shards:
             self._take_part_without_samples()
+        self._on_summed(self)
         self._lap("other")
         if shop.size == 1 and self._is_weighted:
             self._divide_by_weight()

@@ -12,9 +12,9 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline import comm
-from paceline.run.late import Late
 
 PERIOD_S = 0.1
 MOST_STEPS = 1000
@@ -34,7 +34,11 @@ class Wishes(NamedTuple):
 class Vote:
     """Adds up wishes in some steps, the same on every worker.
 
-    On a GPU without a way around it, what was added up is known one step later.
+        start, when gradients have arrived --(optimizer)--> result, after the commit
+
+    All workers have just waited for each other when it starts, and the sum travels while they
+    update their parameters, so nobody waits for it. Where it has to travel through a GPU, its
+    result is read one step later.
     """
 
     def __init__(self, group: Any, word_device: torch.device) -> None:
@@ -43,30 +47,31 @@ class Vote:
         self._next = 0
         self._last_s = time.monotonic()
         self._last_step = 0
-        self._on_its_way: tuple[int, Late] | None = None
+        self._pending: tuple[int, Tensor, comm.Pending] | None = None
 
-    def hold(self, step: int, wishes: Wishes) -> Wishes:
-        """Say what this worker wants after `step`; what all of them want, where it is time."""
+    def start(self, step: int, mine: Wishes) -> None:
+        """Say what this worker wants, if it is time to."""
+        if self._size == 1 or step < self._next or self._pending is not None:
+            return
+        now_s = time.monotonic()
+        step_s = (now_s - self._last_s) / max(1, step - self._last_step)
+        self._last_s, self._last_step = now_s, step
+        words = torch.tensor([*mine, step_s], dtype=torch.float32, device=self._device)
+        what = f"Step {step}: asking whether to stop"
+        self._pending = step, words, comm.start_all_reduce(self._group, words, what)
+
+    def result(self, step: int, mine: Wishes) -> Wishes:
+        """What all workers want, where that is known; alone, what this one wants."""
         if self._size == 1:
-            return wishes
-        agreed = Wishes()
-        if self._on_its_way is not None:
-            agreed = self._read(step)
-        if step >= self._next and self._on_its_way is None and not any(agreed):
-            now_s = time.monotonic()
-            step_s = (now_s - self._last_s) / max(1, step - self._last_step)
-            self._last_s, self._last_step = now_s, step
-            words = torch.tensor([*wishes, step_s], dtype=torch.float32, device=self._device)
-            comm.all_reduce(self._group, words, f"Step {step}: asking whether to stop")
-            self._on_its_way = step, Late(words)
-            if self._device.type == "cpu":
-                agreed = self._read(step)
-        return agreed
-
-    def _read(self, step: int) -> Wishes:
-        assert self._on_its_way is not None
-        (_, late), self._on_its_way = self._on_its_way, None
-        *wishes, seconds = late.read().tolist()
+            return mine
+        if self._pending is None:
+            return Wishes()
+        started, words, reduction = self._pending
+        if started == step and self._device.type != "cpu":
+            return Wishes()
+        self._pending = None
+        reduction.wait()
+        *wishes, seconds = words.tolist()
         step_s = max(seconds / self._size, 1e-6)
         self._next = step + min(MOST_STEPS, max(1, int(PERIOD_S / step_s)))
         return Wishes(*wishes)
