@@ -31,17 +31,19 @@ class Machine:
 
     cores: int
 
-    def crowding(self, workers: int, threads: int, ranks_per_device: int = 1) -> float:
-        """How many wants there are for each core or device; 1 where nobody shares."""
-        return max(1.0, workers * threads / self.cores, float(ranks_per_device))
+    def crowding(self, profile: Profile, others_cores: float = 0.0) -> float:
+        """How many want each core or device; 1 where nobody shares."""
+        wanted = profile.workers * profile.threads + others_cores
+        return max(1.0, wanted / self.cores, float(profile.ranks_per_device))
 
     def crowding_of(self, profile: Profile, one: Profile) -> float:
-        """The same for what was measured, against what one worker already had to share."""
-        alone = self.crowding(1, one.threads, one.ranks_per_device)
-        return max(
-            1.0,
-            self.crowding(profile.workers, profile.threads, profile.ranks_per_device) / alone,
-        )
+        """The same, against what one worker already had to share."""
+        return max(1.0, self.crowding(profile) / self.crowding(one))
+
+    def crowding_with_others(self, profile: Profile, one: Profile) -> float:
+        """The same, with the other programs that used cores meanwhile."""
+        alone = self.crowding(one, one.others_cores)
+        return max(1.0, self.crowding(profile, profile.others_cores) / alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,15 @@ def detect_mode(profiles: list[Profile]) -> tuple[Mode, str]:
     return ("strong" if grows * grows < most.workers else "weak"), f"found: {counts}"
 
 
-def attribute(one: Profile, many: Profile, mode: Mode, crowding: float) -> Result:
+def attribute(
+    one: Profile,
+    many: Profile,
+    mode: Mode,
+    crowding: float = 1.0,
+    crowding_with_others: float = 1.0,
+) -> Result:
     """Compare a size with one worker, and say where time is lost."""
+    stretch = max(crowding, crowding_with_others)
     share = share_of_samples(one, many, mode)
     ideal = share * one.step_s
     parts = dict.fromkeys(PARTS, 0.0)
@@ -92,7 +101,7 @@ def attribute(one: Profile, many: Profile, mode: Mode, crowding: float) -> Resul
         before, now = one.seconds[phase], many.seconds[phase]
         # An update costs the same for any number of samples: every worker repeats all of it.
         expected = before if phase == "optimizer" else share * before
-        shared = min(max(0.0, now - expected), (crowding - 1) * expected)
+        shared = min(max(0.0, now - expected), (stretch - 1) * expected)
         parts["sharing"] += shared
         parts[part] += now - share * before - shared
     # One worker waits for nobody, but its recording may hold waits of a collective of its own.

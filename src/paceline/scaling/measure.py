@@ -7,7 +7,9 @@ steps. What the script prints is kept away from the console.
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import secrets
 import tempfile
 import time
@@ -20,6 +22,7 @@ from paceline.errors import WorkerError
 from paceline.launcher.attempt import Site
 from paceline.launcher.ending import Ending, report
 from paceline.launcher.flags import read_settings
+from paceline.launcher.machine import count_cores
 from paceline.launcher.options import RunOptions, read_options
 from paceline.launcher.plan import Meeting
 from paceline.launcher.sentinel import Sentinel
@@ -63,9 +66,11 @@ def measure(
         for repeat, size in order(sizes, repeats):
             folder = Path(scratch) / f"run{repeat}-{size}"
             (folder / "job").mkdir(parents=True, mode=0o700)
-            begun = time.monotonic()
+            begun, before = time.monotonic(), _others_s()
             run_once(script, size, folder)
-            runs[size].append(read_run(folder / "timeline", time.monotonic() - begun))
+            wall_s = time.monotonic() - begun
+            others_cores = max(0.0, (_others_s() - before) / wall_s)
+            runs[size].append(read_run(folder / "timeline", wall_s, others_cores))
             profile = combine(size, runs[size][-1:])
             what = "for the whole job" if profile.is_whole_job else "a step"
             workers = f"{size} worker{'s' if size > 1 else ''}"
@@ -129,6 +134,20 @@ def steps_made(timeline: Path, size: int) -> int:
             return 0
         found.append(int(ended[-1]) if ended else 0)
     return min(found)
+
+
+def _others_s() -> float:
+    """Seconds that cores worked for programs that are none of ours; 0 where nobody can tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    except (OSError, ValueError):
+        return 0.0
+    if count_cores() < (os.cpu_count() or 1):  # a container sees the work of all its neighbours
+        return 0.0
+    busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return busy_s - sum(usage.ru_utime + usage.ru_stime for usage in ours)
 
 
 def _failure(ending: Ending, size: int, logs: Path) -> WorkerError:

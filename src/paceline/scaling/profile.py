@@ -4,9 +4,10 @@ In each step one rank is typical: the one in the middle, by its own work. Its ph
 What it waits is split: the rank that waits least came last and waited for nobody, so its wait is
 the exchange itself, and the rest of the typical rank's is waiting for the slowest.
 
-    recordings --> steps after the warm-up --> the middle half by length --> their mean
+    recordings --> steps after the warm-up --> all but the longest and shortest --> their mean
 
-Means of the middle half add up as single steps do, and a checkpoint or a stutter does not count.
+Means add up as single steps do, and a checkpoint or a stutter does not count. (A median would
+not do: where workers share cores, steps have two or three usual lengths.)
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Run:
     buckets: tuple[Bucket, ...] = ()
     devices: tuple[str, ...] = ()
     threads: int = 1
+    others_cores: float = 0.0
+    """How many cores other programs used meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +75,13 @@ class Profile:
     threads: int = 1
     ranks_per_device: int = 1
     """1 on CPUs, whose cores are counted instead."""
+    others_cores: float = 0.0
+    """How many cores other programs used meanwhile."""
     is_whole_job: bool = False
     """Nothing was recorded: `step_s` is the time of the whole job, its start included."""
 
 
-def read_run(folder: Path, wall_s: float) -> Run:
+def read_run(folder: Path, wall_s: float, others_cores: float = 0.0) -> Run:
     """What all ranks of one run recorded, matched step by step."""
     try:
         ranks = [read_rank(read_events(path)) for path in find_recordings(folder)]
@@ -84,7 +89,7 @@ def read_run(folder: Path, wall_s: float) -> Run:
         ranks = []
     expected = max((rank.facts.get("size", 1) for rank in ranks), default=1)
     if not ranks or len(ranks) != expected:
-        return Run(wall_s=wall_s)
+        return Run(wall_s=wall_s, others_cores=others_cores)
     common = sorted(set.intersection(*(set(rank.seconds) for rank in ranks)))
     chosen = common[warm_up(len(common)) :]
     samples = [sum(rank.samples[step] for rank in ranks) for step in chosen]
@@ -100,6 +105,7 @@ def read_run(folder: Path, wall_s: float) -> Run:
         buckets=usual_buckets([r.buckets[s] for r in ranks for s in chosen if s in r.buckets]),
         devices=device_names,
         threads=max(rank.facts.get("threads", 1) for rank in ranks),
+        others_cores=others_cores,
     )
 
 
@@ -172,27 +178,43 @@ def usual_buckets(steps: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:
     )
 
 
-def usual_step(steps: Sequence[Seconds]) -> list[int]:
-    """Which steps are the middle half by length."""
+def spread(buckets: Sequence[Bucket], backward_s: float) -> tuple[Bucket, ...]:
+    """Buckets on a GPU, ready as their bytes come: the host, which notes times, runs ahead."""
+    whole = sum(bucket.nbytes for bucket in buckets)
+    so_far, found = 0, []
+    for bucket in buckets:
+        so_far += bucket.nbytes
+        found.append(Bucket(backward_s * so_far / max(1, whole), bucket.nbytes))
+    return tuple(found)
+
+
+def usual_steps(steps: Sequence[Seconds]) -> list[int]:
+    """Which steps are usual: all but a tenth, the longest, and a tenth, the shortest."""
     by_length = sorted(range(len(steps)), key=lambda index: sum(steps[index].values()))
-    quarter = len(steps) // 4
-    return by_length[quarter : len(steps) - quarter]
+    tenth = len(steps) // 10
+    return by_length[tenth : len(steps) - tenth]
 
 
 def combine(workers: int, runs: Sequence[Run]) -> Profile:
     """All runs at one size as one usual step."""
     steps = [step for run in runs for step in run.steps]
+    others = fmean(run.others_cores for run in runs)
     if not steps or not all(run.steps for run in runs):
         walls = tuple(run.wall_s for run in runs)
         whole = median(walls)
         seconds = {**dict.fromkeys(PHASES, 0.0), "other": whole}
         return Profile(
-            workers=workers, step_s=whole, seconds=seconds, runs_s=walls, is_whole_job=True
+            workers=workers,
+            step_s=whole,
+            seconds=seconds,
+            runs_s=walls,
+            others_cores=others,
+            is_whole_job=True,
         )
-    chosen = usual_step(steps)
+    chosen = usual_steps(steps)
     seconds = {phase: fmean(steps[index][phase] for index in chosen) for phase in PHASES}
     own = [ranks for run in runs for ranks in run.own_by_rank]
-    runs_s = (fmean(sum(run.steps[i].values()) for i in usual_step(run.steps)) for run in runs)
+    runs_s = (fmean(sum(run.steps[i].values()) for i in usual_steps(run.steps)) for run in runs)
     sharing = Counter(device for device in runs[-1].devices if not device.startswith("cpu"))
     return Profile(
         workers=workers,
@@ -205,9 +227,10 @@ def combine(workers: int, runs: Sequence[Run]) -> Profile:
             {phase: fmean(own[index][rank][phase] for index in chosen) for phase in OWN}
             for rank in range(workers)
         ),
-        buckets=runs[-1].buckets,
+        buckets=spread(runs[-1].buckets, seconds["backward"]) if sharing else runs[-1].buckets,
         threads=runs[-1].threads,
         ranks_per_device=max(sharing.values(), default=1),
+        others_cores=others,
     )
 
 

@@ -53,6 +53,11 @@ class Study:
         return any(profile.is_whole_job for profile in self.profiles)
 
     @property
+    def others_cores(self) -> float:
+        """How many cores other programs used at most during the runs of one size."""
+        return max(profile.others_cores for profile in self.profiles)
+
+    @property
     def check_text(self) -> str:
         """How far predictions are from what was measured, in a sentence or two."""
         if not self.fitted:
@@ -93,7 +98,14 @@ def make_study(
         found = detect_mode(list(profiles))
     chosen, why = (mode, "as told") if mode is not None else found
     results = tuple(
-        attribute(one, profile, chosen, machine.crowding_of(profile, one)) for profile in profiles
+        attribute(
+            one,
+            profile,
+            chosen,
+            machine.crowding_of(profile, one),
+            machine.crowding_with_others(profile, one),
+        )
+        for profile in profiles
     )
     job = None
     checks: list[Check] = []
@@ -182,6 +194,7 @@ def _size(result: Result, profile: Profile) -> dict[str, Any]:
         "efficiency": result.efficiency,
         "lost": dict(result.lost_s),
         "crowding": result.crowding,
+        "others_cores": profile.others_cores,
         "samples": profile.samples,
         "steps": profile.steps,
         "runs_s": list(profile.runs_s),

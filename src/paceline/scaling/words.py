@@ -50,6 +50,11 @@ def _header(study: Study) -> Iterator[str]:
         f"{study.repeats} run{'s' if study.repeats > 1 else ''} each."
     )
     yield from _wrapped(f"{study.mode.capitalize()} scaling ({study.mode_why}).")
+    if study.others_cores > 0.1 * study.machine.cores:
+        yield from _wrapped(
+            f"Other programs used {study.others_cores:.1f} of the {study.machine.cores} cores "
+            "meanwhile: these numbers are those of a busy machine."
+        )
     if study.is_whole_job:
         yield from _wrapped(
             "The workers recorded no steps, so these are times of the whole job, its start "
