@@ -7,6 +7,7 @@ docs/scaling.md has the definitions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,8 @@ PART_BY_PHASE = {
 }
 
 Mode = Literal["strong", "weak"]
+
+BALANCED_AFTER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,15 @@ class Machine:
         """The same, with the other programs that used cores meanwhile."""
         alone = self.crowding(one, one.others_cores)
         return max(1.0, self.crowding(profile, profile.others_cores) / alone)
+
+
+def stretch_of(crowding: float, own_s: float) -> float:
+    """How much longer the fullest core makes its workers' own work.
+
+    The system moves work between cores now and then. In a short step nobody is moved: of three
+    workers on two cores, two share one to the end, and the third waits for them.
+    """
+    return crowding if own_s >= BALANCED_AFTER_S else float(math.ceil(crowding))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +103,8 @@ def attribute(
     crowding_with_others: float = 1.0,
 ) -> Result:
     """Compare a size with one worker, and say where time is lost."""
-    stretch = max(crowding, crowding_with_others)
+    own_s = sum(many.seconds[phase] for phase in PART_BY_PHASE)
+    stretch = max(stretch_of(crowding, own_s), crowding_with_others)
     share = share_of_samples(one, many, mode)
     ideal = share * one.step_s
     parts = dict.fromkeys(PARTS, 0.0)
