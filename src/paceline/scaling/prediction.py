@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from paceline.scaling.attribution import Machine, Mode, share_of_samples
+from paceline.scaling.attribution import Machine, Mode, share_of_samples, stretch_of
 from paceline.scaling.profile import OWN, Profile
 from paceline.scaling.simulation import Bucket, Network, exposed_s
 
 LOCAL = Network("this machine", 30e-6, 3e9)
 """What shared memory is like; how good it is here is fitted as one factor for both numbers."""
+HAND_OVER_S = 1.5e-3
+"""What a step takes longer once workers share cores: a worker that waits sleeps between looks, and
+must be given a core again. Measured with three jobs on one machine; see docs/scaling.md."""
 _LEAST_FACTOR, _MOST_FACTOR = 1e-4, 1e6
 _HALVINGS = 60
 
@@ -70,18 +73,19 @@ class Job:
         """One size; `share` is that of one worker's samples, by default what the mode says."""
         if share is None:
             share = 1 / workers if self.mode == "strong" else 1.0
-        seconds = {phase: crowding * cost.at(share) for phase, cost in self.costs.items()}
+        alone_s = sum(cost.at(share) for cost in self.costs.values())
+        stretch = stretch_of(crowding, crowding * alone_s)
+        seconds = {phase: stretch * cost.at(share) for phase, cost in self.costs.items()}
         own = sum(seconds.values())
         if workers == 1:
             step, exposed = self.one_s * share, 0.0
         else:
             exposed = self._exposed_s(seconds["backward"], workers, network)
-            # A worker that waits leaves its core to those it waits for.
-            waiting = (
-                0.0
-                if crowding > 1
-                else own * self.unevenness * _unevenness_grows(self.fitted_size, workers)
-            )
+            if crowding > 1:
+                waiting = HAND_OVER_S  # a worker that waits leaves its core to the others
+            else:
+                more = _expected_largest(workers) / _expected_largest(self.fitted_size)
+                waiting = own * self.unevenness * more
             step = own + waiting + exposed
         ideal = share * self.one_s
         return Prediction(
@@ -95,21 +99,21 @@ class Job:
 
     def _exposed_s(self, backward_s: float, workers: int, network: Network) -> float:
         return exposed_s(
-            stretch(self.buckets, self.backward_s, backward_s), backward_s, workers, network
+            rescale(self.buckets, self.backward_s, backward_s), backward_s, workers, network
         )
 
 
 def fit(one: Profile, several: Profile, mode: Mode, machine: Machine) -> Job:
     """Learn the job from one worker and from one size of several."""
     share = share_of_samples(one, several, mode)
-    crowding = machine.crowding_of(several, one)
+    own = sum(several.seconds[phase] for phase in OWN)
+    stretch = stretch_of(machine.crowding_of(several, one), own)
     costs = {
-        phase: Cost(several.seconds[phase] / crowding, 0.0)
+        phase: Cost(several.seconds[phase] / stretch, 0.0)
         if phase == "optimizer"
-        else fit_cost(one.seconds[phase], several.seconds[phase] / crowding, share)
+        else fit_cost(one.seconds[phase], several.seconds[phase] / stretch, share)
         for phase in OWN
     }
-    own = sum(several.seconds[phase] for phase in OWN)
     backward = several.seconds["backward"]
     return Job(
         one_s=one.step_s,
@@ -152,7 +156,7 @@ def fit_network(
     return slower(high)
 
 
-def stretch(buckets: Sequence[Bucket], was_s: float, is_s: float) -> list[Bucket]:
+def rescale(buckets: Sequence[Bucket], was_s: float, is_s: float) -> list[Bucket]:
     """The same buckets in a longer or shorter backward pass."""
     factor = is_s / was_s if was_s > 0 else 1.0
     return [Bucket(bucket.ready_s * factor, bucket.nbytes) for bucket in buckets]
@@ -190,11 +194,6 @@ def check(job: Job, one: Profile, others: Sequence[Profile], machine: Machine) -
     return found
 
 
-def _unevenness_grows(fitted: int, workers: int) -> float:
-    """How much later the last of more workers comes, if all vary alike by chance."""
-    return _expected_largest(workers) / _expected_largest(fitted)
-
-
 def _expected_largest(count: int) -> float:
-    """Of so many normal numbers, by Blom's formula."""
+    """Of so many normal numbers, by Blom: where all vary alike, the last of more is later."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
