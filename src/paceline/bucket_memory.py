@@ -98,7 +98,7 @@ class Bucket:
     def fill(self, scale: float) -> list[int]:
         """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
-        if self._buffer is None:
+        if self._buffer is None or self._may_go_home():
             self._allocate()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
@@ -235,6 +235,10 @@ class Bucket:
     def _is_home_free(self) -> bool:
         return self.home is not None and _storage_uses(self.home) <= self._home_uses
 
+    def _may_go_home(self) -> bool:
+        """Whether it lives elsewhere although nobody looks at its home any more."""
+        return self._buffer is not self.home and self._is_home_free()
+
     def _allocate(self) -> None:
         plan = self.plan
         self.release()
@@ -312,5 +316,5 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # are compared with what they are when only the bucket and `param.grad` know its views: references
 # to the view objects, and tensors that share the storage (somebody's `p.grad.view(-1)`). If
 # either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
-# a home (shared memory) comes back to it when its holders have let go and it is needed again.
+# a home (shared memory) comes back to it when its holders have let go.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from paceline.bucket_memory import Bucket, ParamRef
 from paceline.bucket_tuning import BucketTuner, EngineClock, choose, report
 from paceline.comm import Group
 from paceline.comm_hook import Hook, HookCall
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.loss_weight import LossWeight
 from paceline.observer import Observer
 from paceline.sparse import sum_sparse
@@ -307,7 +308,7 @@ class Reducer(BackwardFollower):
             clock.mark()
         try:
             if not current.is_shadow:
-                self.weight.refuse_mixture(self.steps)
+                self._refuse_misuse(current)
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
             if self.observer is not None:
@@ -325,11 +326,12 @@ class Reducer(BackwardFollower):
             self.steps += 1
         if not self._layout.is_learned:
             self._learn(current.ready)
-            if self._tuner is not None:
-                self._begin_tuning()
-        elif self._clock is not None:
-            self._clock.end()
-            self._tune(self._clock.read())
+        # Every step counts, learned from or not: ranks must change the capacity in the same one.
+        if clock is not None:
+            clock.end()
+            self._tune(clock.read())
+        elif self._tuner is not None:
+            self._begin_tuning()
         if self.observer is not None:
             self.observer.step_ends()
         if self.after_sync is not None:
@@ -437,7 +439,8 @@ class Reducer(BackwardFollower):
         """Take in one step's time; on to the next capacity, or to the best of all."""
         tuner = self._tuner
         if tuner is None or self._hook is not None:
-            self._clock = self._tuner = None  # a hook has its own ideas of what takes time
+            self._clock = self._tuner = None
+            self.tuning = "not tuned: a hook has its own ideas of what takes time"
             return
         if not tuner.note(seconds):
             return
@@ -478,12 +481,8 @@ class Reducer(BackwardFollower):
         if broken.skips or not broken.in_flight:
             return  # nothing was sent, so the others still wait for this rank's next backward
         was_complete = len(broken.in_flight) == len(self._layout.buckets)
-        broken.is_shadow = broken.is_aborting = True
         try:
-            while len(broken.in_flight) < len(self._layout.buckets):
-                self._start_next(broken)
-            for reduction in broken.in_flight:
-                reduction.wait()
+            self._call_off(broken)
         finally:
             self.steps += 1
         fate = "have applied it" if was_complete else "were told to stop"
@@ -493,6 +492,28 @@ class Reducer(BackwardFollower):
             advice="A backward that raised cannot be skipped on one rank alone: let the error end "
             "the program, or restore every rank to the same checkpoint.",
         )
+
+    def _call_off(self, current: Backward) -> None:
+        """Send what is left to send, and the word that it is worth nothing.
+
+        Sums that have begun are waited for: their memory must not be used again before.
+        """
+        current.is_shadow = current.is_aborting = True
+        while len(current.in_flight) < len(self._layout.buckets):
+            self._start_next(current)
+        for reduction in current.in_flight:
+            reduction.wait()
+
+    def _refuse_misuse(self, current: Backward) -> None:
+        """Raise if weights were used wrongly here, after telling the others."""
+        try:
+            self.weight.refuse_mixture(self.steps)
+            for bucket in self._layout.buckets[len(current.in_flight) :]:
+                self._refuse_second_average(bucket)
+        except UsageError:
+            with suppress(PacelineError):  # the first error is the one to show
+                self._call_off(current)
+            raise
 
     def _refuse_aborted(self, aborts: float) -> None:
         if aborts:

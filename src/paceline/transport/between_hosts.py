@@ -61,11 +61,15 @@ class BridgedBuckets(SharedBuckets):
 
     def advance(self) -> None:
         super().advance()
-        while self._unsent and self._is_summed_here(self._unsent[0]):
+        while self._unsent and self._is_summed(self._unsent[0]):
             number = self._unsent.popleft()
             what = f"The sum of bucket {number} between hosts"
             flat = self._leaders_bucket(number)
-            pending = comm.Pending(self._leaders.allreduce([flat]), self._group, what)
+            try:
+                work = self._leaders.allreduce([flat])
+            except RuntimeError as error:
+                raise comm.explain_failure(self._group, what, error) from error
+            pending = comm.Pending(work, self._group, what)
             self._sent.append((number, self.turns[number], pending))
         while self._sent and self._sent[0][2].is_completed():
             number, turn, pending = self._sent.popleft()
@@ -93,10 +97,6 @@ class BridgedBuckets(SharedBuckets):
             for rank, row in zip(self.ranks, waits_for, strict=False)
             if self.words[row + number] < turn
         ]
-
-    def _is_summed_here(self, number: int) -> bool:
-        words, turn = self.words, self.turns[number]
-        return all(words[row + number] >= turn for row in self.summed)
 
     def _leaders_bucket(self, number: int) -> Tensor:
         is_spare = bool(self.words[self.ready[0] + number] & 1)

@@ -6,7 +6,6 @@ read. So a rank that has something to tell does not wait for those that listen l
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from paceline.buckets import BucketPlan, Slot
 from paceline.transport.peers import Peers
-from paceline.transport.segment import ALIVE, FAILED, LEFT, Segment
+from paceline.transport.segment import ALIVE, FAILED, Segment
 
 SLOT_BYTES = 2**20
 SLOTS = 2
@@ -37,7 +36,7 @@ class Channel:
         self._turn = 0
         self._last_written = [0] * SLOTS
         """By slot, the turn in which this rank wrote into it."""
-        weakref.finalize(self, _write, self._words, self._status[position], LEFT)
+        segment.leave_with(self, position)
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
         """Overwrite `tensor`, flat bytes, with that of rank `root` of this host."""
@@ -81,7 +80,3 @@ class Channel:
         except BaseException:
             words[self._status[self._position]] = FAILED
             raise
-
-
-def _write(words: memoryview, index: int, value: int) -> None:
-    words[index] = value

@@ -64,6 +64,10 @@ def why_memory_cannot_be_shared() -> str | None:
     # Flags are plain stores after plain stores; only x86 promises that others see them in order.
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"shared memory is proven on x86-64 only, and this is {platform.machine()}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:  # an old kernel, or a container that forbids it
+        return f"processes cannot be watched: {error}"
     return None
 
 

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,22 @@ class Segment:
 
     def bucket(self, rank: int, number: int, plan: BucketPlan, *, spare: bool = False) -> Tensor:
         """One rank's bucket, as a tensor with a storage of its own."""
-        return torch.frombuffer(
-            self._memory,
-            dtype=plan.dtype,
-            count=plan.numel + plan.trailer,
-            offset=self.places.bucket_offset(rank, number, spare),
-        )
+        numel = plan.numel + plan.trailer
+        if not numel:
+            return torch.empty(0, dtype=plan.dtype, device=_CPU)
+        # It outlives the block it is made in, and is written to outside of it.
+        with torch.inference_mode(False):
+            return torch.frombuffer(
+                self._memory,
+                dtype=plan.dtype,
+                count=numel,
+                offset=self.places.bucket_offset(rank, number, spare),
+            )
+
+    def leave_with(self, owner: object, rank: int) -> None:
+        """Tell those that would wait for a rank when its `owner` is gone, or its process ends."""
+        status = self.places.status_word(rank)
+        weakref.finalize(owner, _leave, self.words, status, os.getpid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,11 @@ def _open(offer: _Offer, size_bytes: int) -> mmap.mmap:
     if memory[:NONCE_BYTES] != bytes.fromhex(offer.nonce):
         raise OSError("it is not the memory that was offered")
     return memory
+
+
+def _leave(words: memoryview, status: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the memory too, and must not speak for its parent
+        words[status] = LEFT
 
 
 def _to_json(offer: _Offer | None) -> list[int | str] | None:

@@ -13,7 +13,6 @@ every rank and in every run.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import BucketPlan
+from paceline.errors import DesyncError
 from paceline.transport.peers import Peers
-from paceline.transport.segment import ALIVE, FAILED, LEFT, Segment
+from paceline.transport.segment import ALIVE, FAILED, Segment
 from paceline.transport.segment_map import CHUNK_NUMEL, plan_chunks, plan_slices
 
 SUMMED_IN_FLOAT32 = (torch.bfloat16, torch.float16)
@@ -51,6 +51,7 @@ class SharedBuckets:
     ) -> None:
         self.homes = [segment.bucket(position, b, plan) for b, plan in enumerate(plans)]
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
+        self._addresses = [home.data_ptr() for home in self.homes]
         self.ranks = ranks
         self.position = position
         self.peers = peers
@@ -71,20 +72,30 @@ class SharedBuckets:
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
         self._spares: dict[int, Tensor] = {}
         self._wide = torch.empty(0, dtype=torch.float32)
-        # A rank that drops its model, or ends, tells those that would wait for it.
-        weakref.finalize(self, _write, self.words, self._status[position], LEFT)
+        segment.leave_with(self, position)
 
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> SharedSum:
         """Give one bucket to all ranks; it may lie in memory of its own."""
+        if not self._is_summed(number):
+            self.fail()
+            raise DesyncError(
+                f"{what} cannot start: an earlier one was given up before all ranks had summed it.",
+                advice="After an error in a backward pass that was not averaged, end the program.",
+            )
         self.turns[number] += 1
-        is_private = buffer.data_ptr() != self.homes[number].data_ptr()
+        # The home itself may have moved: sharing a gradient with another process does that.
+        is_private = buffer.data_ptr() != self._addresses[number]
         if is_private:
             self.spare(number).copy_(buffer)
         mine = self.position
         self.segment.weights[self._weight[mine] + number] = weight
         self.words[self.ready[mine] + number] = 2 * self.turns[number] + is_private
         self._started.append(number)
-        self.advance()
+        try:
+            self.advance()
+        except BaseException:
+            self.fail()
+            raise
         turn = self.turns[number]
         return SharedSum(self, number, turn, buffer if is_private else None, what)
 
@@ -124,9 +135,9 @@ class SharedBuckets:
 
     def finish(self, number: int, turn: int, what: str) -> None:
         """Wait for the whole bucket."""
-        if self.is_done(number, turn):
-            return
         try:
+            if self.is_done(number, turn):
+                return
             self.peers.wait(
                 lambda: self.is_done(number, turn),
                 lambda: self.missing(number, turn),
@@ -150,6 +161,11 @@ class SharedBuckets:
     def _is_ready(self, number: int) -> bool:
         words, turn = self.words, self.turns[number]
         return all(words[row + number] >> 1 >= turn for row in self.ready)
+
+    def _is_summed(self, number: int) -> bool:
+        """Whether no rank will write into this bucket any more, as often as it was started."""
+        words, turn = self.words, self.turns[number]
+        return all(words[row + number] >= turn for row in self.summed)
 
     def _sum_slice(self, number: int) -> None:
         factor = self._factor(number) if self.applies_weights else 1.0
@@ -234,7 +250,3 @@ class SharedSum:
         if self._private is not None:
             self._private.copy_(self._buckets.spare(self._number))
             self._private = None
-
-
-def _write(words: memoryview, index: int, value: int) -> None:
-    words[index] = value
