@@ -45,13 +45,16 @@ def _fewer_workers(
 ) -> Suggestion | None:
     last = results[-1]
     best = max(results, key=lambda result: result.speedup)
-    if best.workers == last.workers or last.crowding == 1:
+    if best.workers == last.workers:
         return None
-    why = (
-        f"{profile.ranks_per_device} workers share a device"
-        if profile.ranks_per_device > 1
-        else f"{last.workers} workers of {_threads(profile.threads)} share {machine.cores} cores"
-    )
+    if best.workers == 1:
+        why = f"a step of {best.step_s * 1e3:.1f} ms is too short to be shared by more"
+    elif profile.ranks_per_device > 1:
+        why = f"{profile.ranks_per_device} workers share a device"
+    elif last.crowding > 1:
+        why = f"{last.workers} workers of {_threads(profile.threads)} share {machine.cores} cores"
+    else:
+        why = f"more are not faster, {last.speedup:.2f}x instead of {best.speedup:.2f}x"
     return Suggestion(
         f"Use {best.workers} worker{'s' if best.workers > 1 else ''} here: {why}.",
         best.speedup / last.speedup - 1,
