@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -303,7 +303,7 @@ def test_a_worker_may_use_the_grace_it_is_given(tmp_path: Path) -> None:
         time.sleep(120)
         """,
     )
-    with started(tmp_path, "--shutdown-timeout", 20, script) as launcher:
+    with started(tmp_path, script) as launcher:
         wait_for_files(tmp_path, "up", 1)
         launcher.terminate()
         assert launcher.wait(timeout=20) == 143
@@ -320,10 +320,36 @@ def test_a_worker_that_ignores_everything_is_killed(tmp_path: Path) -> None:
         time.sleep(120)
         """,
     )
-    with started(tmp_path, "--workers", 2, script) as launcher:
+    with started(tmp_path, "--workers", 2, "--shutdown-timeout", 0.5, script) as launcher:
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 2)]
         launcher.terminate()
         assert launcher.wait(timeout=SOON_S) == 143
+        wait_until_gone(pids)
+
+
+def test_the_second_signal_kills(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, signal, time
+        def hold(number, frame):
+            pathlib.Path("asked").touch()
+        signal.signal(signal.SIGTERM, hold)
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        while True:
+            time.sleep(120)
+        """,
+    )
+    with started(tmp_path, script) as launcher:
+        pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 1)]
+        launcher.terminate()
+        wait_for_files(tmp_path, "asked", 1)
+        deadline_s = time.monotonic() + SOON_S
+        while launcher.poll() is None and time.monotonic() < deadline_s:
+            launcher.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=0.3)
+        assert launcher.poll() == 143
         wait_until_gone(pids)
 
 

@@ -134,7 +134,7 @@ def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
 
 
 def test_workers_stop_after_the_same_step_whoever_gets_the_signal(folder: Path) -> None:
-    run = ("-m", "paceline", "run", "--nproc-per-node", 2, "--shutdown-timeout", 60,
+    run = ("-m", "paceline", "run", "--nproc-per-node", 2,
            "train.py", MANY, 0.02, 0)  # fmt: skip
     with started(folder, *run) as process:
         wait_for_steps(folder, 5, ranks=2)

@@ -121,14 +121,15 @@ def test_a_flag_wins_over_torchruns_variable_which_wins_over_the_default() -> No
 
 
 def test_torchs_variable_for_the_shutdown_timeout_counts() -> None:
-    assert options_of({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).shutdown_timeout_s == 7.0
+    options = options_of({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"})
+    assert (options.shutdown_timeout_s, options.signal_timeout_s) == (7.0, 7.0)
 
 
 def test_defaults_are_those_of_a_single_machine_that_chooses_its_own_port() -> None:
     options = options_of()
     assert (options.workers, options.max_nodes, options.host, options.port) == ("1", 1, "", 0)
     assert options.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    assert options.shutdown_timeout_s == 0.5
+    assert (options.shutdown_timeout_s, options.signal_timeout_s) == (0.5, 30.0)
 
 
 def test_an_endpoint_is_needless_on_one_machine_so_its_port_is_not_fought_over() -> None:

@@ -87,6 +87,7 @@ class Site:
                 starter.workers,
                 sentinel=self.sentinel,
                 shutdown_timeout_s=self.options.shutdown_timeout_s,
+                signal_timeout_s=self.options.signal_timeout_s,
                 inbox=self.inbox,
                 door=door,
                 door_patience_s=0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S,

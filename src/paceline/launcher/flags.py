@@ -143,8 +143,8 @@ FLAGS_BY_GROUP: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-restarts",), "restart all workers up to N times after a failure", "0", "N"),
         Flag(
             ("--shutdown-timeout",),
-            "seconds between asking workers to end and killing them; the variable "
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it too",
+            "seconds between asking workers to end and killing them; 30 after a signal unless it "
+            "is given; the variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it too",
             "0.5",
             "S",
         ),

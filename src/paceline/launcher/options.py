@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from paceline.errors import SettingError
 from paceline.launcher.flags import Setting
 
+SIGNAL_TIMEOUT_S = 30.0
 JOIN_TIMEOUT_S = 600.0
 LAST_CALL_S = 30.0
 
@@ -45,6 +46,9 @@ class RunOptions:
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
     shutdown_timeout_s: float = 0.5
+    """How long workers have to end after another one has failed."""
+    signal_timeout_s: float = SIGNAL_TIMEOUT_S
+    """How long they have after a signal from the user: a step and a checkpoint should fit in."""
     signals: tuple[signal.Signals, ...] = ()
     log_dir: str = ""
     redirects: Mapping[int, int] = field(default_factory=dict)
@@ -127,6 +131,7 @@ def read_options(
         max_restarts=_number(settings["max_restarts"], default=0, at_least=0),
         monitor_interval_s=_duration(settings["monitor_interval"]),
         shutdown_timeout_s=_duration(settings["shutdown_timeout"]),
+        signal_timeout_s=_signal_timeout_s(settings["shutdown_timeout"]),
         signals=_signals(settings["signals_to_handle"]),
         log_dir=settings["log_dir"].value,
         redirects=_streams(settings["redirects"]),
@@ -246,6 +251,11 @@ def _optional_number(setting: Setting, *, at_least: int) -> int | None:
             advice=f"Use a whole number from {at_least} up.",
         )
     return number
+
+
+def _signal_timeout_s(shutdown_timeout: Setting) -> float:
+    is_chosen = shutdown_timeout.source != "default"
+    return _duration(shutdown_timeout) if is_chosen else SIGNAL_TIMEOUT_S
 
 
 def _duration(setting: Setting) -> float:

@@ -96,6 +96,7 @@ def watch(
     *,
     sentinel: Sentinel,
     shutdown_timeout_s: float,
+    signal_timeout_s: float | None = None,
     inbox: SignalInbox | None = None,
     door: StoreDoor | None = None,
     door_patience_s: float = 0.0,
@@ -104,10 +105,12 @@ def watch(
 ) -> Ending:
     """Pass on output and wait for everybody's end; end everybody when one fails.
 
+    After a signal to the launcher they have `signal_timeout_s` to do so, and a second one kills.
     `linger_fd` is closed when only the first worker is left: it serves the store for the others.
     """
     shift = _Shift(workers, sentinel, shutdown_timeout_s)
     shift.inbox, shift.others = inbox, others
+    shift.signal_timeout_s = shutdown_timeout_s if signal_timeout_s is None else signal_timeout_s
     shift.door, shift.door_patience_s, shift.linger_fd = door, door_patience_s, linger_fd
     try:
         shift.begin()
@@ -147,7 +150,7 @@ class _Shift:
     def __init__(self, workers: list[Running], sentinel: Sentinel, timeout_s: float) -> None:
         self.workers = workers
         self.sentinel = sentinel
-        self.shutdown_timeout_s = timeout_s
+        self.shutdown_timeout_s = self.signal_timeout_s = timeout_s
         self.selector = selectors.DefaultSelector()
         self.alive = list(workers)
         self.streams = [stream for worker in workers for stream in worker.streams]
@@ -265,8 +268,8 @@ class _Shift:
         for number in self.inbox.read() if self.inbox is not None else ():
             if not self.ending_since_ns:
                 self.signal = number
-                self.end_all(number)
-            elif number == signal.SIGINT and time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
+                self.end_all(number, self.signal_timeout_s)
+            elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
                 self.kill_all()  # somebody presses Ctrl-C again
 
     def on_knock(self) -> None:
@@ -283,7 +286,7 @@ class _Shift:
         else:
             self._later("others", self.others.interval_s, self.on_others_due)
 
-    def end_all(self, number: int = signal.SIGTERM) -> None:
+    def end_all(self, number: int = signal.SIGTERM, timeout_s: float | None = None) -> None:
         """Ask every worker to end; kill those that have not after the timeout."""
         if self.ending_since_ns:
             return
@@ -293,7 +296,8 @@ class _Shift:
             if not worker.noticed_ns:  # one that has failed is ending by itself
                 worker.send(number)
                 worker.send(signal.SIGCONT)
-        self._later("kill", self.shutdown_timeout_s, self.kill_all)
+        patience_s = self.shutdown_timeout_s if timeout_s is None else timeout_s
+        self._later("kill", patience_s, self.kill_all)
 
     def kill_all(self) -> None:
         for worker in self.workers:
