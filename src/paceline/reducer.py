@@ -175,6 +175,14 @@ class Reducer(BackwardFollower):
         self.weight.set(0.0 if self.weight.was_used else weight)
         self._finish(Backward(skips=False, is_shadow=True))
 
+    def take_part(self) -> None:
+        """Take part in one backward of the others as if one's own had reached no parameter.
+
+        Unlike a shadow this is a step of this rank's training, only without anything to add: it
+        gets the others' average, under `weighted(0)` undiluted.
+        """
+        self.on_backward_ended(Backward(skips=False))
+
     def _attach_counted(self, index: int, ref: ParamRef) -> None:
         """Count this gradient for its bucket."""
         reducer, layout = self, self._layout

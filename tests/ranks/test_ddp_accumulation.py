@@ -227,6 +227,28 @@ def test_a_rank_without_items_weighs_nothing() -> None:
         torch.testing.assert_close(got, whole_gradients(slice(12)))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_a_backward_takes_part_and_touches_no_parameter(size: int) -> None:
+    def body(world: World) -> dict[str, Tensor | None]:
+        net = nn.ModuleDict({"used": seeded(nn.Linear(6, 3)), "idle": seeded(nn.Linear(6, 3))})
+        net.forward = lambda x: net["used"](x)  # type: ignore[method-assign]
+        model = DistributedDataParallel(net, process_group=world.group)
+        for _ in range(2):  # buckets are planned anew after the first
+            model.zero_grad()
+            with model.weighted(len(X) if world.rank == 0 else 0.0):
+                if world.rank == 0:
+                    loss(model, slice(None), "sum").backward()
+                else:
+                    model._reducer.take_part()
+        return gradients(model)
+
+    alone = seeded(nn.Linear(6, 3))
+    loss(alone, slice(None)).backward()
+    for got in run_ranks(size, body):
+        torch.testing.assert_close(got["used.weight"], alone.weight.grad)
+        assert got["idle.weight"] is None
+
+
 def test_a_weighted_block_without_backward_leaves_no_weight() -> None:
     def body(world: World) -> Any:
         model = wrap(world)

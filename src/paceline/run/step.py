@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from paceline import tree
-from paceline.backward import Backward
 from paceline.errors import UsageError
 from paceline.run.finite import Loss
 from paceline.run.loader import Portion, Shard
@@ -261,7 +260,7 @@ class Step:
         """
         model = self._shop.model
         with model.weighted(0.0):
-            model._reducer.on_backward_ended(Backward(skips=False))
+            model._reducer.take_part()
 
     def _is_done(self, shard: Shard) -> bool:
         return bool(self._losses) and self._losses[-1].shard is shard
