@@ -36,6 +36,7 @@ LOSSES = {
     "waiting": ("wait", "waiting for the slowest worker"),
     "data": ("checkpoint", "fetching samples"),
     "optimizer": ("optimizer", "updating the weights"),
+    "compute": ("forward", "computing a sample takes longer than on one worker"),
     "other": ("other", "whatever cannot be explained"),
 }
 """Where time can be lost, with a colour and in words."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.scaling.attribution import Machine, Result
+from paceline.scaling.attribution import Machine, Result, stretch_of
 from paceline.scaling.prediction import Job
 from paceline.scaling.profile import OWN, Profile
 
@@ -70,13 +70,13 @@ def _larger_batch(result: Result, profile: Profile, job: Job | None) -> Suggesti
     if job is None:
         return None
     share = result.ideal_s / job.one_s
-    now = job.predict(profile.workers, job.local, crowding=result.crowding, share=share)
-    twice = job.predict(profile.workers, job.local, crowding=result.crowding, share=2 * share)
+    stretch = stretch_of(result.crowding, profile.step_s)
+    more_s = stretch * share * sum(cost.per_share_s for cost in job.costs.values())
     batch = f" ({profile.samples:,} samples now)" if profile.samples else ""
     return Suggestion(
         f"Use a global batch twice as large{batch}: exchange, update and other costs of a step "
         "are paid half as often. Adapt the learning rate.",
-        2 * now.step_s / twice.step_s - 1,
+        2 * profile.step_s / (profile.step_s + more_s) - 1,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from paceline.scaling.attribution import PARTS, percentages
@@ -18,7 +19,7 @@ MEANINGS = {
     "waiting": "waiting for the slowest worker",
     "data": "fetching samples",
     "optimizer": "the update, which every worker repeats",
-    "compute": "forward and backward cost more for each sample, though nobody shares a core",
+    "compute": "forward and backward take longer for each sample than on one worker",
     "other": "everything else, such as the loss and logging",
 }
 
@@ -28,6 +29,8 @@ def lines(study: Study) -> Iterator[str]:
     yield from _header(study)
     yield ""
     yield from _sizes(study)
+    if study.is_whole_job:
+        return
     if any(result.lost > 0 for result in study.results):
         yield ""
         yield from _losses(study)
@@ -64,7 +67,7 @@ def _header(study: Study) -> Iterator[str]:
 
 
 def _sizes(study: Study) -> Iterator[str]:
-    yield "workers     step ms    speed-up  efficiency        lost   runs apart"
+    yield "workers    step ms   speed-up  efficiency    lost  runs apart"
     for result, profile in zip(study.results, study.profiles, strict=True):
         spread = max(profile.runs_s) / min(profile.runs_s) - 1
         lost = f"{result.lost:.0%}".replace("%", " %") if result.workers > 1 else ""
@@ -72,8 +75,8 @@ def _sizes(study: Study) -> Iterator[str]:
         apart = f"{spread:.0%}".replace("%", " %") if len(profile.runs_s) > 1 else ""
         note = f"  {_crowded(result.crowding)}" if result.crowding > 1 else ""
         row = (
-            f"{result.workers:>7} {result.step_s * 1e3:>11.2f} {result.speedup:>10.2f}x "
-            f"{efficiency:>11} {lost:>11} {apart:>12}{note}"
+            f"{result.workers:>7}{result.step_s * 1e3:>11.2f}{result.speedup:>10.2f}x"
+            f"{efficiency:>12}{lost:>8}{apart:>12}{note}"
         )
         yield row.rstrip()
 
@@ -111,7 +114,7 @@ def _predictions(study: Study) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> Sequence[str]:
-    from textwrap import wrap
-
     safe = text.encode("ascii", "backslashreplace").decode("ascii")
-    return wrap(safe, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    together = safe.replace(" %", "\0%")  # a number and its unit stay on one line
+    lines = wrap(together, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]

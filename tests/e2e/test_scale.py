@@ -1,0 +1,75 @@
+"""`paceline scale` on real scripts, through the real launcher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+import sys
+import torch
+import paceline
+
+with paceline.init_process_group() as world:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    model = paceline.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(int(sys.argv[1]) // world.size, 64)
+    while True:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""
+
+
+def scale(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", "scale", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_an_endless_job_is_measured_attributed_and_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    sizes = ["--workers", "2", "--repeats", "1", "--steps", "30"]
+    options = ["--predict", "8", "--network", "1g", "--fail-under", "50", "--json"]
+
+    done = scale(*sizes, *options, "--folder", "study", "train.py", "24", cwd=tmp_path)
+
+    assert done.returncode == 1, done.stderr  # nobody reaches 50 times the ideal
+    assert "below --fail-under 50" in done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "study" / "scaling.json").read_text())
+    assert (found["mode"], found["measured"]) == ("strong", "step")
+    one, two = found["sizes"]
+    assert (one["samples"], two["samples"]) == (24, 24)
+    assert one["steps"] >= 10
+    for size in (one, two):
+        assert sum(size["seconds"].values()) == pytest.approx(size["step_s"])
+        lost = max(0.0, size["step_s"] - size["ideal_s"])
+        assert sum(size["lost"].values()) == pytest.approx(lost)
+    assert sum(bucket["bytes"] for bucket in two["buckets"]) >= 4 * (64 * 64 + 64 + 4 * 64 + 4)
+    assert found["predicted"][0]["step_s"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["study", "train.py"]
+
+
+def test_a_job_that_fails_is_shown_as_it_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemError('no data today')\n")
+
+    done = scale("--workers", "1", "--repeats", "1", "train.py", cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "The job failed on 1 worker." in done.stderr
+    assert "no data today" in done.stderr
+
+
+def test_a_script_without_our_classes_gives_whole_times(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')\n")
+
+    done = scale("--workers", "1,2", "--repeats", "1", "train.py", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "recorded no steps" in " ".join(done.stdout.split())
+    assert "trained" not in done.stdout

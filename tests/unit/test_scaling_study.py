@@ -1,0 +1,184 @@
+"""A study as text, as JSON and in the report; and the one thing it suggests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import report
+from paceline.errors import UsageError
+from paceline.scaling import words
+from paceline.scaling.attribution import PARTS, Machine
+from paceline.scaling.profile import OWN, PHASES, Profile
+from paceline.scaling.simulation import NETWORKS, Bucket
+from paceline.scaling.study import Study, as_json, make_study, write
+
+JOB = {"data": 0.001, "forward": 0.02, "backward": 0.04, "optimizer": 0.001, "other": 0.001}
+
+
+def profile(workers: int, **changes: float) -> Profile:
+    """A job that shares its batch well, with some phases changed."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    seconds |= {phase: value / workers for phase, value in JOB.items()}
+    seconds |= {"optimizer": JOB["optimizer"], "communication": 0.001 * (workers > 1)}
+    seconds |= changes
+    own = {phase: seconds[phase] for phase in OWN}
+    return Profile(
+        workers=workers,
+        step_s=sum(seconds.values()),
+        seconds=seconds,
+        samples=64,
+        steps=100,
+        runs_s=(sum(seconds.values()), 1.02 * sum(seconds.values())),
+        own_by_rank=(own,) * workers,
+        buckets=(Bucket(seconds["backward"], 10**6),) if workers > 1 else (),
+    )
+
+
+def study(*profiles: Profile, **options: Any) -> Study:
+    return make_study(profiles, name="train.py", machine=Machine(cores=4), repeats=2, **options)
+
+
+GOOD = [profile(workers) for workers in (1, 2, 4)]
+
+
+def test_the_text_fits_eighty_columns_of_plain_letters() -> None:
+    crowded = [*GOOD, profile(16, forward=0.01, waiting=0.003, data=0.002, other=0.004)]
+    busy = [replace(each, others_cores=2.5) for each in crowded]
+    found = study(*busy, predict=[8, 1024], networks=list(NETWORKS.values()))
+    lines = list(words.lines(replace(found, name="tr\N{SNOWMAN}in.py")))
+
+    assert max(map(len, lines)) <= 80
+    assert all(line.isascii() for line in lines)
+    text = "\n".join(lines)
+    for expected in (
+        "Strong scaling (found: 64 samples a step with 1 worker, 64 with 16).",
+        "Other programs used 2.5 of the 4 cores",
+        "4.0 per core",
+        "Predicted, not measured",
+        "home",
+        "Try: ",
+        "Checked where it had not seen the answer: 4 workers: predicted",
+    ):
+        assert expected in text
+
+
+def test_the_shares_of_every_row_add_up_to_a_hundred() -> None:
+    lines = list(words.lines(study(*GOOD, profile(3, waiting=0.00333, data=0.00111))))
+    begin = next(number for number, line in enumerate(lines) if "lost ms" in line)
+    rows = [line.split() for line in lines[begin + 1 : begin + 4]]
+    for row in rows:
+        assert row[-1] == "100"
+        assert sum(map(int, row[2:-1])) == 100
+
+
+def test_json_has_what_the_report_reads() -> None:
+    found = as_json(study(*GOOD, predict=[8], networks=[NETWORKS["1g"]]))
+
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["schema"] == 1
+    assert found["mode"] == "strong"
+    assert [size["workers"] for size in found["sizes"]] == [1, 2, 4]
+    assert found["sizes"][0]["speedup"] == 1.0
+    assert set(found["sizes"][1]["lost"]) == set(PARTS)
+    for size in found["sizes"]:
+        assert sum(size["lost"].values()) == pytest.approx(size["step_s"] - size["ideal_s"])
+    assert [(each["workers"], each["network"]) for each in found["predicted"]] == [(8, "1g")]
+    assert found["check"]["fitted"] == [1, 2]
+    assert abs(found["check"]["sizes"][0]["error"]) < 0.15
+
+
+def test_the_report_draws_what_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    found = study(*GOOD, predict=[8], networks=[NETWORKS["100g"]])
+
+    path = write(found, folder)
+    page = report.write(folder, None).read_text()
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "4 workers are" in page
+    assert "predicted, 100g" in page
+    assert "computing a sample takes longer than on one worker" in page
+    assert "How good the prediction is" in page
+    write(found, folder)  # a second time replaces it
+    assert {each.name for each in folder.iterdir()} == {"scaling.json", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words_of_it"),
+    [
+        ({"data": 0.02}, "Load samples ahead"),
+        ({"optimizer": 0.012, "communication": 0.0}, "batch twice as large"),
+        ({"communication": 0.012}, "batch twice as large"),
+        ({"forward": 0.4, "waiting": 0.4}, "Use 2 workers here: more are not faster"),
+    ],
+)
+def test_what_costs_most_is_what_to_try(changes: dict[str, float], words_of_it: str) -> None:
+    slow = profile(4, **changes)
+    found = study(profile(1), profile(2), slow).suggestion
+    assert found is not None
+    assert words_of_it in found.text
+    assert found.gain > 0.03
+
+
+def test_a_slow_worker_is_named_with_its_phase() -> None:
+    own = dict(GOOD[2].own_by_rank[0])
+    late = profile(4, waiting=0.01)
+    late = replace(late, own_by_rank=(own, own, {**own, "data": own["data"] + 0.01}, own))
+    found = study(profile(1), profile(2), late).suggestion
+    assert found is not None
+    assert "worker 2" in found.text
+    assert "data takes 10.0 ms longer" in found.text
+
+
+def test_workers_that_share_cores_are_advised_to_be_fewer() -> None:
+    crowded = profile(8, forward=0.02, backward=0.04)
+    found = study(*GOOD, crowded)
+    assert found.results[-1].crowding == 2
+    assert found.suggestion is not None
+    assert found.suggestion.text == "Use 4 workers here: 8 workers of 1 thread share 4 cores."
+    assert found.suggestion.gain == pytest.approx(
+        found.results[2].speedup / found.results[3].speedup - 1
+    )
+
+
+def test_a_job_that_scales_well_needs_no_advice() -> None:
+    ideal = [profile(workers, communication=0.0, optimizer=0.0, data=0.0) for workers in (1, 2, 4)]
+    assert study(*ideal).suggestion is None
+
+
+def test_a_script_that_records_nothing_gives_times_of_the_job_and_says_so() -> None:
+    whole = [
+        Profile(
+            workers=workers,
+            step_s=8.0 / workers,
+            seconds={**dict.fromkeys(PHASES, 0.0), "other": 8.0 / workers},
+            runs_s=(8.0 / workers,),
+            is_whole_job=True,
+        )
+        for workers in (1, 2)
+    ]
+    found = study(*whole)
+    text = "\n".join(words.lines(found))
+
+    assert "recorded no steps" in text
+    assert found.results[1].efficiency == pytest.approx(1.0)
+    assert as_json(found)["measured"] == "job"
+    with pytest.raises(UsageError, match="predicted"):
+        study(*whole, predict=[8], networks=[NETWORKS["1g"]])
+
+
+def test_the_mode_can_be_told() -> None:
+    found = study(*GOOD, mode="weak")
+    assert (found.mode, found.mode_why) == ("weak", "as told")
+
+
+def test_one_size_alone_is_no_study_of_scaling_but_no_error_either() -> None:
+    found = study(GOOD[0])
+    assert found.suggestion is None
+    assert found.check_text == ""
+    assert len(list(words.lines(found))) >= 4
