@@ -142,14 +142,15 @@ def test_buckets_that_changed_their_sizes_are_those_of_most_steps() -> None:
     assert spread(after, 4.0) == (Bucket(2.0, 5), Bucket(4.0, 5))
 
 
-def test_runs_are_pooled_and_their_own_times_kept() -> None:
+def test_the_faster_half_of_the_runs_counts_and_all_times_are_kept() -> None:
     def run(seconds: float) -> Run:
         step = {**dict.fromkeys(PHASES, 0.0), "forward": seconds}
         own = ({phase: step.get(phase, 0.0) for phase in PHASES},)
         return Run(wall_s=9.0, steps=(step,) * 5, own_by_rank=(own,) * 5, samples=4)
 
-    found = combine(1, [run(1.0), run(3.0)])
+    found = combine(1, [run(9.0), run(1.0), run(3.0)])
 
     assert found.step_s == pytest.approx(2.0)
-    assert found.runs_s == (1.0, 3.0)
+    assert found.runs_s == (9.0, 1.0, 3.0)
     assert (found.steps, found.samples) == (10, 4)
+    assert combine(1, [run(3.0), run(1.0)]).step_s == pytest.approx(1.0)

@@ -196,42 +196,52 @@ def usual_steps(steps: Sequence[Seconds]) -> list[int]:
 
 
 def combine(workers: int, runs: Sequence[Run]) -> Profile:
-    """All runs at one size as one usual step."""
-    steps = [step for run in runs for step in run.steps]
-    others = fmean(run.others_cores for run in runs)
-    if not steps or not all(run.steps for run in runs):
-        walls = tuple(run.wall_s for run in runs)
-        whole = median(walls)
-        seconds = {**dict.fromkeys(PHASES, 0.0), "other": whole}
+    """The faster half of the runs at one size as one usual step.
+
+    Whatever else a machine does makes runs longer, never shorter.
+    """
+    is_whole_job = not all(run.steps for run in runs)
+    lengths = [run.wall_s if is_whole_job else _length(run) for run in runs]
+    by_length = sorted(range(len(runs)), key=lambda index: lengths[index])
+    taken = [runs[index] for index in by_length[: (len(runs) + 1) // 2]]
+    others = fmean(run.others_cores for run in taken)
+    if is_whole_job:
+        whole = median(run.wall_s for run in taken)
         return Profile(
             workers=workers,
             step_s=whole,
-            seconds=seconds,
-            runs_s=walls,
+            seconds={**dict.fromkeys(PHASES, 0.0), "other": whole},
+            runs_s=tuple(lengths),
             others_cores=others,
             is_whole_job=True,
         )
+    steps = [step for run in taken for step in run.steps]
+    own = [ranks for run in taken for ranks in run.own_by_rank]
     chosen = usual_steps(steps)
     seconds = {phase: fmean(steps[index][phase] for index in chosen) for phase in PHASES}
-    own = [ranks for run in runs for ranks in run.own_by_rank]
-    runs_s = (fmean(sum(run.steps[i].values()) for i in usual_steps(run.steps)) for run in runs)
-    sharing = Counter(device for device in runs[-1].devices if not device.startswith("cpu"))
+    best = taken[0]
+    sharing = Counter(device for device in best.devices if not device.startswith("cpu"))
     return Profile(
         workers=workers,
         step_s=sum(seconds.values()),
         seconds=seconds,
-        samples=runs[-1].samples,
+        samples=best.samples,
         steps=len(steps),
-        runs_s=tuple(runs_s),
+        runs_s=tuple(lengths),
         own_by_rank=tuple(
             {phase: fmean(own[index][rank][phase] for index in chosen) for phase in OWN}
             for rank in range(workers)
         ),
-        buckets=spread(runs[-1].buckets, seconds["backward"]) if sharing else runs[-1].buckets,
-        threads=runs[-1].threads,
+        buckets=spread(best.buckets, seconds["backward"]) if sharing else best.buckets,
+        threads=best.threads,
         ranks_per_device=max(sharing.values(), default=1),
         others_cores=others,
     )
+
+
+def _length(run: Run) -> float:
+    """A usual step of one run."""
+    return fmean(sum(run.steps[index].values()) for index in usual_steps(run.steps))
 
 
 def _facts(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from paceline.scaling.attribution import PARTS, percentages
 
 if TYPE_CHECKING:
+    from paceline.scaling.profile import Profile
     from paceline.scaling.study import Study
 
 WIDTH = 80
+RESTLESS = 0.2
 HEADINGS = {"communication": "exchange", "optimizer": "update"}
 MEANINGS = {
     "sharing": "workers share cores or a device",
@@ -69,16 +71,26 @@ def _header(study: Study) -> Iterator[str]:
 def _sizes(study: Study) -> Iterator[str]:
     yield "workers    step ms   speed-up  efficiency    lost  runs apart"
     for result, profile in zip(study.results, study.profiles, strict=True):
-        spread = max(profile.runs_s) / min(profile.runs_s) - 1
         lost = f"{result.lost:.0%}".replace("%", " %") if result.workers > 1 else ""
         efficiency = f"{result.efficiency:.0%}".replace("%", " %")
-        apart = f"{spread:.0%}".replace("%", " %") if len(profile.runs_s) > 1 else ""
+        apart = f"{_apart(profile):.0%}".replace("%", " %") if len(profile.runs_s) > 1 else ""
         note = f"  {_crowded(result.crowding)}" if result.crowding > 1 else ""
         row = (
             f"{result.workers:>7}{result.step_s * 1e3:>11.2f}{result.speedup:>10.2f}x"
             f"{efficiency:>12}{lost:>8}{apart:>12}{note}"
         )
         yield row.rstrip()
+    restless = [each for each in study.profiles if _apart(each) > RESTLESS]
+    if restless:
+        sizes = " and ".join(str(each.workers) for each in restless)
+        yield from _wrapped(
+            f"The runs of {sizes} worker{'s' if sizes != '1' else ''} are far apart; the faster "
+            "half counts. Repeat this on a quiet machine."
+        )
+
+
+def _apart(profile: Profile) -> float:
+    return max(profile.runs_s) / min(profile.runs_s) - 1
 
 
 def _crowded(crowding: float) -> str:

@@ -1,0 +1,86 @@
+"""What real engines record for `paceline scale`: steps, samples and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from updates import update
+
+from paceline import DistributedDataParallel, spans
+from paceline.scaling.profile import OWN, RankSteps, read_rank
+from paceline.testing import run_ranks, seeded
+from paceline.timeline import read_events
+from paceline.world import World
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[Path]:
+    """Ranks are threads here and share a file, so only one world of one, or rank 0, records."""
+    path = tmp_path / "rank0.trace.json"
+    spans.start(path, 0)
+    yield path
+    spans.stop()
+
+
+def read(path: Path) -> RankSteps:
+    spans.stop()
+    return read_rank(read_events(path))
+
+
+def test_one_worker_that_accumulates_makes_one_step_of_several_passes(recording: Path) -> None:
+    def body(world: World) -> None:
+        model = DistributedDataParallel(seeded(nn.Linear(8, 2)), process_group=world.group)
+        for _ in range(4):
+            with model.no_sync():
+                model(torch.ones(3, 8)).sum().backward()
+            model(torch.ones(5, 8)).sum().backward()
+            update(model)
+
+    run_ranks(1, body)
+    found = read(recording)
+
+    assert list(found.seconds) == [1, 2, 3]  # the first has no begin
+    assert dict(found.samples) == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert found.facts["size"] == 1
+    assert found.facts["device"] == "cpu"
+    for seconds in found.seconds.values():
+        assert set(seconds) == {*OWN, "wait"}
+        assert seconds["forward"] > 0
+        assert seconds["backward"] > 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buckets_are_recorded_with_their_bytes(recording: Path, size: int) -> None:
+    def body(world: World) -> None:
+        model = DistributedDataParallel(
+            seeded(nn.Linear(8, 2)), process_group=world.group, bucket_cap_mb=1
+        )
+        for _ in range(3):
+            model(torch.ones(4, 8)).sum().backward()
+            update(model)
+
+    run_ranks(size, body)
+    spans.stop()
+    ready = [event for event in read_events(recording) if event["name"] == "ready"]
+
+    assert len(ready) == 3 * size
+    # 18 numbers of 4 bytes, and the trailer behind them.
+    assert all(event["args"]["bytes"] > 72 for event in ready)
+
+
+def test_a_batch_without_rows_is_not_counted(recording: Path) -> None:
+    class Sum(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    def body(world: World) -> None:
+        model = DistributedDataParallel(seeded(Sum(8, 2)), process_group=world.group)
+        for _ in range(2):
+            model(torch.ones(4, 8)).backward()
+
+    run_ranks(1, body)
+    assert not read(recording).samples
