@@ -357,10 +357,16 @@ class Observation:
     """After how long without progress a rank says where it is; 0 for never."""
     blames: bool = True
     """Whether ranks compare their pace; all ranks must want the same."""
+    trace_step: int = 0
+    """The step that a `Run` records stage by stage; 0 for none."""
 
 
 def observation_environment(
-    *, timeline: str, stall_s: float | None, environ: Mapping[str, str]
+    *,
+    timeline: str = "",
+    stall_s: float | None = None,
+    trace_step: int | None = None,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
     """What a launcher sets so that its workers can `read_observation`; all get the same."""
     ours: dict[str, str] = {}
@@ -370,11 +376,13 @@ def observation_environment(
         ours["PACELINE_STALL_S"] = f"{stall_s:g}"
     elif "PACELINE_STALL_S" not in environ:
         ours["PACELINE_STALL_S"] = f"{DEFAULT_STALL_S:g}"
+    if trace_step is not None:
+        ours["PACELINE_TRACE_STEP"] = str(trace_step)
     return ours
 
 
 def read_observation(environ: Mapping[str, str] | None = None) -> Observation:
-    """Read PACELINE_TIMELINE, PACELINE_STALL_S and PACELINE_BLAME."""
+    """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_BLAME and PACELINE_TRACE_STEP."""
     environ = os.environ if environ is None else environ
     stall = environ.get("PACELINE_STALL_S", "0")
     blame = environ.get("PACELINE_BLAME", "1")
@@ -389,4 +397,10 @@ def read_observation(environ: Mapping[str, str] | None = None) -> Observation:
         )
     if blame not in {"0", "1"}:
         raise SettingError(f"PACELINE_BLAME is {blame!r}.", advice="Use 0 or 1.")
-    return Observation(environ.get("PACELINE_TIMELINE", ""), stall_s, blame == "1")
+    trace_step = read_int(environ, "PACELINE_TRACE_STEP", default=0)
+    if trace_step < 0:
+        raise SettingError(
+            f"PACELINE_TRACE_STEP is {trace_step}.",
+            advice="Steps count from 1; 0 means none.",
+        )
+    return Observation(environ.get("PACELINE_TIMELINE", ""), stall_s, blame == "1", trace_step)

@@ -46,6 +46,7 @@ SURFACE = {
         "--duplicate-stdout-filters --duplicate_stdout_filters",
         "--duplicate-stderr-filters --duplicate_stderr_filters",
         "--timeline",
+        "--trace-step --trace_step",
         "--stall-after --stall_after",
         "--run-path --run_path",
         "--start-method --start_method",

@@ -260,6 +260,8 @@ def test_what_a_launcher_wants_to_watch_is_read_back_by_its_workers() -> None:
     assert read_observation(ours) == Observation(os.path.abspath("spans"), 120.0, True)
     ours = observation_environment(timeline="", stall_s=0.0, environ={})
     assert read_observation(ours) == Observation()
+    ours = observation_environment(stall_s=0.0, trace_step=7, environ={})
+    assert read_observation(ours) == Observation(trace_step=7)
     assert (
         observation_environment(timeline="", stall_s=None, environ={"PACELINE_STALL_S": "5"}) == {}
     )
@@ -272,7 +274,13 @@ def test_without_a_launcher_only_paces_are_compared() -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [{"PACELINE_STALL_S": "soon"}, {"PACELINE_STALL_S": "-1"}, {"PACELINE_BLAME": "yes"}],
+    [
+        {"PACELINE_STALL_S": "soon"},
+        {"PACELINE_STALL_S": "-1"},
+        {"PACELINE_BLAME": "yes"},
+        {"PACELINE_TRACE_STEP": "first"},
+        {"PACELINE_TRACE_STEP": "-1"},
+    ],
 )
 def test_impossible_wishes_name_their_variable(environ: dict[str, str]) -> None:
     (name,) = environ

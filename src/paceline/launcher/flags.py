@@ -210,6 +210,13 @@ FLAGS_BY_GROUP: dict[str, tuple[Flag, ...]] = {
             "FOLDER",
         ),
         Flag(
+            ("--trace-step",),
+            "record this step of a script that uses paceline.Run, stage by stage, in the run's "
+            "folder; `paceline trace RUN` draws it",
+            "",
+            "N",
+        ),
+        Flag(
             ("--stall-after",),
             "seconds without progress after which a worker says where it is and whom it waits "
             "for; 0 for never; 120 unless PACELINE_STALL_S is set",

@@ -64,6 +64,8 @@ class RunOptions:
     numa: str = ""
     timeline: str = ""
     """The folder for recordings; empty for none."""
+    trace_step: int | None = None
+    """The step that a `Run` records; None leaves it to the variable, or the script."""
     stall_after_s: float | None = None
     """None leaves it to the variable, or the default."""
 
@@ -144,6 +146,7 @@ def read_options(
         virtual_local_rank=settings["virtual_local_rank"].is_on,
         numa=_numa(settings["numa_binding"]),
         timeline=settings["timeline"].value,
+        trace_step=_optional_number(settings["trace_step"], at_least=1),
         stall_after_s=(
             _duration(settings["stall_after"]) if settings["stall_after"].value else None
         ),

@@ -135,7 +135,10 @@ def _plan_worker(
         virtual_local_rank=options.virtual_local_rank,
     )
     ours |= observation_environment(
-        timeline=options.timeline, stall_s=options.stall_after_s, environ=facts.environ
+        timeline=options.timeline,
+        stall_s=options.stall_after_s,
+        trace_step=options.trace_step,
+        environ=facts.environ,
     )
     stdout = _route(options, local_rank, STDOUT, os.path.join(folder, "stdout.log"))
     stderr = _route(options, local_rank, STDERR, os.path.join(folder, "stderr.log"))

@@ -7,7 +7,8 @@ what was `wanted`, and `options` are the rarer wishes. `plan` says which samples
 a commit changes, `finite` looks for NaN first, `buffers` keeps statistics independent of the
 workers. `metrics` are sums and counts read `late`, `evaluation` counts every sample once.
 `signals` and `vote` stop all workers after the same step. `state`, `saving` and `handout` are
-about checkpoints, `record` about what a run says, `place` about where it takes place.
+about checkpoints, `record` about what a run says, `place` about where it takes place. `recorder`
+follows one step stage by stage, `watching` has the rest that people can see of a run.
 """
 
 from paceline.run.loop import Run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sized
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.run.options import RunOptions
 from paceline.run.place import check_batch_norm, find_world, unwrapped
 from paceline.run.plan import Plan, check_batch
 from paceline.run.record import Record, versions
+from paceline.run.recorder import StepRecorder
 from paceline.run.saving import Saving
 from paceline.run.seeds import Generators, derive
 from paceline.run.state import RunState, describe_model
@@ -30,10 +32,16 @@ from paceline.run.stream import StreamLoader
 from paceline.run.update import Update
 from paceline.run.vote import Vote, word_device
 from paceline.run.wanted import Wanted, describe, opening_lines
+from paceline.run.watching import Watching
 from paceline.run.workshop import Workshop
 from paceline.run_folder import RunFolder
 from paceline.world import World
 from paceline.wrapper import bare
+
+NO_NOISE = (
+    "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
+    "so there is nothing to compare. Pass shards=2 or more to a new run."
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +59,7 @@ class Parts:
     facts: dict[str, Any]
     record: Record
     vote: Vote
+    watching: Watching
     position: Position
     lines: list[str]
     """What is said when the loop begins."""
@@ -93,9 +102,15 @@ def build(wanted: Wanted) -> Parts:
         "versions": versions(),
     }
     saving.refuse_other_run(facts, found[1] if found else None)
-    _refuse_different_facts(group, {**facts, "epochs": wanted.epochs}, words)
-    ddp = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
-    position, sums = state.give_back(found[0]) if found else (Position(), {})
+    watching = Watching(options, folder, world.rank)
+    agreed = {**facts, "epochs": wanted.epochs, "trace_step": watching.trace_step}
+    _refuse_different_facts(group, agreed, words)
+    with ExitStack() as undo:
+        undo.callback(watching.end)
+        watching.start_timeline()
+        ddp = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
+        position, sums = state.give_back(found[0]) if found else (Position(), {})
+        undo.pop_all()
     pin_memory = device.type == "cuda" if options.pin_memory is None else options.pin_memory
     loading = loading_options(
         workers=wanted.workers, pin_memory=pin_memory, prefetch=options.prefetch
@@ -105,6 +120,7 @@ def build(wanted: Wanted) -> Parts:
     metrics = Metrics(record.step_event)
     if world.rank == 0:
         metrics.epoch = sums
+    passes = min(world.size, shards) if options.merge_shards else shards
     generators = Generators(device)
     generators.seed(derive(seed, "between", position.step))
     shop = Workshop(
@@ -122,8 +138,13 @@ def build(wanted: Wanted) -> Parts:
         ),
         generators=generators,
         metrics=metrics,
-        noise=_noise_meter(module, options),
+        noise=_noise_meter(module, options) if passes > 1 else None,
+        recorder=_recorder(wanted, folder, watching, ddp, plan, record),
     )
+    watching.note_progress(position.step, None if plan is None else plan.steps)
+    lines = opening_lines(world, device, shards, plan, position)
+    if options.noise_every and passes == 1:
+        lines.append(NO_NOISE)
     return Parts(
         world=world,
         group=group,
@@ -136,8 +157,9 @@ def build(wanted: Wanted) -> Parts:
         facts=facts,
         record=record,
         vote=Vote(group, words),
+        watching=watching,
         position=position,
-        lines=opening_lines(world, device, shards, plan, position),
+        lines=[*lines, *watching.lines],
     )
 
 
@@ -207,6 +229,26 @@ def _noise_meter(module: nn.Module, options: RunOptions) -> NoiseMeter | None:
     if not options.noise_every:
         return None
     return NoiseMeter(module.parameters(), every=options.noise_every)
+
+
+def _recorder(
+    wanted: Wanted,
+    folder: RunFolder | None,
+    watching: Watching,
+    model: DistributedDataParallel,
+    plan: Plan | None,
+    record: Record,
+) -> StepRecorder | None:
+    if folder is None or not watching.trace_step:
+        return None
+    return StepRecorder(
+        watching.trace_step,
+        folder,
+        model,
+        wanted.optimizer,
+        None if plan is None else wanted.dataset,
+        say=record.message,
+    )
 
 
 def _refuse_different_facts(group: Any, facts: dict[str, Any], words: torch.device) -> None:

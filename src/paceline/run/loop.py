@@ -178,6 +178,7 @@ class Run:
         self._between.begin()
         self._listen()
         parts.record.start(self.step, parts.lines)
+        parts.watching.begin(parts.group, parts.record)
         portions = parts.shop.loader.portions(self._between.position)
         try:
             while (portion := next(portions, None)) is not None:
@@ -210,11 +211,14 @@ class Run:
 
     def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
         parts = self._parts
-        parts.shop.loader.close()
-        parts.shop.metrics.flush(wait=is_complete)
-        parts.saving.report(parts.record, wait=True)
-        parts.record.stop(self.step, status, reason)
-        self._stop.ignore()
+        try:
+            parts.shop.loader.close()
+            parts.shop.metrics.flush(wait=is_complete)
+            parts.saving.report(parts.record, wait=True)
+            parts.record.stop(self.step, status, reason)
+        finally:
+            parts.watching.end()
+            self._stop.ignore()
 
     def _listen(self) -> None:
         if self.options.handle_signals:

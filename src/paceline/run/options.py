@@ -44,6 +44,12 @@ class RunOptions:
     and with `clip_norm`, all of them are, because it costs next to nothing there."""
     noise_every: int = 0
     """Measure the gradient noise scale in every so many steps; 0 means never."""
+    trace_step: int = 0
+    """Record this step stage by stage into the folder, for `paceline trace` and the report; 0: what
+    `paceline run --trace-step` says, or none."""
+    timeline: bool = False
+    """Whether every worker records into the folder what it does when; `paceline run --timeline`
+    goes before."""
     handle_signals: bool = True
     """Whether the first Ctrl-C or SIGTERM lets the step end and saves, and the second kills."""
     exit_on_signal: bool = True
@@ -51,11 +57,12 @@ class RunOptions:
     progress: str = "auto"
     """How rank 0 shows the run: `auto`, `bar`, `plain`, `json` or `quiet`."""
     policy: Sequence[str] = ()
-    """What was decided about batch size and learning rate and why, to be shown and kept."""
+    """What was decided about batch size and learning rate and why, to be shown and kept; empty: how
+    the global batch is cut among the workers."""
 
     def __post_init__(self) -> None:
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0}
-        least_by_name |= {"checkpoint_every": 0, "noise_every": 0}
+        least_by_name |= {"checkpoint_every": 0, "noise_every": 0, "trace_step": 0}
         for name, least in least_by_name.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.blame import Blame
 from paceline.checkpoint import Written
 from paceline.policy import NoiseEstimate
 from paceline.progress import Progress
@@ -41,10 +42,13 @@ class Record:
         self._events = None if folder is None else EventWriter(folder, rank)
         self._info_due_s = 0.0
         self._has_failed = False
+        self._step = 0
+        self._advice = ""
 
     def start(self, step: int, lines: list[str]) -> None:
         """The loop begins, after `step` steps."""
         info = self.info
+        self._step = step
         if self._rank == 0:
             self._progress = Progress(self._progress_mode)
             self._progress.start(
@@ -66,6 +70,7 @@ class Record:
         self, step: int, epoch: int, samples: int, metrics: Callable[[], Mapping[str, float]]
     ) -> None:
         """`step` steps are applied. What the step was like is written later; see `step_event`."""
+        self._step = step
         if self._progress is not None:
             self._progress.step(step, epoch=epoch, samples=samples, metrics=metrics)
         if self._rank == 0 and time.monotonic() >= self._info_due_s:
@@ -101,10 +106,24 @@ class Record:
             metric=written.metric,
         )
 
+    def blame(self, blame: Blame) -> None:
+        """A worker holds the others up, as is known since the step under way."""
+        step = self._step + 1
+        self.write_first(
+            "blame",
+            step=step,
+            slow_rank=blame.rank,
+            phase=blame.phase,
+            slower_by_s=blame.slower_by_s,
+            steps=blame.steps,
+        )
+        self.say(f"Step {step}: {blame}", "warning")
+
     def noise(self, step: int, estimate: NoiseEstimate) -> None:
+        """Keep every estimate; the last one is said when the run is over."""
         facts = {"noise_scale": estimate.noise_scale, "advice": estimate.advice}
         self.write_first("noise", step=step, **facts)
-        self.say(estimate.advice)
+        self._advice = estimate.advice
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something on rank 0's terminal, and keep it."""
@@ -121,7 +140,8 @@ class Record:
         self.write("stop", step=step, reason=reason)
         self.update(status=status, step=step)
         if self._progress is not None:
-            self._progress.finish(status, lines=[] if status == "finished" else [reason])
+            lines = ["" if status == "finished" else reason, self._advice]
+            self._progress.finish(status, lines=[line for line in lines if line])
             self._progress = None
         if self._events is not None:
             self._events.close()  # another event opens it again

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline import tree
 from paceline.errors import UsageError
+from paceline.pipeline import Recording
 from paceline.run.finite import Loss
 from paceline.run.loader import Portion, Shard
 from paceline.run.seeds import derive
@@ -59,7 +60,8 @@ class Step:
         self._portion = portion
         self._on_summed, self._on_end = on_summed, on_end
         self._shop = workshop
-        self._inside = ExitStack()
+        self._inside, self._around = ExitStack(), ExitStack()
+        self._recording: Recording | None = None
         self._before: tuple[Any, ...] = ()
         self._shard: Shard | None = None
         self._done = 0
@@ -81,6 +83,10 @@ class Step:
         self._begin_s = time.perf_counter()
         self._before = shop.generators.state()
         shop.update.zero_grads()
+        if shop.recorder is not None:
+            indices = [index for shard in self._portion.shards for index in shard.indices]
+            recorder = shop.recorder.around(self.number, indices)
+            self._recording = self._around.enter_context(recorder)
         shop.buffers.begin()
         shop.seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
         self._scale = shop.size / self.samples
@@ -151,6 +157,8 @@ class Step:
         self._lap("forward")
         count = len(shard.indices) if weight is None else _number(weight)
         self._note_weight(is_given=weight is not None)
+        if self._recording is not None:
+            self._recording.note_loss(loss, weight=count)
         with self._weighted(count):
             scaled = shop.finite.poisoned(loss, self._scale)
             shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
@@ -163,12 +171,18 @@ class Step:
         self._lap("backward")
 
     def __exit__(
-        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
-                self._finish()
-                self.state = "applied"
+                with self._around:
+                    self._finish()
+                    self.state = "applied"
+            else:
+                self._around.__exit__(kind, error, frames)
         finally:
             if self.state != "applied":
                 self._put_back()

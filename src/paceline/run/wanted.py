@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.policy import plan_global_batch
 from paceline.run.loader import Position
 from paceline.run.options import RunOptions
 from paceline.run.plan import Plan
@@ -83,8 +84,30 @@ def describe(
         device=str(device),
         host=host(),
         versions=facts["versions"],
-        policy=list(wanted.options.policy),
+        policy=list(wanted.options.policy)
+        or [
+            batch_sentence(
+                wanted.global_batch,
+                workers=world.size,
+                shards=facts["shards"],
+                merges=wanted.options.merge_shards,
+            )
+        ],
     )
+
+
+def batch_sentence(global_batch: int, *, workers: int, shards: int, merges: bool) -> str:
+    """Which global batch it is, and what each worker gets of it and in how many passes."""
+    busy = min(workers, shards)
+    if shards % busy:
+        sizes = [len(range(shard, global_batch, shards)) for shard in range(shards)]
+        rows = [sum(sizes[worker::busy]) for worker in range(busy)]
+        return (
+            f"Global batch {global_batch:,} on {busy:,} workers, in {shards:,} shards: "
+            f"{min(rows):,} to {max(rows):,} rows each."
+        )
+    passes = 1 if merges else shards // busy
+    return replace(plan_global_batch(global_batch, busy), accumulation=passes).sentence
 
 
 def opening_lines(

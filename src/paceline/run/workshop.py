@@ -13,6 +13,7 @@ from paceline.run.buffers import Buffers
 from paceline.run.finite import FiniteCheck
 from paceline.run.loader import MapLoader
 from paceline.run.metrics import Metrics
+from paceline.run.recorder import StepRecorder
 from paceline.run.seeds import Generators
 from paceline.run.stream import StreamLoader
 from paceline.run.update import Update
@@ -35,5 +36,6 @@ class Workshop:
     generators: Generators
     metrics: Metrics
     noise: NoiseMeter | None = None
+    recorder: StepRecorder | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """What the step under way has spent, by phase, as the host sees it."""

@@ -1,0 +1,296 @@
+"""What people can see of a run: a recorded step, a timeline, the slow worker, the batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import QUIET, Rows, assert_same, mlp, train
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from paceline import pace, spans
+from paceline.blame import Blame
+from paceline.errors import DesyncError
+from paceline.pipeline import read
+from paceline.run import Run, RunOptions
+from paceline.run.wanted import batch_sentence
+from paceline.run_folder import RunFolder, read_events, read_info
+from paceline.testing import run_ranks
+from paceline.world import World
+
+BLAME = Blame(rank=1, phase="data", slower_by_s=0.2, phase_s=0.21, others_phase_s=0.01, steps=8)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(RunFolder(folder)) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize(("size", "shards"), [(1, 1), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("weigh", [True, False])
+def test_a_chosen_step_is_recorded_and_computes_the_same(
+    size: int, shards: int, weigh: bool, tmp_path: Path
+) -> None:
+    def body(world: World, step: int) -> Any:
+        options = RunOptions(progress="quiet", trace_step=step)
+        folder = tmp_path / f"run{step}"
+        return train(world, folder=folder, options=options, shards=shards, weigh=weigh, epochs=1)
+
+    watched, usual = (run_ranks(size, body, step)[0] for step in (3, 0))
+    trace = read(tmp_path / "run3" / "pipeline" / "step3.json")
+    assert trace.check is not None
+    assert (trace.check.how, trace.check.is_same) == ("whole batch", True)
+    assert [stage.name for stage in trace.stages][:2] == ["data", "sampler"]
+    assert_same(watched.parameters, usual.parameters, rtol=0.0, atol=0.0)
+    if size == 1:  # threads share a generator
+        assert watched.between == usual.between
+    assert RunFolder(tmp_path / "run3").pipeline_steps() == [3]
+    assert RunFolder(tmp_path / "run0").pipeline_steps() == []
+
+
+def test_a_step_of_a_stream_is_recorded_without_numbers_of_samples(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([Rows()[index] for index in range(50)])
+
+    options = RunOptions(progress="quiet", trace_step=2)
+    train(dataset=Stream(), folder=tmp_path / "run", options=options, epochs=1)
+    trace = read(tmp_path / "run" / "pipeline" / "step2.json")
+    assert trace.check is not None
+    assert trace.check.is_same
+    assert trace.dataset_rows is None
+
+
+def test_a_recorded_step_that_fails_leaves_no_hook_and_is_recorded_when_it_comes_again(
+    tmp_path: Path,
+) -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = RunOptions(progress="quiet", trace_step=2)
+    run = Run(
+        net, optimizer, Rows(), global_batch=25, epochs=1, folder=tmp_path / "run", options=options
+    )
+    path = tmp_path / "run" / "pipeline" / "step2.json"
+    hooks = [len(module._forward_hooks) for module in net.modules()]
+    failures = 0
+    for step in run:
+        try:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                if step.number == 2 and not failures:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            failures += 1
+            assert not path.exists()
+            assert [len(module._forward_hooks) for module in net.modules()] == hooks
+    assert failures == 1
+    assert read(path).step == 2
+
+
+def test_a_step_that_is_not_finite_leaves_no_hook_either() -> None:
+    net = mlp()
+    data = Rows()
+    data.x[:] = float("nan")
+    hooks = [len(module._forward_hooks) for module in net.modules()]
+    with pytest.raises(Exception, match="is nan"):
+        train(build=lambda: net, dataset=data, options=RunOptions(progress="quiet", trace_step=1))
+    assert [len(module._forward_hooks) for module in net.modules()] == hooks
+
+
+def test_the_launchers_step_is_recorded_unless_the_script_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TRACE_STEP", "4")
+    train(folder=tmp_path / "launcher")
+    assert RunFolder(tmp_path / "launcher").pipeline_steps() == [4]
+    train(folder=tmp_path / "script", options=RunOptions(progress="quiet", trace_step=2))
+    assert RunFolder(tmp_path / "script").pipeline_steps() == [2]
+
+
+def test_what_cannot_be_recorded_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(**arguments: Any) -> str:
+        wishes = RunOptions(progress="plain", trace_step=arguments.pop("trace_step", 2))
+        train(options=wishes, epochs=1, **arguments)
+        return capsys.readouterr().out
+
+    assert said().count("Step 2 is not recorded: that needs folder=") == 1
+    assert "Step 99 is not recorded: the run has 7 steps." in said(
+        folder=tmp_path / "run", trace_step=99
+    )
+    assert "Step 2 is not recorded: it is applied already." in said(folder=tmp_path / "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "pipeline").touch()  # as good as a disk that is full
+    assert said(folder=tmp_path / "full").count("Step 2 cannot be recorded") == 1
+
+
+def test_workers_that_would_record_different_steps_are_told(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        options = RunOptions(progress="quiet", trace_step=world.rank)
+        train(world, folder=tmp_path / "run", options=options)
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, DesyncError)
+        assert "trace_step" in str(error)
+
+
+def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    def body(world: World, is_first: bool) -> None:
+        net = mlp()
+        run = Run(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            Rows(),
+            global_batch=8,
+            epochs=2,
+            folder=folder,
+            world=world,
+            options=RunOptions(progress="plain"),
+        )
+        comparison = pace.find(world.group)
+        assert comparison is not None
+        before = comparison.listeners, comparison.print_line
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                if step.number == 6 and world.rank == 0:
+                    comparison._tell(BLAME)
+            if is_first and step.number == 4:
+                run.save()
+                break
+        assert (comparison.listeners, comparison.print_line) == before
+
+    run_ranks(2, body, True)
+    run_ranks(2, body, False)
+    (event,) = events(folder, "blame")
+    assert event == {
+        "kind": "blame",
+        "t": event["t"],
+        "rank": 0,
+        "step": 6,
+        "slow_rank": 1,
+        "phase": "data",
+        "slower_by_s": 0.2,
+        "steps": 8,
+    }
+    shown = capsys.readouterr()
+    assert shown.out.count(f"Step 6: {BLAME}") == 1
+    assert "Rank 1" not in shown.err
+
+
+def test_a_timeline_is_recorded_into_the_folder_until_the_loop_ends(tmp_path: Path) -> None:
+    options = RunOptions(progress="quiet", timeline=True)
+    train(folder=tmp_path / "run", options=options)
+    assert not spans.is_on()
+    lines = json.loads(RunFolder(tmp_path / "run").timeline_of(0).read_text())
+    names = {line["name"] for line in lines}
+    assert {"data", "forward", "backward", "optimizer"} <= names
+
+
+def test_a_timeline_that_is_recorded_already_stays_where_it_is(tmp_path: Path) -> None:
+    spans.start(tmp_path / "mine", 0)
+    try:
+        train(folder=tmp_path / "run", options=RunOptions(progress="quiet", timeline=True))
+        assert spans.is_on()
+    finally:
+        spans.stop()
+    assert not RunFolder(tmp_path / "run").timeline.exists()
+
+
+def test_the_launchers_timeline_goes_before_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TIMELINE", str(tmp_path / "launcher"))
+    try:
+        train(folder=tmp_path / "run", options=RunOptions(progress="quiet", timeline=True))
+    finally:
+        spans.stop()
+    assert (tmp_path / "launcher" / "rank0.trace.json").exists()
+    assert not RunFolder(tmp_path / "run").timeline.exists()
+
+
+def test_a_timeline_that_cannot_be_written_is_said_and_the_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "timeline" / "rank0.trace.json").mkdir(parents=True)
+    options = RunOptions(progress="plain", timeline=True)
+    train(folder=tmp_path / "run", options=options)
+    train(options=options)
+    assert capsys.readouterr().out.count("There is no timeline: ") == 2
+
+
+def test_every_run_says_how_its_batch_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = "Global batch 8 on 2 workers, 4 rows each."
+
+    def body(world: World, name: str, *lines: str) -> None:
+        options = RunOptions(progress="plain", policy=lines)
+        train(world, folder=tmp_path / name, options=options, epochs=1)
+
+    run_ranks(2, body, "run")
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    assert info.policy == [sentence]
+    assert sentence in capsys.readouterr().out
+    run_ranks(2, body, "own", "As on one device.")
+    assert "As on one device." in (shown := capsys.readouterr().out)
+    assert sentence not in shown
+
+
+@pytest.mark.parametrize(
+    ("workers", "shards", "merges", "sentence"),
+    [
+        (1, 1, False, "Global batch 10 on one worker."),
+        (5, 2, False, "Global batch 10 on 2 workers, 5 rows each."),
+        (20, 10, False, "Global batch 10 on 10 workers, 1 rows each."),
+        (2, 4, True, "Global batch 10 on 2 workers, 5 rows each."),
+        (2, 3, False, "Global batch 10 on 2 workers, in 3 shards: 3 to 7 rows each."),
+    ],
+)
+def test_the_sentence_on_the_batch_is_true(
+    workers: int, shards: int, merges: bool, sentence: str
+) -> None:
+    assert batch_sentence(10, workers=workers, shards=shards, merges=merges) == sentence
+
+
+def test_shards_beyond_the_workers_are_passes() -> None:
+    sentence = batch_sentence(10, workers=1, shards=8, merges=False)
+    assert "in 8 passes of at most 2 " in sentence
+
+
+def test_advice_on_noise_is_said_once_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = RunOptions(progress="plain", noise_every=1)
+    train(folder=tmp_path / "run", options=options, shards=2, epochs=3)
+    found = events(tmp_path / "run", "noise")
+    assert len(found) == 3
+    shown = capsys.readouterr().out
+    assert shown.count("noise scale") == 1
+    assert " ".join(shown.split()).endswith(found[-1]["advice"])
+
+
+@pytest.mark.parametrize(("shards", "merges"), [(1, False), (4, True)])
+def test_noise_that_cannot_be_measured_is_said_once(
+    shards: int, merges: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = RunOptions(progress="plain", noise_every=1, merge_shards=merges)
+    train(folder=tmp_path / "run", options=options, shards=shards)
+    assert capsys.readouterr().out.count("The gradient noise scale cannot be measured") == 1
+    assert events(tmp_path / "run", "noise") == []
+
+
+def test_a_quiet_run_says_nothing_of_all_this(capsys: pytest.CaptureFixture[str]) -> None:
+    train(options=QUIET)
+    assert capsys.readouterr() == ("", "")
