@@ -202,7 +202,11 @@ class Bucket:
         if self._versions is None or not self.views:
             return False
         return any(
-            param is not None and param.grad is view and view._version == version + 1
+            # One that was zeroed in place, and not used since, has changed once as well.
+            param is not None
+            and param.grad is view
+            and view._version == version + 1
+            and bool(view.any())
             for param, view, version in zip(self.params, self.views, self._versions, strict=True)
         )
 

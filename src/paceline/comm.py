@@ -66,6 +66,8 @@ def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
 
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
     """Sum `tensor` over the group, in place."""
+    if group.size() == 1:  # a run of one worker has a group without a backend
+        return
     with waiting(group):
         start_all_reduce(group, tensor, what).wait()
 
@@ -90,6 +92,8 @@ def broadcast(
 
 def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     """The tensors of all ranks, in rank order; all must have one shape and dtype."""
+    if group.size() == 1:
+        return [tensor.clone()]
     if tensor.is_complex():
         parts = all_gather(group, torch.view_as_real(tensor), what)
         return [torch.view_as_complex(part) for part in parts]
@@ -155,7 +159,7 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     rank, size = group.rank(), group.size()
     post_last_words(group, what, kind="waiting")
     said = _read_last_words(group, [other for other in range(size) if other != rank])
-    names = _world_ranks(group)
+    names = world_ranks(group)
     gone = [f"rank {names[r]} {w['text']}" for r, w in said.items() if w["kind"] != "waiting"]
     waiting = [names[r] for r, words in said.items() if words["kind"] == "waiting"]
     silent = [names[r] for r in range(size) if r != rank and r not in said]
@@ -175,7 +179,7 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     )
 
 
-def _world_ranks(group: Group) -> list[int]:
+def world_ranks(group: Group) -> list[int]:
     """The ranks of the group's members as everybody else counts them."""
     try:
         return dist.get_process_group_ranks(group)

@@ -48,12 +48,12 @@ class BridgedBuckets(SharedBuckets):
         places = segment.places
         self._copied = [places.copied_word(p) for p in range(len(ranks))]
         """The leader's says that the sum has arrived; the others' that they have taken it."""
-        self._unsent: deque[int] = deque()
+        self._unsent: deque[tuple[int, str]] = deque()
         self._sent: deque[tuple[int, int, comm.Pending]] = deque()
 
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Any:
         if self.position == 0:
-            self._unsent.append(number)
+            self._unsent.append((number, what))
         return super().start(number, buffer, weight, what)
 
     def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -61,9 +61,9 @@ class BridgedBuckets(SharedBuckets):
 
     def advance(self) -> None:
         super().advance()
-        while self._unsent and self._is_summed(self._unsent[0]):
-            number = self._unsent.popleft()
-            what = f"The sum of bucket {number} between hosts"
+        while self._unsent and self._is_summed_here(self._unsent[0][0]):
+            number, what = self._unsent.popleft()
+            what = f"{what}, between hosts,"
             flat = self._leaders_bucket(number)
             try:
                 work = self._leaders.allreduce([flat])
@@ -76,6 +76,11 @@ class BridgedBuckets(SharedBuckets):
             pending.wait()
             self.words[self._copied[0] + number] = turn
 
+    def has_arrived(self, number: int, turn: int) -> bool:
+        # The leader's gradients are what the others copy: it may not touch them before all have.
+        rows = [self._copied[self.position]] if self.position else self._copied
+        return all(self.words[row + number] >= turn for row in rows)
+
     def is_done(self, number: int, turn: int) -> bool:
         self.advance()
         words, mine = self.words, self._copied[self.position] + number
@@ -86,8 +91,7 @@ class BridgedBuckets(SharedBuckets):
             own = self.spare(number) if is_private else self.homes[number]
             own.copy_(self._leaders_bucket(number))
             words[mine] = turn
-        # The leader's gradients are what the others copy: it may not touch them before all have.
-        return self.position > 0 or all(words[row + number] >= turn for row in self._copied)
+        return self.has_arrived(number, turn)
 
     def missing(self, number: int, turn: int) -> list[int]:
         late = super().missing(number, turn)
@@ -97,6 +101,9 @@ class BridgedBuckets(SharedBuckets):
             for rank, row in zip(self.ranks, waits_for, strict=False)
             if self.words[row + number] < turn
         ]
+
+    def _is_summed_here(self, number: int) -> bool:
+        return super().has_arrived(number, self.turns[number])
 
     def _leaders_bucket(self, number: int) -> Tensor:
         is_spare = bool(self.words[self.ready[0] + number] & 1)

@@ -118,7 +118,8 @@ class Peers:
         return any(_is_stopped(self._pid_by_rank[rank]) for rank in ranks)
 
     def _explain(self, what: str, reason: str, late: Sequence[int]) -> PeerError:
-        names = ", ".join(map(str, late))
+        known = comm.world_ranks(self._group)
+        names = ", ".join(str(known[rank]) for rank in late)
         cause = RuntimeError(f"waiting for rank{'s' * (len(late) > 1)} {names}: {reason}")
         return comm.explain_failure(self._group, what, cause)
 

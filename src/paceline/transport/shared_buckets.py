@@ -76,7 +76,7 @@ class SharedBuckets:
 
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> SharedSum:
         """Give one bucket to all ranks; it may lie in memory of its own."""
-        if not self._is_summed(number):
+        if not self.has_arrived(number, self.turns[number]):
             self.fail()
             raise DesyncError(
                 f"{what} cannot start: an earlier one was given up before all ranks had summed it.",
@@ -106,11 +106,15 @@ class SharedBuckets:
             self._sum_slice(number)
             self.words[self.summed[self.position] + number] = self.turns[number]
 
+    def has_arrived(self, number: int, turn: int) -> bool:
+        """Whether this rank's bucket holds the sum; looks, and does nothing for it."""
+        words = self.words
+        return all(words[row + number] >= turn for row in self.summed)
+
     def is_done(self, number: int, turn: int) -> bool:
         """Whether the whole bucket is summed, after doing what this rank can do for it."""
         self.advance()
-        words = self.words
-        return all(words[row + number] >= turn for row in self.summed)
+        return self.has_arrived(number, turn)
 
     def missing(self, number: int, turn: int) -> list[int]:
         """The ranks that a bucket waits for."""
@@ -161,11 +165,6 @@ class SharedBuckets:
     def _is_ready(self, number: int) -> bool:
         words, turn = self.words, self.turns[number]
         return all(words[row + number] >> 1 >= turn for row in self.ready)
-
-    def _is_summed(self, number: int) -> bool:
-        """Whether no rank will write into this bucket any more, as often as it was started."""
-        words, turn = self.words, self.turns[number]
-        return all(words[row + number] >= turn for row in self.summed)
 
     def _sum_slice(self, number: int) -> None:
         factor = self._factor(number) if self.applies_weights else 1.0
@@ -241,9 +240,8 @@ class SharedSum:
         return self._buckets.missing(self._number, self._turn)
 
     def is_completed(self) -> bool:
-        """Whether every rank has summed its slice; looks, and does nothing for it."""
-        buckets = self._buckets
-        return all(buckets.words[row + self._number] >= self._turn for row in buckets.summed)
+        """Whether the sum is there; looks, and does nothing for it."""
+        return self._buckets.has_arrived(self._number, self._turn)
 
     def wait(self) -> None:
         self._buckets.finish(self._number, self._turn, self._what)
