@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
+from paceline.cli import Parser, main
 from paceline.errors import SettingError
-from paceline.scaling.command import choose_threads, read_networks, read_sizes
+from paceline.scaling.command import (
+    add_arguments,
+    choose_threads,
+    read_networks,
+    read_sizes,
+    take_flags_behind,
+)
 from paceline.scaling.measure import Script, order, read_run_options, steps_made
 from paceline.spans import Recorder
 
@@ -60,6 +67,32 @@ def test_sizes_and_networks_are_read() -> None:
     ]
     (own,) = read_networks("100g", 5.0, 8.0)
     assert (own.latency_s, own.bytes_per_s) == pytest.approx((5e-6, 1e9))
+
+
+def parse(*arguments: str) -> Namespace:
+    parser = Parser(prog="paceline scale")
+    add_arguments(parser)
+    return take_flags_behind(parser.parse_args(list(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "steps", "own"),
+    [
+        (["train.py"], "1,2", 200, []),
+        (["--workers", "4", "train.py", "--steps", "7"], "4", 200, ["--steps", "7"]),
+        (["train.py", "--workers", "4", "--epochs", "3"], "4", 200, ["--epochs", "3"]),
+        (["train.py", "--workers=4", "--steps", "7", "x"], "4", 7, ["x"]),
+        (["train.py", "--workers", "4", "--", "--steps", "7"], "4", 200, ["--steps", "7"]),
+        (["train.py", "x", "--workers", "4"], "1,2", 200, ["x", "--workers", "4"]),
+        (["train.py", "--help"], "1,2", 200, ["--help"]),
+    ],
+)
+def test_flags_stand_before_the_script_or_directly_behind_it(
+    arguments: list[str], workers: str, steps: int, own: list[str]
+) -> None:
+    found = parse(*arguments)
+    assert (found.script, found.workers, found.steps) == ("train.py", workers, steps)
+    assert found.script_args == own
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "2-4", "a", "-1", "1,9999999", "\u00b2"])

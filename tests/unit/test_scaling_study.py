@@ -16,6 +16,7 @@ from paceline.scaling.attribution import PARTS, Machine
 from paceline.scaling.profile import OWN, PHASES, Profile
 from paceline.scaling.simulation import NETWORKS, Bucket
 from paceline.scaling.study import Study, as_json, make_study, write
+from paceline.scaling.suggestion import halve
 
 JOB = {"data": 0.001, "forward": 0.02, "backward": 0.04, "optimizer": 0.001, "other": 0.001}
 
@@ -112,7 +113,7 @@ def test_the_report_draws_what_was_written(tmp_path: Path) -> None:
     ("changes", "words_of_it"),
     [
         ({"data": 0.02}, "Load samples ahead"),
-        ({"optimizer": 0.012, "communication": 0.0}, "batch twice as large"),
+        ({"optimizer": 0.012, "communication": 0.0}, "fused=True"),
         ({"communication": 0.012}, "batch twice as large"),
         ({"forward": 0.4, "waiting": 0.4}, "Use 2 workers here: more are not faster"),
     ],
@@ -123,6 +124,26 @@ def test_what_costs_most_is_what_to_try(changes: dict[str, float], words_of_it: 
     assert found is not None
     assert words_of_it in found.text
     assert found.gain > 0.03
+
+
+def test_one_bucket_that_leaves_after_backward_should_be_two() -> None:
+    def exchanging(workers: int) -> Profile:
+        # Nothing depends on the samples but backward, so a larger batch would not help much.
+        rest = dict.fromkeys(("data", "forward", "optimizer", "other"), 0.0)
+        found = profile(workers, communication=0.01 * (workers > 1), **rest)
+        last = found.seconds["backward"]
+        return replace(found, buckets=(Bucket(last, 8 * 2**20),) if workers > 1 else ())
+
+    found = study(*map(exchanging, (1, 2)), mode="strong").suggestion
+    assert found is not None
+    two = exchanging(2)
+    assert halve(two.buckets) == [
+        Bucket(two.seconds["backward"] / 2, 4 * 2**20),
+        Bucket(two.seconds["backward"], 4 * 2**20),
+    ]
+    # Half of 10 ms goes out of 30.
+    assert found.gain == pytest.approx(5 / 25, rel=0.05)
+    assert "bucket_cap_mb=4" in found.text
 
 
 def test_a_slow_worker_is_named_with_its_phase() -> None:

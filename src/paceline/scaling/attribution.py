@@ -92,7 +92,7 @@ def detect_mode(profiles: list[Profile]) -> tuple[Mode, str]:
     counts = f"{one.samples:,} samples a step with 1 worker, {most.samples:,} with {most.workers}"
     grows = most.samples / one.samples
     # Between the two, the nearer one by ratio.
-    return ("strong" if grows * grows < most.workers else "weak"), f"found: {counts}"
+    return ("strong" if grows * grows <= most.workers else "weak"), f"found: {counts}"
 
 
 def attribute(

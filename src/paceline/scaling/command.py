@@ -87,14 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--as-torch", action="store_true", help="give the script our classes for torch's"
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
-    parser.add_argument("script", help="the script; what follows goes to the script untouched")
+    parser.add_argument(
+        "script", help="the script; the flags above may also stand directly behind it"
+    )
     parser.add_argument(
         "script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments"
     )
+    parser.set_defaults(parser=parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, compare, print; 1 if --fail-under says so."""
+    args = take_flags_behind(args)
     sizes = sorted({1, *read_sizes("--workers", args.workers)})
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
@@ -132,6 +136,31 @@ def main(args: argparse.Namespace) -> int:
         path = write(study, args.folder)
         _tell(f"wrote {path}; `paceline report {args.folder}` draws it")
     return _verdict(study, args.fail_under)
+
+
+def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
+    """Read `scale train.py --workers 1,2 --epochs 3` as it is meant.
+
+    Without flags of ours before the script, those directly behind it are ours, up to `--` or the
+    first thing that is none of them. With some, all behind the script is the script's.
+    """
+    parser: argparse.ArgumentParser = args.parser
+    flags = {
+        name: action
+        for action in parser._actions
+        for name in action.option_strings
+        if action.dest != "help"
+    }
+    if any(getattr(args, each.dest) != each.default for each in flags.values()):
+        return args
+    behind, ours = list(args.script_args), list[str]()
+    while behind and (action := flags.get(behind[0].partition("=")[0])) is not None:
+        has_value = action.nargs != 0 and "=" not in behind[0]
+        ours += behind[: 1 + has_value]
+        del behind[: 1 + has_value]
+    if behind[:1] == ["--"]:
+        del behind[0]
+    return parser.parse_args([*ours, "--", args.script, *behind]) if ours else args
 
 
 def read_sizes(name: str, text: str) -> list[int]:

@@ -9,9 +9,12 @@ from statistics import median
 from paceline.scaling.attribution import Machine, Result, stretch_of
 from paceline.scaling.prediction import Job
 from paceline.scaling.profile import OWN, Profile
+from paceline.scaling.simulation import Bucket, exposed_s
 
 LEAST_GAIN = 0.03
 """Less is not worth a person's time, and may be chance."""
+CLEARLY = 1.25
+"""By how much the gain of a change of the training must exceed that of any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,18 @@ def suggest(
         return None
     candidates = [
         _fewer_workers(results, profile, machine),
-        _larger_batch(result, profile, job),
+        _smaller_buckets(profile, job),
         _slow_rank(profile),
         _loading(profile),
         _optimizer(profile),
     ]
-    found = [each for each in candidates if each is not None and each.gain >= LEAST_GAIN]
-    return max(found, key=lambda each: each.gain, default=None)
+    found = [each for each in candidates if each is not None]
+    best = max(found, key=lambda each: each.gain)
+    batch = _larger_batch(result, profile, job)
+    # It changes what is learned, so it has to be clearly better.
+    if batch is not None and batch.gain > CLEARLY * best.gain:
+        best = batch
+    return best if best.gain >= LEAST_GAIN else None
 
 
 def _fewer_workers(
@@ -80,6 +88,32 @@ def _larger_batch(result: Result, profile: Profile, job: Job | None) -> Suggesti
     )
 
 
+def _smaller_buckets(profile: Profile, job: Job | None) -> Suggestion | None:
+    """The last bucket leaves when backward ends; half of it could have left before."""
+    if job is None or not profile.buckets:
+        return None
+    backward_s, size = profile.seconds["backward"], profile.workers
+    now = exposed_s(profile.buckets, backward_s, size, job.local)
+    then = exposed_s(halve(profile.buckets), backward_s, size, job.local)
+    last = profile.buckets[-1].nbytes / 2**20
+    return Suggestion(
+        f"Use smaller buckets: the exchange after backward is mostly that of the last one, "
+        f"{last:.1f} MiB. Try bucket_cap_mb={last / 2:.2g}.",
+        _gain(max(0.0, min(now - then, profile.seconds["communication"])), profile),
+    )
+
+
+def halve(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Each bucket as two, the first of which is ready halfway since the bucket before."""
+    found, before = list[Bucket](), 0.0
+    for bucket in buckets:
+        half = bucket.nbytes // 2
+        found.append(Bucket((before + bucket.ready_s) / 2, half))
+        found.append(Bucket(bucket.ready_s, bucket.nbytes - half))
+        before = bucket.ready_s
+    return found
+
+
 def _slow_rank(profile: Profile) -> Suggestion | None:
     own = [sum(rank[phase] for phase in OWN) for rank in profile.own_by_rank]
     slowest = max(range(len(own)), key=lambda rank: own[rank])
@@ -100,14 +134,14 @@ def _slow_rank(profile: Profile) -> Suggestion | None:
     )
 
 
-def _loading(profile: Profile) -> Suggestion | None:
+def _loading(profile: Profile) -> Suggestion:
     return Suggestion(
         "Load samples ahead in other processes: Run(workers=...) or DataLoader(num_workers=...).",
         _gain(profile.seconds["data"], profile),
     )
 
 
-def _optimizer(profile: Profile) -> Suggestion | None:
+def _optimizer(profile: Profile) -> Suggestion:
     # Fused updates go over the parameters once; about half of the time is what one can hope for.
     return Suggestion(
         "Try the optimizer with fused=True.", _gain(profile.seconds["optimizer"] / 2, profile)
