@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Any
 
 import pytest
 
-from paceline.env import read_placement
+from paceline.env import read_observation, read_placement
 from paceline.errors import SettingError
 from paceline.launcher.flags import FLAGS, read_settings
 from paceline.launcher.options import RunOptions, read_options
@@ -56,6 +57,14 @@ def test_ranks_continue_where_the_machines_before_end() -> None:
     assert [(spec.rank, spec.local_rank) for spec in specs] == [(3, 0), (4, 1)]
     assert specs[0].environment["GROUP_RANK"] == "1"
     assert "GLOO_SOCKET_IFNAME" not in specs[0].environment
+
+
+def test_every_worker_is_told_what_to_record() -> None:
+    for spec in plan(2, timeline="spans", trace_step="7"):
+        wishes = read_observation(spec.environment)
+        assert (wishes.timeline, wishes.trace_step) == (os.path.abspath("spans"), 7)
+    theirs = plan(2, {"PACELINE_TRACE_STEP": "4"})[1].environment
+    assert read_observation(theirs).trace_step == 4
 
 
 def test_on_a_single_machine_gloo_stays_on_loopback() -> None:
@@ -189,6 +198,7 @@ def test_words_to_filter_by_may_contain_a_doubled_comma() -> None:
         ({"local_ranks_filter": "a"}, "no list of local ranks"),
         ({"signals_to_handle": "SIGNOPE"}, "'SIGNOPE', which is no signal"),
         ({"signals_to_handle": "SIGKILL"}, "no process can handle"),
+        ({"trace_step": "0"}, "--trace-step is 0"),
         ({"numa_binding": "moon"}, "not a way of binding"),
         ({"module": "1", "no_python": "1"}, "contradict"),
     ],

@@ -1,0 +1,69 @@
+"""A run that was watched in every way, and what its report shows of that.
+
+In processes, because threads share one recording of spans.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from runs import Rows, mlp
+from torch.nn import functional as F
+
+from paceline import pace, report, spans
+from paceline.blame import Blame
+from paceline.run import Run, RunOptions
+from paceline.run_folder import RunFolder
+from paceline.testing import run_processes
+from paceline.world import World
+
+
+def train(world: World, folder: str) -> bool:
+    net = mlp()
+    run = Run(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Rows(),
+        global_batch=8,
+        epochs=2,
+        folder=folder,
+        world=world,
+        options=RunOptions(progress="quiet", trace_step=3, timeline=True),
+    )
+    comparison = pace.find(world.group)
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+            if step.number == 5 and world.rank == 0 and comparison is not None:
+                for listener in comparison.listeners:
+                    listener(
+                        5,
+                        Blame(
+                            rank=1,
+                            phase="data",
+                            slower_by_s=0.2,
+                            phase_s=0.21,
+                            others_phase_s=0.01,
+                            steps=8,
+                        ),
+                    )
+    return spans.is_on()
+
+
+def test_the_report_of_a_run_shows_its_recorded_step_its_timeline_and_who_was_slow(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert run_processes(2, train, str(folder.path)) == [False, False]
+    assert folder.pipeline_steps() == [3]
+    assert folder.timeline_of(0).exists()
+    assert folder.timeline_of(1).exists()
+    page = report.write(folder.path).read_text()
+    words = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", page, flags=re.DOTALL))
+    assert "Same as one process on the whole batch" in words
+    assert "Worker 1 holds the others up" in words
+    assert "Global batch 8 on 2 workers, 4 rows each." in words
+    assert 'class="timeline-picture"' in page
