@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 LINE_BYTES = 64
@@ -25,9 +26,12 @@ CHUNK_NUMEL = 65_536
 """Summed at a time, so that what was just read is still in the cache when it is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SegmentMap:
-    """Offsets in bytes for `ranks` ranks and buckets of the sizes given."""
+    """Offsets in bytes for `ranks` ranks and buckets of the sizes given.
+
+    Whatever depends on all buckets is worked out once: there may be thousands.
+    """
 
     ranks: int
     buckets_bytes: tuple[int, ...]
@@ -56,20 +60,23 @@ class SegmentMap:
     def _rows(self, kind: int) -> int:
         return LINE_BYTES * (1 + self.ranks) // WORD_BYTES + kind * self.ranks * self._row_words
 
-    @property
+    @cached_property
     def control_bytes(self) -> int:
         return _round_up(self._rows(4) * WORD_BYTES, PAGE_BYTES)
 
-    @property
+    @cached_property
+    def _starts(self) -> list[int]:
+        """By bucket, its place among the buckets of a rank; then where these end."""
+        sizes = (_round_up(size, LINE_BYTES) for size in self.buckets_bytes)
+        return list(accumulate(sizes, initial=0))
+
+    @cached_property
     def _rank_bytes(self) -> int:
-        return _round_up(
-            sum(_round_up(size, LINE_BYTES) for size in self.buckets_bytes), PAGE_BYTES
-        )
+        return _round_up(self._starts[-1], PAGE_BYTES)
 
     def bucket_offset(self, rank: int, bucket: int, spare: bool) -> int:
-        sizes = (_round_up(size, LINE_BYTES) for size in self.buckets_bytes[:bucket])
         block = rank + self.ranks * spare
-        return self.control_bytes + block * self._rank_bytes + sum(sizes)
+        return self.control_bytes + block * self._rank_bytes + self._starts[bucket]
 
     @property
     def used_bytes(self) -> int:
