@@ -38,15 +38,18 @@ def verify_same_model(
     description: list[list[Any]],
     device: torch.device,
     problem: PacelineError | None,
+    engine: list[Any],
 ) -> int:
-    """Raise on every rank if any rank has a problem of its own or another model than rank 0.
+    """Raise on every rank if any rank has a problem of its own, or another model than rank 0.
 
-    Returns a number for this model that is the same on every rank.
+    `engine` is what else must be equal: how gradients are packed and sent. Returns a number for
+    this model that is the same on every rank.
     """
     mine = {
         "model": description,
         "problem": [problem.what, problem.advice] if problem else None,
         "number": next(_numbers),
+        "engine": engine,
     }
     everyone = comm.exchange(group, mine, device, "Comparing the models")
     if problem is not None:
@@ -59,6 +62,13 @@ def verify_same_model(
     for rank, theirs in enumerate(everyone):
         if theirs["model"] != first:
             raise _difference(first, theirs["model"], rank)
+    for rank, theirs in enumerate(everyone):
+        if theirs["engine"] != everyone[0]["engine"]:
+            raise DesyncError(
+                f"The model is wrapped with other bucket sizes or options on rank {rank} than on "
+                f"rank 0: {theirs['engine']} and {everyone[0]['engine']}.",
+                advice="Pass the same bucket_cap_mb and options on every rank.",
+            )
     number: int = everyone[0]["number"]
     return number
 

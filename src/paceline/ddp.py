@@ -122,7 +122,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if init_sync and group.size() > 1:
             buffers = _named_buffers(module) if sync_buffers_now else []
             description = agreement.describe(named, buffers)
-            number = agreement.verify_same_model(group, description, device, problem)
+            engine = [capacities, str(options.compression), options.tune_buckets]
+            number = agreement.verify_same_model(group, description, device, problem, engine)
         elif problem is not None:
             raise problem
 
@@ -385,7 +386,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.after_sync = lambda: _call(check())
 
     def _check_now_and_then(self) -> None:
-        if self._reducer.steps % self._ddp_options.check_every == 0:
+        # Inside join() a rank without inputs does not update its copy before the end.
+        is_due = self._reducer.steps % self._ddp_options.check_every == 0
+        if is_due and not self._join_config.enable:
             self.check_in_sync()
 
     def _before_forward(self) -> None:

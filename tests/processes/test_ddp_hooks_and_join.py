@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from paceline import DistributedDataParallel, World
+from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -173,3 +173,21 @@ def joined_with_zero(world: World) -> Any:
 
 def test_join_works_together_with_a_sharded_optimizer() -> None:
     assert_replicas_equal(run_processes(2, joined_with_zero))
+
+
+def joined_and_checked(world: World) -> int:
+    model = DistributedDataParallel(small(), options=DDPOptions(check_every=1))
+    steps = 0
+    with model.join():
+        for number in range(2 + world.rank):
+            model.zero_grad()
+            model(X[number : number + 2]).square().mean().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad)
+            steps += 1
+    return steps
+
+
+def test_replicas_are_not_compared_while_a_rank_has_run_out_of_inputs() -> None:
+    assert run_processes(2, joined_and_checked) == [2, 3]

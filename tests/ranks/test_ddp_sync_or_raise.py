@@ -428,3 +428,14 @@ def test_an_impossible_weight_is_refused(count: float) -> None:
             pass
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_bucket_sizes_on_one_rank_are_refused_on_all(size: int) -> None:
+    def body(world: World) -> None:
+        cap = 3.0 if world.rank == 1 else None
+        DistributedDataParallel(small(), process_group=world.group, bucket_cap_mb=cap)
+
+    for got in run_ranks(size, body, return_exceptions=True):
+        assert isinstance(got, DesyncError)
+        assert "on rank 1 than on rank 0" in str(got)
