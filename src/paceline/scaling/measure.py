@@ -93,7 +93,7 @@ def run_once(script: Script, size: int, folder: Path) -> None:
         )
         ending = site.run(meeting, 0, door=door, others=look)
     if ending.signal is not None:
-        raise KeyboardInterrupt
+        raise SystemExit(128 + ending.signal)
     if not ending.succeeded and ending.elsewhere != ENOUGH:
         raise _failure(ending, size, Path(site.log_root))
 

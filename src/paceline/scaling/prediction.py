@@ -21,7 +21,7 @@ LOCAL = Network("this machine", 30e-6, 3e9)
 """What shared memory is like; how good it is here is fitted as one factor for both numbers."""
 HAND_OVER_S = 1.5e-3
 """What a step takes longer once workers share cores: a worker that waits sleeps between looks, and
-must be given a core again. Measured with three jobs on one machine; see docs/scaling.md."""
+must be given a core again. Measured with a few jobs on one machine; see docs/scaling.md."""
 _LEAST_FACTOR, _MOST_FACTOR = 1e-4, 1e6
 _HALVINGS = 60
 
@@ -82,7 +82,8 @@ class Job:
         else:
             exposed = self._exposed_s(seconds["backward"], workers, network)
             if crowding > 1:
-                waiting = HAND_OVER_S  # a worker that waits leaves its core to the others
+                # No more than with few workers: whoever waits leaves its core to the others.
+                waiting = own * self.unevenness + HAND_OVER_S
             else:
                 more = _expected_largest(workers) / _expected_largest(self.fitted_size)
                 waiting = own * self.unevenness * more
