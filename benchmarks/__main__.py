@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import shlex
 import sys
 import time
@@ -79,6 +80,7 @@ def _run(args: argparse.Namespace, command: str, path: Path | None) -> None:
     results = _module(args.what).main(args)
     print(f"\n{args.what}: {time.monotonic() - start:.0f} s")
     if path is not None:
+        command = re.sub(r" --json[= ]\S+", "", command)  # where it was saved says nothing
         save(path.with_suffix(".json"), f"python -m benchmarks {command}", results)
 
 

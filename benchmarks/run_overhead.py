@@ -13,7 +13,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.models import MODELS, Model
-from benchmarks.spread import Spread, ratio, rotated, slowest, spread
+from benchmarks.spread import ratio, rotated, slowest
 from benchmarks.tables import print_table
 from paceline import DistributedDataParallel, DistributedSampler, Run, RunOptions, World
 from paceline.testing import run_processes
@@ -147,7 +146,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         ranks = run_processes(
             args.ranks, measure, args.model, stretch, rounds, folder, timeout_s=3600
         )
-        saved = sorted(Path(folder, "checkpoints", "checkpoints").glob("step-*"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = {name: slowest([rank[name] for rank in ranks]) for name in ranks[0]}
@@ -164,15 +162,4 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             }
         )
     print_table(f"{args.model}, {args.ranks} ranks, stretches of {stretch} steps", rows)
-    return {
-        "model": args.model,
-        "ranks": args.ranks,
-        "steps": stretch,
-        "checkpoints kept": len(saved),
-        "spread of the loop, s": _numbers(spread(seconds[LOOP])),
-        "rows": rows,
-    }
-
-
-def _numbers(value: Spread) -> list[float]:
-    return [round(value.low, 4), round(value.median, 4), round(value.high, 4)]
+    return {f"{args.model}, {args.ranks} ranks, stretches of {stretch} steps": rows}
