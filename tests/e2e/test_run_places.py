@@ -14,7 +14,7 @@ import pytest
 import paceline
 
 SCRIPT = """
-import json, torch
+import json, os, torch
 from paceline import Run, RunOptions
 from torch.utils.data import TensorDataset
 
@@ -32,7 +32,8 @@ def fit():
     return net[0].weight.flatten().tolist()
 
 if __name__ == "__main__":
-    print(json.dumps(fit()))
+    print(json.dumps(fit()), flush=True)
+    os._exit(0)  # torch's Gloo threads can abort a process whose interpreter is being taken apart
 """
 
 
