@@ -204,3 +204,40 @@ def _values(chart: Chart, lines: Sequence[Line], x: Scale, y: Scale) -> dict[str
             for line in lines
         ],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One piece of a bar: what it looks like, its part of the whole, and what it says."""
+
+    look: str
+    part: float
+    said: str
+
+
+def share_bar(shares: Sequence[Share], label: str) -> Html:
+    """Pieces side by side, each as wide as its part of the whole."""
+    pieces, x = [], 0.0
+    for share in shares:
+        width = 1000 * share.part
+        pieces.append(
+            tag(
+                "rect",
+                tag("title", share.said),
+                x=round(x, 1),
+                y=0,
+                width=round(max(width - 1.5, 0.8), 1),
+                height=22,
+                class_=f"fill-phase-{share.look}",
+            )
+        )
+        x += width
+    return tag(
+        "svg",
+        *pieces,
+        viewBox="0 0 1000 22",
+        preserveAspectRatio="none",
+        class_="bar",
+        role="img",
+        aria_label=label,
+    )

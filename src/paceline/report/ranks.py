@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.charts import swatch
+from paceline.report.charts import Share, share_bar, swatch
 from paceline.report.collect import OWN_PHASES, PHASES, Rank, Story
 from paceline.report.markup import Html, duration, figure, join, percent, table, tag
 from paceline.report.words import MEANT_BY_PHASE, find_slow, where_time_went, who_waited
@@ -80,36 +80,12 @@ def _bars(ranks: Sequence[Rank], slow: int | None) -> Html | None:
 
 
 def _bar(rank: Rank, longest: float) -> Html:
-    parts, x = [], 0.0
-    said = []
-    for name in PHASES:
-        spent = rank.phase_s(name)
-        if not spent:
-            continue
-        width = 1000 * spent / longest
-        share = f"{name}: {duration(spent)}"
-        said.append(share)
-        parts.append(
-            tag(
-                "rect",
-                tag("title", share),
-                x=round(x, 1),
-                y=0,
-                width=round(max(width - 1.5, 0.8), 1),
-                height=22,
-                class_=f"fill-phase-{name}",
-            )
-        )
-        x += width
-    return tag(
-        "svg",
-        *parts,
-        viewBox="0 0 1000 22",
-        preserveAspectRatio="none",
-        class_="bar",
-        role="img",
-        aria_label=f"worker {rank.rank}: " + ", ".join(said),
-    )
+    spent_by_name = {name: spent for name in PHASES if (spent := rank.phase_s(name))}
+    shares = [
+        Share(name, spent / longest, f"{name}: {duration(spent)}")
+        for name, spent in spent_by_name.items()
+    ]
+    return share_bar(shares, f"worker {rank.rank}: " + ", ".join(share.said for share in shares))
 
 
 def _table(ranks: Sequence[Rank], slow: int | None) -> Html:

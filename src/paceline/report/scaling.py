@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.report.charts import Scale, swatch
+from paceline.report.charts import Scale, Share, share_bar, swatch
 from paceline.report.markup import (
     Html,
     as_number,
@@ -275,29 +275,11 @@ def _meaning(name: str) -> str:
 
 def _bar(size: Size, names: Sequence[str]) -> Html:
     whole = sum(size.lost.values())
-    parts, x = [], 0.0
-    for name in names:
-        width = 1000 * size.lost.get(name, 0) / whole
-        if width > 0:
-            said = f"{name}: {percent(width / 1000)}"
-            parts.append(
-                tag(
-                    "rect",
-                    tag("title", said),
-                    x=round(x, 1),
-                    y=0,
-                    width=round(max(width - 1.5, 0.8), 1),
-                    height=22,
-                    class_=f"fill-phase-{_look(name)}",
-                )
-            )
-        x += width
-    return tag(
-        "svg",
-        *parts,
-        viewBox="0 0 1000 22",
-        preserveAspectRatio="none",
-        class_="bar",
-        role="img",
-        aria_label=f"{count(size.workers, 'worker')}: shares of the lost time, as in the table",
-    )
+    parts = {name: size.lost.get(name, 0) / whole for name in names}
+    shares = [
+        Share(_look(name), part, f"{name}: {percent(part)}")
+        for name, part in parts.items()
+        if part > 0
+    ]
+    workers = count(size.workers, "worker")
+    return share_bar(shares, f"{workers}: shares of the lost time, as in the table")
