@@ -65,9 +65,9 @@ def verify_same_model(
     for rank, theirs in enumerate(everyone):
         if theirs["engine"] != everyone[0]["engine"]:
             raise DesyncError(
-                f"The model is wrapped with other bucket sizes or options on rank {rank} than on "
+                f"The model has another device, bucket sizes or options on rank {rank} than on "
                 f"rank 0: {theirs['engine']} and {everyone[0]['engine']}.",
-                advice="Pass the same bucket_cap_mb and options on every rank.",
+                advice="Use one kind of device, and pass the same arguments, on every rank.",
             )
     number: int = everyone[0]["number"]
     return number

@@ -122,7 +122,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if init_sync and group.size() > 1:
             buffers = _named_buffers(module) if sync_buffers_now else []
             description = agreement.describe(named, buffers)
-            engine = [capacities, str(options.compression), options.tune_buckets]
+            engine = [device.type, capacities, str(options.compression), options.tune_buckets]
             number = agreement.verify_same_model(group, description, device, problem, engine)
         elif problem is not None:
             raise problem
