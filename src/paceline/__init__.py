@@ -5,8 +5,9 @@ Names are loaded when first used, so that `paceline --help` and the launcher sta
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
 
 __version__ = "0.1.0"
 
@@ -49,12 +50,7 @@ if TYPE_CHECKING:
     from paceline.world import World as World
     from paceline.world import init_process_group as init_process_group
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__getattr__ = load_names(__name__, _HOME_BY_NAME)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,9 @@ Names are loaded when first used: `paceline ckpt ls`, `show` and `verify` start 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
     "CheckpointWarning": "paceline.checkpoint.series",
@@ -27,9 +28,4 @@ if TYPE_CHECKING:
     from paceline.checkpoint.weights import WeightsReport as WeightsReport
     from paceline.checkpoint.weights import load_weights as load_weights
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__getattr__ = load_names(__name__, _HOME_BY_NAME)

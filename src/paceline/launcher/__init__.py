@@ -8,16 +8,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
+
+_HOME_BY_NAME = {"launch": "paceline.launcher.function"}
+
+__all__ = [*_HOME_BY_NAME]
 
 if TYPE_CHECKING:
     from paceline.launcher.function import launch as launch
 
-__all__ = ["launch"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "launch":
-        return import_module("paceline.launcher.function").launch
-    raise AttributeError(f"module 'paceline.launcher' has no attribute {name!r}")
+__getattr__ = load_names(__name__, _HOME_BY_NAME)

@@ -5,8 +5,9 @@ Names are loaded when first used: reading a recorded step needs no torch, record
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
     "Recording": "paceline.pipeline.recording",
@@ -33,9 +34,4 @@ if TYPE_CHECKING:
     from paceline.pipeline.stages import Stage as Stage
     from paceline.pipeline.stages import Trace as Trace
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline.pipeline' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__getattr__ = load_names(__name__, _HOME_BY_NAME)

@@ -8,8 +8,9 @@ the arithmetic starts without torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
     "BatchPlan": "paceline.policy.batch",
@@ -34,9 +35,4 @@ if TYPE_CHECKING:
     from paceline.policy.noise_meter import NoiseMeter as NoiseMeter
     from paceline.policy.schedule import LearningRateScheduler as LearningRateScheduler
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline.policy' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__getattr__ = load_names(__name__, _HOME_BY_NAME)

@@ -6,8 +6,9 @@ no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
     "Recording": "paceline.pipeline.recording",
@@ -30,9 +31,4 @@ if TYPE_CHECKING:
     from paceline.trace.observation import observe as observe
     from paceline.trace.prediction import trace_prediction as trace_prediction
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_BY_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline.trace' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__getattr__ = load_names(__name__, _HOME_BY_NAME)
