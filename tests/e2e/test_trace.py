@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.cli import main
 from paceline.pipeline import schema, validate
@@ -154,6 +155,15 @@ def test_a_users_own_model_is_traced_without_values(
     assert document["prediction"]["layers"][-1]["output"]["shape"] == [1, 5]
     assert document["training"]["epochs"][0]["accuracy"] is not None
     assert document["training"]["epochs"][0]["evaluation_loss"] is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("engine", ["dp", "ddp"])
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "--engine", engine, "--device", "cuda"]) == 2
+    assert "this machine has none" in capsys.readouterr().err
 
 
 def test_values_of_a_users_model_are_kept_when_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,20 @@ def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
     assert "worker 5 " not in shown
     assert "and 61 more in the same way" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"), [(4, "and worker 2 in"), (5, "and workers 2 and 3 in"), (6, "2 to 4 in")]
+)
+def test_workers_that_are_not_drawn_are_named(workers: int, words: str) -> None:
+    assert words in text_of(big_trace(workers=workers, owner=1))
+
+
+def test_three_boxes_side_by_side_cut_no_word_off() -> None:
+    shown = text_of(big_trace(workers=3, owner=1))
+    assert "385 averaged" in shown
+    boxes = [line for line in shown.splitlines() if line.startswith("    │")]
+    assert not [line for line in boxes if re.search(r"[a-z]\.\.\.", line)]
 
 
 def test_many_buckets_are_summarised() -> None:

@@ -24,6 +24,8 @@ def epochs(losses: list[float], new: list[float] | None = None) -> list[Epoch]:
         ([1.0, 0.9, 0.89], ["the start", "falling", "flat"]),
         ([1.0, 1.001, 1.2], ["the start", "flat", "rising"]),
         ([1.0, 0.5, 2.0], ["the start", "falling fast", "diverged: 4 times the best loss"]),
+        ([1e-9, 1.0], ["the start", "diverged: 1e+09 times the best loss"]),
+        ([1.0, 1200.0], ["the start", "diverged: 1,200 times the best loss"]),
         ([1.0, math.nan], ["the start", "diverged: the loss is not a number any more"]),
         ([1.0, math.inf, 1.0], ["the start", "diverged: the loss is not a number any more"]),
         ([0.0, 0.0], ["the start", "flat"]),

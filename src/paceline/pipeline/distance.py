@@ -30,19 +30,29 @@ def pair_up(
 
 
 def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The largest difference, and the largest number that it is a difference of."""
+    """The largest difference, and the largest finite number that it is a difference of."""
     difference = scale = 0.0
     for ours, theirs in pairs:
         if ours.numel():
-            one = (ours.to_dense() if ours.layout is not torch.strided else ours).detach()
-            two = theirs.to(one.device)
+            one = _dense(ours).detach()
+            two = _dense(theirs).to(one.device)
             wide = torch.complex128 if one.is_complex() else torch.float64
             apart = (one.to(wide) - two.to(wide)).abs()
-            # Infinities of one sign do not differ.
-            apart = torch.where(one == two, torch.zeros_like(apart), apart)
+            # Infinities of one sign do not differ, nor do two that are no numbers.
+            is_equal = (one == two) | (one.isnan() & two.isnan())
+            apart = torch.where(is_equal, torch.zeros_like(apart), apart)
             difference = max(difference, apart.max().item(), key=order)
-            scale = max(scale, one.abs().max().item())
+            finite = one[one.isfinite()].abs()
+            scale = max(scale, finite.max().item() if finite.numel() else 0.0)
     return difference, scale
+
+
+def is_finite(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    return all(bool(_dense(tensor).isfinite().all()) for pair in pairs for tensor in pair)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def order(number: float) -> float:

@@ -26,6 +26,7 @@ from paceline.pipeline.distance import (
     NEXT_TO_NOTHING,
     ROUNDING_OF_OTHERS,
     distance,
+    is_finite,
     order,
     pair_up,
     rounding,
@@ -258,7 +259,7 @@ def _compare(
         compared["parameters"] = distance(parameters)
     loss = ran[0][1]
     if loss is not None and outcome.loss is not None:
-        compared["loss"] = distance([(loss, torch.tensor(outcome.loss))])
+        compared["loss"] = distance([(loss, torch.tensor(outcome.loss, dtype=torch.float64))])
     dtypes = [tensor.dtype for _, tensor in (*pairs, *gradients)]
     share = ROUNDING_OF_OTHERS if task.autocast else rounding(dtypes)
     tolerance_by_what = {
@@ -278,6 +279,7 @@ def _compare(
         loss=compared["loss"][0] if "loss" in compared else None,
         gradients=compared["gradients"][0],
         parameters=compared["parameters"][0] if "parameters" in compared else None,
+        reason="" if is_finite([*pairs, *gradients]) else "some numbers are not finite, on both",
     )
 
 

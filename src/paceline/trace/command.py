@@ -148,7 +148,7 @@ def _find(place: str, step: int | None) -> Trace:
             raise UsageError(
                 f"{place} has no recorded step" + (f" {step}." if step is not None else "."),
                 known if steps else "",
-                "Record one with paceline.trace.record_step(..., folder=...).",
+                f"Record one with paceline run --trace-step N, or paceline trace --folder {place}.",
             )
         path = folder.pipeline_of(steps[-1] if step is None else step)
     try:

@@ -166,15 +166,16 @@ def _tensor(facts: TensorFacts, stage: str, room: int) -> list[str]:
     first = words[0]
     for word in words[1:]:
         first = f"{first}  {word}" if len(first) + len(word) + 2 <= room else first
+    head = textwrap.wrap(first, room)
     if facts.first:
-        return [first, _values(facts.first, facts.shape, room)]
+        return [*head, _values(facts.first, facts.shape, room)]
     if facts.stats is not None:
         low, mean, high = (
             short_number(v) for v in (facts.stats.min, facts.stats.mean, facts.stats.max)
         )
         told = f"{low} to {high}, mean {mean}"
-        return [first, told if len(told) <= room else f"{low} to {high}"]
-    return [first]
+        return [*head, told if len(told) <= room else f"{low} to {high}"]
+    return head
 
 
 def _values(first: Sequence[float], shape: Sequence[int], room: int) -> str:
@@ -316,6 +317,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     """`workers 2 to 6` for those that are not drawn."""
     if len(numbers) == 1:
         return f"worker {numbers[0]}"
+    if len(numbers) == 2:
+        return f"workers {numbers[0]} and {numbers[1]}"
     if numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"workers {numbers[0]} to {numbers[-1]}"
     return f"{len(numbers)} more"

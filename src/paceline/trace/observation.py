@@ -34,7 +34,9 @@ def describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
     last = before[-1]
     best = min((e.loss for e in before if math.isfinite(e.loss)), default=math.inf)
     if best > 0 and epoch.loss > DIVERGED * best:
-        return f"diverged: {epoch.loss / best:.0f} times the best loss"
+        times = epoch.loss / best
+        many = f"{times:,.0f}" if times < 1e6 else f"{times:.1g}"
+        return f"diverged: {many} times the best loss"
     trend = _trend(last.loss, epoch.loss)
     if _is_overfitting(last, epoch):
         return "overfitting: better on what it trains on, worse on new rows"

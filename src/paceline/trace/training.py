@@ -85,15 +85,14 @@ def _work(task: Task, options: Options) -> dict[str, Any]:
 def _replicas(task: Task, options: Options) -> DataParallel:
     if options.device == "cpu":
         return DataParallel(task.model, [f"cpu:{i}" for i in range(options.workers)])
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if not devices:
-        raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
-    places = [i % devices for i in range(options.workers)]
+    places = [i % torch.accelerator.device_count() for i in range(options.workers)]
     return DataParallel(task.model.to(f"cuda:{places[0]}"), places)
 
 
 def check(task: Task, options: Options) -> None:
     """Refuse what cannot be traced before any worker is started."""
+    if options.device == "cuda" and not torch.accelerator.is_available():
+        raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
     rows = len(task.dataset)
     if rows < options.batch:
         raise UsageError(
