@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import SettingError
 
 LOOPBACK = "127.0.0.1"
+SCREEN_VARIABLE = "PACELINE_SCREEN"
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -302,6 +304,42 @@ def read_terminal(environ: Mapping[str, str] | None = None) -> TerminalSettings:
         is_dumb=environ.get("TERM") == "dumb",
         has_colour=not environ.get("NO_COLOR"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenOffer:
+    """What a launcher that draws gives to rank 0."""
+
+    fd: int
+    """Where to send what the live line should say."""
+    mark: str
+    """What to put in front of a line on standard output that should be shown without its rank."""
+
+
+def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:
+    """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
+    return {SCREEN_VARIABLE: f"{fd}:{os.fstat(fd).st_ino}:{os.fstat(stdout).st_ino}:{mark}"}
+
+
+def read_screen(stdout: int, environ: Mapping[str, str] | None = None) -> ScreenOffer | None:
+    """The launcher's offer to draw, if it is meant for this process and its stream `stdout`.
+
+    Processes that a worker starts inherit the variable but not the descriptors it names: the
+    numbers mean something else there, or nothing.
+    """
+    environ = os.environ if environ is None else environ
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,20}):(\d{1,20}):(.*)", environ.get(SCREEN_VARIABLE, ""))
+    if match is None or stdout < 0:
+        return None
+    fd = int(match[1])
+    try:
+        status = os.fstat(fd)
+        is_ours = stat.S_ISFIFO(status.st_mode) and status.st_ino == int(match[2])
+        if not is_ours or os.fstat(stdout).st_ino != int(match[3]):
+            return None
+    except OSError:
+        return None
+    return ScreenOffer(fd, match[4])
 
 
 def loopback_interface() -> str | None:

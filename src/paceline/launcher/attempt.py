@@ -93,6 +93,7 @@ class Site:
                 door_patience_s=0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S,
                 linger_fd=linger_fd,
                 others=others,
+                screen=self.console.screen,
             )
 
     def _attempt_folder(self, attempt: int) -> str:
@@ -171,9 +172,20 @@ class _Starter:
                 handed_over.callback(os.close, end)
                 if stream is not None:
                     streams.append(stream)
+            variables: dict[str, str] = {}
+            passed: list[int] = []
+            screen = self.site.console.screen
+            if screen is not None and self._may_draw(spec):
+                records, writer = output.open_records(screen)
+                streams.append(records)
+                passed.append(writer)
+                handed_over.callback(os.close, writer)
+                variables = env.screen_environment(
+                    writer, stdout=ends[STDOUT] or STDOUT, mark=self._mark(spec, STDOUT)
+                )
             running = start_program(
                 spec.argv,
-                spec.environment,
+                {**spec.environment, **variables},
                 orders,
                 rank=spec.rank,
                 error_file=spec.error_file,
@@ -182,9 +194,19 @@ class _Starter:
                 stdout=ends[STDOUT],
                 stderr=ends[STDERR],
                 leads_group=not (spec.takes_terminal and on_terminal),
+                passed=passed,
             )
         running.streams = streams
         return running
+
+    def _may_draw(self, spec: WorkerSpec) -> bool:
+        """Rank 0 alone says where the run is, and not if nobody wants to see what it says."""
+        return spec.rank == 0 and spec.stdout.on_console
+
+    def _mark(self, spec: WorkerSpec, number: int) -> str:
+        """What sets lines of the whole run apart; a log file keeps all bytes, so it has none."""
+        is_apart = number == STDOUT and self._may_draw(spec) and not spec.stdout.log_file
+        return self.site.console.mark if is_apart else ""
 
     def _open(self, spec: WorkerSpec, number: int, route: Route) -> tuple[int, Stream | None]:
         """The worker's end of one stream, and ours if we must pass on what it says."""
@@ -204,5 +226,6 @@ class _Starter:
             filters=self.filters[number],
             filtered=filtered,
             patience_s=output.TERMINAL_PATIENCE_S if os.isatty(number) else output.LOG_PATIENCE_S,
+            mark=self._mark(spec, number),
         )
         return writer, stream

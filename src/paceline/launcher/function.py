@@ -60,7 +60,8 @@ def launch(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
         door = stack.enter_context(closing(StoreDoor(os.path.join(folder, "store-claimed"))))
         sentinel = stack.enter_context(closing(Sentinel()))
-        party = _Party(fn, args, workers, threads, label, folder, door, sentinel)
+        console = output.text_console(sys.stdout, sys.stderr, os.environ)
+        party = _Party(fn, args, workers, threads, label, folder, door, sentinel, console)
         nursery = stack.enter_context(closing(_Nursery()))
         stack.callback(party.bury)
         try:
@@ -88,7 +89,9 @@ class _Seat:
 
     rank: int
     pairs: dict[str, tuple[int, int]]
-    """(ours, its) by name: stdout, stderr, result, status."""
+    """(ours, its) by name: stdout, stderr, result, status; records if it may draw."""
+    sources: list[Source]
+    """What the launcher reads from this worker."""
     result: Collector
 
 
@@ -104,6 +107,7 @@ class _Party:
     folder: str
     door: StoreDoor
     sentinel: Sentinel
+    console: Console
     seats: list[_Seat] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     linger_reader: int = field(init=False)
@@ -114,18 +118,29 @@ class _Party:
         self.linger_reader, self.linger_writer = os.pipe()
         for rank in range(self.size):
             pairs = {name: os.pipe() for name in ("stdout", "stderr", "result", "status")}
-            self.seats.append(_Seat(rank, pairs, Collector(pairs["result"][0])))
+            result = Collector(pairs["result"][0])
+            sources = self._sources(rank, pairs, result)
+            if rank == 0 and self.console.screen is not None:
+                records, writer = output.open_records(self.console.screen)
+                pairs["records"] = records.fd, writer
+                sources.append(records)
+            self.seats.append(_Seat(rank, pairs, sources, result))
             os.mkdir(os.path.join(self.folder, str(rank)), 0o700)
 
     def error_file(self, rank: int) -> str:
         return os.path.join(self.folder, str(rank), "error.json")
 
-    def sources(self, seat: _Seat, console: Console) -> list[Source]:
-        """What the launcher reads from one worker."""
-        rank = seat.rank if self.label and self.size > 1 else None
-        shown = partial(Stream, rank=rank, console=console, patience_s=output.TERMINAL_PATIENCE_S)
-        stdout, stderr = seat.pairs["stdout"][0], seat.pairs["stderr"][0]
-        return [shown(stdout, 1), shown(stderr, 2), seat.result]
+    def _sources(
+        self, rank: int, pairs: dict[str, tuple[int, int]], result: Collector
+    ) -> list[Source]:
+        shown = partial(
+            Stream,
+            rank=rank if self.label and self.size > 1 else None,
+            console=self.console,
+            patience_s=output.TERMINAL_PATIENCE_S,
+            mark=self.console.mark if rank == 0 else "",
+        )
+        return [shown(pairs["stdout"][0], 1), shown(pairs["stderr"][0], 2), result]
 
     def close_theirs(self) -> None:
         os.close(self.linger_reader)
@@ -182,7 +197,6 @@ class _Nursery:
 
     def _fork_all(self, party: _Party) -> None:
         try:
-            console = output.text_console(sys.stdout, sys.stderr)
             for seat in party.seats:
                 process = multiprocessing.get_context("fork").Process(
                     target=_work, args=(party, seat, os.getpid()), name=f"rank {seat.rank}"
@@ -199,7 +213,7 @@ class _Nursery:
                         poll=partial(getattr, process, "exitcode"),
                         error_file=party.error_file(seat.rank),
                         status_fd=seat.pairs["status"][0],
-                        streams=party.sources(seat, console),
+                        streams=seat.sources,
                     )
                 )
         except BaseException as error:
@@ -237,6 +251,9 @@ def _work(party: _Party, seat: _Seat, parent: int) -> None:
             loopback=env.loopback_interface(),
         )
     )
+    if "records" in seat.pairs:
+        writer = seat.pairs["records"][1]
+        os.environ.update(env.screen_environment(writer, stdout=1, mark=party.console.mark))
     _set_threads()
     serves = rank == 0
     worker = Worker(

@@ -1,15 +1,23 @@
 """The output of many workers on one console: whole lines, each with its rank.
 
 `Lines` cuts a stream into lines without knowing where they go, so a test can feed it bytes and a
-clock. Bytes stay bytes: what is no text passes through unchanged.
+clock. Bytes stay bytes: what is no text passes through unchanged. On a terminal the console also
+has a `Screen`, whose bottom line says where the run is: `Records` reads that from rank 0.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import BinaryIO, Protocol, TextIO
+
+from paceline.progress.line import Glance
+from paceline.progress.painter import terminal_of
+from paceline.progress.screen import Screen, can_draw
+from paceline.progress.sending import read_record
 
 MAX_LINE_BYTES = 64 * 2**10
 TERMINAL_PATIENCE_S = 1.0
@@ -80,28 +88,54 @@ class Console:
     """Where labelled lines go: two files, or a notebook's `sys.stdout` and `sys.stderr`."""
 
     def __init__(
-        self, write_by_stream: Mapping[int, Callable[[bytes], object]], colours: Mapping[int, bool]
+        self,
+        write_by_stream: Mapping[int, Callable[[bytes], object]],
+        colours: Mapping[int, bool],
+        screen: Screen | None = None,
+        streams_on_screen: frozenset[int] = frozenset(),
     ) -> None:
         self.write_by_stream = write_by_stream
         self.colours = colours
+        self.screen = screen
+        """The terminal's bottom line, where there is a terminal that can have one."""
+        self.streams_on_screen = streams_on_screen
+        # Terminals ignore a string of this kind, should one ever be shown.
+        self.mark = f"\x1b_{secrets.token_hex(8)}\x1b\\"
 
     def show(self, stream: int, rank: int | None, line: bytes) -> None:
         """Write one line, with its rank unless `rank` is None."""
-        label = b""
-        if rank is not None:
-            label = f"[rank {rank}] ".encode()
-            if self.colours[stream]:
-                label = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
-        self.write_by_stream[stream](label + line + b"\n")
+        self.show_all(stream, [(rank, line)])
+
+    def show_all(self, stream: int, lines: Sequence[tuple[int | None, bytes]]) -> None:
+        """Write lines, each with its rank, at once."""
+        data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
+        write = self.write_by_stream[stream]
+        if self.screen is not None and stream in self.streams_on_screen:
+            self.screen.write_above(write, data)
+        else:
+            write(data)
+
+    def _label(self, stream: int, rank: int | None) -> bytes:
+        if rank is None:
+            return b""
+        label = f"[rank {rank}] ".encode()
+        if self.colours[stream]:
+            label = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
+        return label
 
 
 def file_console(environ: Mapping[str, str]) -> Console:
     """The launcher's own standard streams, coloured where they are terminals."""
     colours = {fd: wants_colour(os.isatty(fd), environ) for fd in (1, 2)}
-    return Console({fd: partial(write_all, fd) for fd in (1, 2)}, colours)
+    writes = {fd: partial(write_all, fd) for fd in (1, 2)}
+    screen = None
+    if can_draw(1, environ):
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        screen = Screen(writes[1], fd=1, encoding=encoding, has_colour=colours[1])
+    return Console(writes, colours, screen, frozenset(fd for fd in (1, 2) if _are_same(fd, 1)))
 
 
-def text_console(stdout: TextIO, stderr: TextIO) -> Console:
+def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> Console:
     """Python's own streams, which in a notebook are no files."""
 
     def writer(stream: TextIO) -> Callable[[bytes], object]:
@@ -111,7 +145,23 @@ def text_console(stdout: TextIO, stderr: TextIO) -> Console:
 
         return write
 
-    return Console({1: writer(stdout), 2: writer(stderr)}, {1: False, 2: False})
+    writes = {1: writer(stdout), 2: writer(stderr)}
+    fds = {1: terminal_of(stdout), 2: terminal_of(stderr)}
+    screen = None
+    if can_draw(fds[1], environ):
+        has_colour = wants_colour(True, environ)
+        # The stream itself encodes what it is given.
+        screen = Screen(writes[1], fd=fds[1], encoding="utf-8", has_colour=has_colour)
+    on_screen = frozenset(number for number in (1, 2) if _are_same(fds[number], fds[1]))
+    return Console(writes, {1: False, 2: False}, screen, on_screen)
+
+
+def _are_same(fd: int, other: int) -> bool:
+    """Whether both lead to the same terminal."""
+    try:
+        return os.path.sameopenfile(fd, other)
+    except OSError:
+        return False
 
 
 def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
@@ -163,6 +213,52 @@ class Collector:
         os.close(self.fd)
 
 
+class Records:
+    """What rank 0 says about the bottom line of the screen."""
+
+    due_s: float | None = None
+
+    def __init__(self, fd: int, screen: Screen) -> None:
+        self.fd = fd
+        self.screen = screen
+        self.rest = b""
+
+    def read(self, now_s: float) -> bool:
+        """Draw what is new; False at the end of the pipe."""
+        try:
+            data = os.read(self.fd, 2**16)
+        except BlockingIOError:
+            return True
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
+            self.rest = b""
+        newest: Glance | None = None
+        for record in map(read_record, whole):
+            if isinstance(record, Glance):
+                newest = record
+            elif record is not None:
+                newest = None
+                self.screen.receive(record)
+        if newest is not None:
+            self.screen.show(newest)
+        return bool(data)
+
+    def tick(self, now_s: float) -> None:
+        self.screen.refresh()
+
+    def close(self) -> None:
+        """Rank 0 is gone, and its line with it."""
+        self.screen.clear()
+        os.close(self.fd)
+
+
+def open_records(screen: Screen) -> tuple[Records, int]:
+    """A pipe for the screen's bottom line: our end, and rank 0's, which never makes it wait."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    return Records(reader, screen), writer
+
+
 class Stream:
     """One stream of one worker, from its pipe to the console, a log file, or both."""
 
@@ -177,7 +273,10 @@ class Stream:
         filters: tuple[bytes, ...] = (),
         filtered: BinaryIO | None = None,
         patience_s: float = LOG_PATIENCE_S,
+        mark: str = "",
     ) -> None:
+        """Lines that begin with `mark` are shown without the rank: they speak for all."""
+        self.mark = mark.encode()
         self.fd = fd
         self.number = number
         self.rank = rank
@@ -216,8 +315,19 @@ class Stream:
             self.log.close()
 
     def _show(self, lines: list[bytes]) -> None:
-        for line in lines:
-            if self.console is not None:
-                self.console.show(self.number, self.rank, line)
-            if self.filtered is not None and any(word in line for word in self.filters):
-                self.filtered.write(line + b"\n")
+        if not lines:
+            return
+        ranked = [pair for line in lines for pair in self._unmarked(line)]
+        if self.console is not None:
+            self.console.show_all(self.number, ranked)
+        if self.filtered is not None:
+            for _, line in ranked:
+                if any(word in line for word in self.filters):
+                    self.filtered.write(line + b"\n")
+
+    def _unmarked(self, line: bytes) -> list[tuple[int | None, bytes]]:
+        """The line with its rank, or without it behind a mark; what had not ended is a line."""
+        if not self.mark or self.mark not in line:
+            return [(self.rank, line)]
+        before, *marked = line.split(self.mark)
+        return [*([(self.rank, before)] if before else []), *((None, part) for part in marked)]

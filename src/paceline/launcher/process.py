@@ -62,16 +62,20 @@ def start_program(
     stdout: int | None,
     stderr: int | None,
     leads_group: bool,
+    passed: Sequence[int] = (),
 ) -> Running:
-    """Start a worker as a program of its own; None inherits the launcher's stream."""
+    """Start a worker as a program of its own; None inherits the launcher's stream.
+
+    Of the launcher's descriptors it also gets those in `passed`, and those its orders name.
+    """
     status_reader, status_writer = os.pipe()
     orders = replace(orders, status_fd=status_writer)
-    passed = [fd for fd in (orders.status_fd, orders.listen_fd, orders.linger_fd) if fd >= 0]
+    named = [fd for fd in (orders.status_fd, orders.listen_fd, orders.linger_fd) if fd >= 0]
     try:
         process = subprocess.Popen(
             argv,
             env={**environment, **orders.as_variable()},
-            pass_fds=passed,
+            pass_fds=[*named, *passed],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

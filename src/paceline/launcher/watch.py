@@ -28,6 +28,7 @@ from paceline.launcher.process import Running
 from paceline.launcher.sentinel import Sentinel
 from paceline.launcher.store import StoreDoor
 from paceline.launcher.worker import FAILED, SERVING
+from paceline.progress.screen import Screen
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
@@ -35,6 +36,7 @@ BLAME_PATIENCE_S = 0.2
 DRAIN_S = 0.25
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
+STOPPING = "stopping, once more kills"
 _POLL_S = 0.05
 _LONGEST_WAIT_S = 0.2
 
@@ -102,14 +104,16 @@ def watch(
     door_patience_s: float = 0.0,
     linger_fd: int = -1,
     others: OtherMachines | None = None,
+    screen: Screen | None = None,
 ) -> Ending:
     """Pass on output and wait for everybody's end; end everybody when one fails.
 
     After a signal to the launcher they have `signal_timeout_s` to do so, and a second one kills.
     `linger_fd` is closed when only the first worker is left: it serves the store for the others.
+    `screen` says so when a signal has come.
     """
     shift = _Shift(workers, sentinel, shutdown_timeout_s)
-    shift.inbox, shift.others = inbox, others
+    shift.inbox, shift.others, shift.screen = inbox, others, screen
     shift.signal_timeout_s = shutdown_timeout_s if signal_timeout_s is None else signal_timeout_s
     shift.door, shift.door_patience_s, shift.linger_fd = door, door_patience_s, linger_fd
     try:
@@ -143,6 +147,7 @@ class _Shift:
 
     inbox: SignalInbox | None
     others: OtherMachines | None
+    screen: Screen | None
     door: StoreDoor | None
     door_patience_s: float
     linger_fd: int
@@ -269,6 +274,8 @@ class _Shift:
             if not self.ending_since_ns:
                 self.signal = number
                 self.end_all(number, self.signal_timeout_s)
+                if self.screen is not None:
+                    self.screen.note(STOPPING)
             elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
                 self.kill_all()  # somebody presses Ctrl-C again
 

@@ -8,24 +8,17 @@ program prints meanwhile appears above the line.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, cast
 
 from paceline.progress import table
+from paceline.progress.line import Glance, Layout
 from paceline.progress.painter import Sheet, printable, said
+from paceline.progress.sending import Channel
 from paceline.progress.state import Row, State
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleRenderable
+    from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
-
-_SHORTEST_BAR, _LONGEST_BAR = 6, 30
-
-
-def is_possible() -> bool:
-    """Whether `rich` is installed."""
-    return find_spec("rich") is not None
 
 
 class BarPainter:
@@ -33,10 +26,12 @@ class BarPainter:
 
     interval_s = 0.1
 
-    def __init__(self, sheet: Sheet, *, has_colour: bool) -> None:
+    def __init__(self, sheet: Sheet, *, has_colour: bool, channel: Channel | None = None) -> None:
+        """A launcher at the end of `channel` removes the line if this process is killed."""
         from rich.console import Console
 
         self.sheet = sheet
+        self._channel = channel
         self.console: Console = Console(
             file=cast(IO[str], _Ink(sheet)),
             force_terminal=True,
@@ -48,7 +43,7 @@ class BarPainter:
         )
         self._live: Live | None = None
         self._drawn_s = 0.0
-        self._columns, self._limit, self._bar_columns = 0, table.ALL, _LONGEST_BAR
+        self._layout = Layout()
 
     def start(self, state: State) -> None:
         from rich.live import Live
@@ -56,6 +51,8 @@ class BarPainter:
         self.sheet.write(*table.opening(state))
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
         self._live.start()
+        if self._channel is not None:
+            self._channel.drawn()
         # A hidden cursor would stay hidden if this process were killed.
         self.console.show_cursor(True)
         self.step(state)
@@ -64,11 +61,8 @@ class BarPainter:
         if self._live is not None:
             self._drawn_s = state.now_s
             # Asked again each time, because people resize their windows.
-            columns = self.sheet.columns
-            if columns != self._columns:
-                self._columns = self.console.width = columns
-                self._limit, self._bar_columns = table.ALL, _LONGEST_BAR
-            self._live.update(self._line(state), refresh=True)
+            columns = self.console.width = self.sheet.columns
+            self._live.update(self._layout.draw(Glance.of(state), columns), refresh=True)
 
     def epoch(self, state: State, row: Row) -> None:
         if state.now_s - self._drawn_s >= self.interval_s:
@@ -92,35 +86,8 @@ class BarPainter:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-
-    def _line(self, state: State) -> Table:
-        """The bar and the numbers; on a narrow terminal only what fits."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        facts = state.facts
-        percent = f"{state.share or 0.0:4.0%}"
-        room = self.console.width - 1
-        if facts.steps:
-            room -= len(percent) + _SHORTEST_BAR + 2 * len(table.GAP)
-        parts, limit = table.fit(table.status(state), room, self._limit)
-        left = max(room - len(table.GAP.join(parts)), 0)
-        # Once something does not fit it stays away, and the bar short: a line that jumps about
-        # cannot be read.
-        if limit < self._limit:
-            self._limit, self._bar_columns = limit, _LONGEST_BAR
-        self._bar_columns = min(self._bar_columns, _SHORTEST_BAR + left)
-        grid: list[ConsoleRenderable] = [Text(printable(part)) for part in parts]
-        if facts.steps:
-            done = min(state.step, facts.steps)
-            bar = ProgressBar(facts.steps, done, width=self._bar_columns)
-            grid = [bar, Text(percent, style="cyan"), *grid]
-        line = Table.grid(padding=(0, len(table.GAP), 0, 0))
-        for _ in grid:
-            line.add_column(no_wrap=True, overflow="crop")
-        line.add_row(*grid)
-        return line
+            if self._channel is not None:
+                self._channel.end()
 
 
 class _Ink:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from paceline.env import read_terminal
-from paceline.progress import bar
+from paceline.env import ScreenOffer, read_screen, read_terminal
 from paceline.progress.bar import BarPainter
 from paceline.progress.json_lines import JsonPainter
+from paceline.progress.line import is_possible
 from paceline.progress.mode import choose_mode
-from paceline.progress.painter import Painter, Sheet
+from paceline.progress.painter import Painter, Sheet, descriptor, terminal_of
 from paceline.progress.plain import PlainPainter
+from paceline.progress.sending import Channel, SendingPainter
 from paceline.progress.silence import SilentPainter
 from paceline.progress.state import Facts, State
 
@@ -57,10 +58,20 @@ class Progress:
         self._clock = clock
         stream = sys.stdout if stream is None else stream
         settings = read_terminal(environ)
+        offer = read_screen(descriptor(stream), environ)
+        has_terminal = terminal_of(stream) >= 0
+        # A launcher that offers to draw has a terminal, and `rich`.
         self.mode = choose_mode(
-            mode, is_terminal=_is_terminal(stream), settings=settings, has_rich=bar.is_possible()
+            mode,
+            is_terminal=has_terminal or offer is not None,
+            settings=settings,
+            has_rich=is_possible() or (offer is not None and not has_terminal),
         )
-        self._painter = _painter(self.mode, stream if draws else None, settings.has_colour)
+        self._painter: Painter
+        if draws and self.mode == "bar" and offer is not None and stream is not None:
+            self._painter = _painter_behind(offer, stream, has_terminal, settings.has_colour)
+        else:
+            self._painter = _painter(self.mode, stream if draws else None, settings.has_colour)
         self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
         self._state: State | None = None
         self._due_s = 0.0
@@ -226,10 +237,10 @@ def _painter(mode: str, stream: TextIO | None, has_colour: bool) -> Painter:
     return JsonPainter(sheet) if mode == "json" else PlainPainter(sheet)
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return (
-            stream is not None and stream.isatty() and bool(os.get_terminal_size(stream.fileno()))
-        )
-    except (OSError, ValueError):
-        return False
+def _painter_behind(
+    offer: ScreenOffer, stream: TextIO, has_terminal: bool, has_colour: bool
+) -> Painter:
+    """Behind a launcher that could draw: one that has left its terminal to us need not."""
+    if has_terminal:
+        return BarPainter(Sheet(stream), has_colour=has_colour, channel=Channel(offer.fd))
+    return SendingPainter(Sheet(stream), offer, has_colour=has_colour)

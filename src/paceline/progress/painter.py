@@ -53,10 +53,7 @@ class Sheet:
     @property
     def columns(self) -> int:
         """How wide the terminal is at this moment."""
-        try:
-            return os.get_terminal_size(self.stream.fileno()).columns or _USUAL_COLUMNS
-        except (OSError, ValueError):
-            return _USUAL_COLUMNS
+        return columns_of(descriptor(self.stream))
 
     def write(self, *lines: str) -> None:
         """Write whole lines at once; control characters in them stay text."""
@@ -71,6 +68,42 @@ class Sheet:
             self.stream.flush()
         except (OSError, ValueError):
             self.is_gone = True
+
+
+def descriptor(stream: TextIO | None) -> int:
+    """The stream's descriptor, or -1 where it has none."""
+    try:
+        return -1 if stream is None else stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def terminal_of(stream: TextIO | None) -> int:
+    """The descriptor of the terminal that the stream writes to, or -1.
+
+    A notebook's stream has the descriptor of a terminal it does not write to.
+    """
+    fd = descriptor(stream)
+    try:
+        return fd if stream is not None and stream.isatty() and is_terminal(fd) else -1
+    except ValueError:  # closed
+        return -1
+
+
+def is_terminal(fd: int) -> bool:
+    """Whether it is a terminal that has a size."""
+    try:
+        return os.isatty(fd) and bool(os.get_terminal_size(fd))
+    except OSError:
+        return False
+
+
+def columns_of(fd: int) -> int:
+    """How wide the terminal is at this moment."""
+    try:
+        return os.get_terminal_size(fd).columns or _USUAL_COLUMNS
+    except (OSError, ValueError):
+        return _USUAL_COLUMNS
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,120 @@
+"""A run behind a launcher that owns the terminal: the launcher draws, this process only tells.
+
+What stays on the screen (the opening, messages, the summary) is written to standard output like
+anything else the program prints, so it keeps its place among that; a mark in front of each line
+tells the launcher that it needs no rank. The live line travels as a few records a second on
+a descriptor of its own. A launcher that is slow misses some of them: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import termios
+from collections.abc import Iterable, Sequence
+
+from paceline.env import ScreenOffer
+from paceline.progress import table
+from paceline.progress.line import Glance
+from paceline.progress.painter import Sheet, printable, said
+from paceline.progress.state import Row, State
+
+# More than this unread: whoever should read is busy, and would only draw what is long past.
+_MOST_UNREAD_BYTES = 2**12
+_STYLES = {"warning": "33", "error": "1;31"}
+
+
+class Channel:
+    """The way to the launcher. Sending never waits and never fails."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        # What the user's program starts has nothing to say here.
+        os.set_inheritable(fd, False)
+
+    def drawn(self) -> None:
+        """This process draws a line itself, which should not outlive it."""
+        self._send('{"kind": "drawn"}')
+
+    def step(self, glance: Glance) -> None:
+        if self._unread() <= _MOST_UNREAD_BYTES:
+            self._send(glance.as_json())
+
+    def end(self) -> None:
+        """There is no line any more."""
+        self._send('{"kind": "end"}')
+
+    def _send(self, record: str) -> None:
+        with contextlib.suppress(OSError):  # full, or nobody is there to read
+            # Below PIPE_BUF a pipe takes all of it or nothing.
+            data = f"{record}\n".encode()
+            if len(data) <= _MOST_UNREAD_BYTES:
+                os.write(self.fd, data)
+
+    def _unread(self) -> int:
+        try:
+            size = fcntl.ioctl(self.fd, termios.FIONREAD, struct.pack("i", 0))
+        except OSError:  # then a full pipe is the only bound
+            return 0
+        return int(struct.unpack("i", size)[0])
+
+
+class SendingPainter:
+    """Writes what stays, and sends what does not."""
+
+    interval_s = 0.25
+
+    def __init__(self, sheet: Sheet, offer: ScreenOffer, *, has_colour: bool) -> None:
+        self.sheet = sheet
+        self.mark = offer.mark
+        self.has_colour = has_colour
+        self._channel = Channel(offer.fd)
+        self._is_drawn = False
+        self._sent_s = 0.0
+
+    def start(self, state: State) -> None:
+        self._write(table.opening(state))
+        self._is_drawn = True
+        self.step(state)
+
+    def step(self, state: State) -> None:
+        self._sent_s = state.now_s
+        self._channel.step(Glance.of(state))
+
+    def epoch(self, state: State, row: Row) -> None:
+        if state.now_s - self._sent_s >= self.interval_s:
+            self.step(state)
+
+    def evaluation(self, state: State, row: Row) -> None:
+        """Said in the table at the end."""
+
+    def message(self, state: State | None, text: str, level: str) -> None:
+        self._write(said(text, level), _STYLES.get(level, "") if self.has_colour else "")
+
+    def finish(self, state: State, status: str, lines: Sequence[str]) -> None:
+        self.close()
+        self._write(table.summary(state, status, lines))
+
+    def close(self) -> None:
+        if self._is_drawn:
+            self._channel.end()
+        self._is_drawn = False
+
+    def _write(self, lines: Iterable[str], style: str = "") -> None:
+        before, after = (f"\x1b[{style}m", "\x1b[0m") if style else ("", "")
+        self.sheet.write_raw(
+            "".join(f"{self.mark}{before}{printable(line)}{after}\n" for line in lines)
+        )
+
+
+def read_record(line: bytes) -> Glance | str | None:
+    """One record: where the run is, `drawn`, `end`, or None if it is none of these."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    kind = record.get("kind") if isinstance(record, dict) else None
+    return kind if kind in ("drawn", "end") else Glance.from_json(record)
