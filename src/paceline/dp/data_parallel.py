@@ -20,6 +20,7 @@ from paceline.dp.gather import gather
 from paceline.dp.loss import Count, Reduction, plan_factors, total_loss
 from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_graphs, check_split
 from paceline.dp.scatter import scatter
+from paceline.errors import UsageError
 from paceline.wrapper import Wrapper
 
 
@@ -41,6 +42,7 @@ class DataParallel(Wrapper):
         split: Sequence[float] | None = None,
         options: DPOptions = DEFAULT_OPTIONS,
     ) -> None:
+        _check_arguments(module, dim)
         places = find_places(device_ids)
         check_split(split, len(places))
         check_graphs(options, places)
@@ -122,3 +124,15 @@ class DataParallel(Wrapper):
         state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
         clone.__dict__ |= state
         return clone
+
+
+def _check_arguments(module: Any, dim: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"{module!r} is no module.", advice="Pass a torch.nn.Module: it is what is copied."
+        )
+    if not isinstance(dim, int):
+        raise UsageError(
+            f"dim is {dim!r}, which is no whole number.",
+            advice="Pass the number of the dimension that holds the batch, mostly 0.",
+        )

@@ -7,7 +7,8 @@ forked without it, and build a new engine whenever this one no longer fits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,7 @@ class Engine:
 
     def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
         """The replicas' outputs, in the order of the chunks."""
-        with self._lock:
-            params = self._check_home()
+        with self._turn() as params:
             usual = partial(self._run_forward, chunks, params)
             if self._replayer is None:
                 return usual(call)
@@ -90,8 +90,7 @@ class Engine:
                 "backward() was called where gradients are switched off.",
                 advice="Call it outside torch.no_grad() and torch.inference_mode().",
             )
-        with self._lock:
-            params = self._check_home()
+        with self._turn() as params:
             usual = partial(self._run_loss, chunks, factors, params)
             if self._replayer is None:
                 return usual(partial(compute_loss, loss_fn=loss_fn))
@@ -123,6 +122,20 @@ class Engine:
             raise
         self._parameters.collect(params)
         return losses
+
+    @contextmanager
+    def _turn(self) -> Iterator[list[Tensor]]:
+        """One call's time with the replicas, to itself; the parameters that it is about."""
+        if self._crew is not None and self._crew.is_calling:
+            raise UsageError(
+                "The model was called from inside one of its replicas, which would wait forever.",
+                advice="In forward and in hooks, call `self` or the module that the hook is given, "
+                "not the DataParallel around them.",
+            )
+        with self._lock:
+            if self._crew is not None and self._crew.finish_interrupted():
+                self._parameters.forget_gradients()  # those of a backward() that was broken off
+            yield self._check_home()
 
     def _check_home(self) -> list[Tensor]:
         """The parameters, which all lie where the first replica is, or it is an error."""

@@ -22,11 +22,15 @@ ALIGNMENT = 64
 
 
 def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """A copy of every tensor on `device`, each a view of one new buffer per dtype."""
+    """A copy of every tensor on `device`, each dense one a view of one new buffer per dtype."""
     copies: dict[int, Tensor] = {}
+    dense = [index for index, tensor in enumerate(tensors) if tensor.layout is torch.strided]
     # A replica that is first made in inference mode must still be able to train later.
     with torch.inference_mode(False), torch.no_grad():
-        for indices in _by_dtype(tensors):
+        for index in set(range(len(tensors))).difference(dense):  # a sparse one has no one memory
+            copies[index] = tensors[index].to(device, copy=True)
+        for positions in _by_dtype([tensors[index] for index in dense]):
+            indices = [dense[position] for position in positions]
             group = [tensors[index] for index in indices]
             layouts = [layout_of(tensor) for tensor in group]
             total = sum(_aligned(shape.numel()) for shape, _ in layouts)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline import tree
 from paceline.dp.devices import Place, move
@@ -41,7 +42,14 @@ class _Join:
                 )
         if isinstance(first, Tensor):
             return self.join_tensors(path, values)
-        if tree.is_container(first):
+        if isinstance(first, PackedSequence):
+            raise UsageError(
+                f"{path} is a packed sequence, whose rows lie mixed and cannot be joined.",
+                advice="Return it padded, with pad_packed_sequence(..., total_length=...).",
+            )
+        if isinstance(first, (set, frozenset)):
+            self.check_set(path, values)
+        elif tree.is_container(first):
             return self.join_containers(path, values)
         return self.one_of(path, values)
 
@@ -72,6 +80,13 @@ class _Join:
         joined = [self.join(path + key, [items[key] for items in by_key]) for key in keys[0]]
         return tree.with_children(values[0], joined)
 
+    def check_set(self, path: str, sets: Sequence[Any]) -> None:
+        if any(True for value in sets for _ in tree.tensors(value)):
+            raise UsageError(
+                f"{path} is a set of tensors, of which nobody can tell which belong together.",
+                advice="Return a tuple, a list or a dictionary.",
+            )
+
     def one_of(self, path: str, values: Sequence[Any]) -> Any:
         first = values[0]
         if not all(value is first or _equal(value, first) for value in values[1:]):
@@ -97,7 +112,7 @@ def _name(value: Any) -> str:
 
 def _equal(a: Any, b: Any) -> bool:
     try:
-        return bool(a == b)
+        return bool(a == b) or bool(a != a and b != b)  # a NaN is not even equal to itself
     except (RuntimeError, ValueError, TypeError):  # arrays and the like have no one answer
         return False
 

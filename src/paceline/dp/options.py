@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 from typing import Literal, get_args
 
 from paceline.dp.devices import Place
@@ -79,6 +80,12 @@ def check_split(split: Sequence[float] | None, replicas: int) -> None:
     """Raise unless `split` says how to share a batch among the replicas."""
     if split is None:
         return
+    is_list = isinstance(split, Sequence) and not isinstance(split, str)
+    if not is_list or not all(isinstance(weight, Real) for weight in split):
+        raise UsageError(
+            f"split is {split!r}, which is no list of numbers.",
+            advice="Pass one weight for each entry of device_ids, such as [3, 1].",
+        )
     if len(split) != replicas:
         raise UsageError(
             f"split has {len(split)} weights for {replicas} replicas: {list(split)}.",

@@ -23,6 +23,9 @@ from paceline.dp.devices import Place
 
 Job = Callable[[], Any]
 
+INTERRUPTIBLE_EVERY_S = 0.5
+"""A Ctrl-C that comes just before a thread begins to wait is noticed when it wakes up only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -45,13 +48,12 @@ class Crew:
         self._pid = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._underway: list[_Errand] = []
-        ready: queue.SimpleQueue[None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[int] = queue.SimpleQueue()
         before = torch.get_num_threads()
         for name, inbox in zip(names, self._inboxes, strict=True):
             args = (inbox, ready, cpu_threads)
             threading.Thread(target=_stand_by, args=args, name=name, daemon=True).start()
-        for _ in names:
-            ready.get()
+        self._members = {ready.get() for _ in names}
         # The number is one per thread, but new threads start with the one that was set last.
         torch.set_num_threads(before)
         weakref.finalize(self, _dismiss, self._inboxes)
@@ -61,9 +63,14 @@ class Crew:
         """Threads do not come along into a forked process."""
         return self._pid == os.getpid()
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether the code that asks runs in one of the crew's own threads."""
+        return threading.get_ident() in self._members
+
     def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
         """Do one job per lane, all at once; their outcomes in the order of the lanes."""
-        self._finish_interrupted()
+        self.finish_interrupted()
         errands: list[_Errand | None] = []
         for job, inbox in zip(jobs, self._inboxes, strict=True):
             errand = None if job is None else _Errand(job)
@@ -75,11 +82,13 @@ class Crew:
         self._underway.clear()
         return outcomes
 
-    def _finish_interrupted(self) -> None:
-        """A call that Ctrl-C broke off left its replicas working: they must not meet ours."""
+    def finish_interrupted(self) -> bool:
+        """Wait for what a call left undone that Ctrl-C broke off; whether there was such a one."""
+        was_interrupted = bool(self._underway)
         while self._underway:
             self._underway[0].wait()
             self._underway.pop(0)
+        return was_interrupted
 
 
 class _Errand:
@@ -108,16 +117,16 @@ class _Errand:
 
     def wait(self) -> Outcome:
         while self._outcome is None:
-            self._is_done.acquire(timeout=60)
+            self._is_done.acquire(timeout=INTERRUPTIBLE_EVERY_S)
         return self._outcome
 
 
 def _stand_by(
-    inbox: queue.SimpleQueue[_Errand | None], ready: queue.SimpleQueue[None], cpu_threads: int
+    inbox: queue.SimpleQueue[_Errand | None], ready: queue.SimpleQueue[int], cpu_threads: int
 ) -> None:
     torch.set_num_threads(cpu_threads)
     torch.get_num_threads()  # the first look in a thread adopts what was set last, anywhere: ours
-    ready.put(None)
+    ready.put(threading.get_ident())
     del ready
     while True:
         errand = inbox.get()

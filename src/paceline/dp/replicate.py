@@ -17,16 +17,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from paceline.dp.devices import Place
 from paceline.dp.flat import copy_flat
 from paceline.errors import UsageError
+from paceline.wrapper import Wrapper
 
 Parameters = Mapping[int, Tensor]
 """What a replica uses in place of a parameter, by the parameter's `id`."""
 
 Specialise = Callable[[str, nn.Module], tuple[type[nn.Module], dict[str, Any]]]
 """The class of a module's copy, by the module and its name, and attributes of the copy alone."""
+
+
+Stamp = tuple[str, int, int, bool]
+"""What changes when a buffer is renamed, replaced, written to or made to learn."""
 
 
 def as_it_is(_name: str, module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
@@ -53,8 +60,11 @@ class Replica:
         self.place = place
         self._is_first = is_first
         self._links = _link(source, specialise)
-        self._with_buffers = [link for link in self._links if link.source._buffers]
-        self._buffers_seen: list[tuple[int, int]] | None = None
+        self._buffers_seen: list[Stamp] | None = None
+
+    @property
+    def _with_buffers(self) -> list[_Link]:
+        return [link for link in self._links if link.source._buffers]
 
     @property
     def module(self) -> nn.Module:
@@ -78,7 +88,7 @@ class Replica:
     def copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs of the replica's own buffer and the source's, where they are not the same."""
         pairs = (
-            (link.copy._buffers[name], buffer)
+            (link.copy._buffers.get(name), buffer)
             for link in self._with_buffers
             for name, buffer in link.source._buffers.items()
         )
@@ -91,11 +101,9 @@ class Replica:
     def refresh(self, parameters: Parameters | None) -> None:
         """Take over the source's attributes, buffers, and parameters or what stands for them."""
         for link in self._links:
-            link.refresh(parameters)
-        if self._is_first:
-            for link in self._with_buffers:  # the dictionary itself: assignments count too
-                link.copy.__dict__["_buffers"] = link.source._buffers
-        else:
+            # The first has the dictionary of buffers itself: what is assigned in forward counts.
+            link.refresh(parameters, buffers=link.source._buffers if self._is_first else {})
+        if not self._is_first:
             self._refresh_buffers(parameters or {})
         for link in self._links:
             link.rebind(self._links)
@@ -105,14 +113,13 @@ class Replica:
         self._buffers_seen = None
 
     def _refresh_buffers(self, parameters: Parameters) -> None:
+        links = self._with_buffers
         named = [
-            (link, name, buffer)
-            for link in self._with_buffers
-            for name, buffer in link.source._buffers.items()
+            (link, name, buffer) for link in links for name, buffer in link.source._buffers.items()
         ]
         buffers = [buffer for _, _, buffer in named if buffer is not None]
-        seen = _stamps(buffers)
-        is_training = any(link.source.training for link in self._with_buffers)
+        seen = _stamps([(name, buffer) for _, name, buffer in named])
+        is_training = any(link.source.training for link in links)
         if is_training or seen is None or seen != self._buffers_seen:
             # Batch normalisation writes to its statistics without a trace in their versions.
             self._buffers_seen = None if is_training else seen
@@ -122,8 +129,9 @@ class Replica:
         for link, name, buffer in named:
             if buffer is not None and buffer.requires_grad:
                 link.buffers[name] = parameters.get(id(buffer), buffer)
-        for link in self._with_buffers:
-            link.copy.__dict__["_buffers"] = dict(link.buffers)
+        for link in links:
+            own = {name: link.buffers[name] for name in link.source._buffers}
+            link.copy.__dict__["_buffers"] = own
 
 
 class _Link:
@@ -135,6 +143,12 @@ class _Link:
                 f"{type(source).__name__} is a compiled script, of which no replica can be made.",
                 advice="Wrap the Python module, and script its parts or nothing.",
             )
+        if isinstance(source, LazyModuleMixin) and source.has_uninitialized_params():
+            raise UsageError(
+                f"{_first_lazy(name, source)!r} has no shape yet, so no replica can be made.",
+                advice="Run the module on one batch by itself first: its lazy layers then take "
+                "their shapes from it.",
+            )
         kind, self.extras = specialise(name, source)
         self.source = source
         self.copy: nn.Module = kind.__new__(kind)
@@ -142,18 +156,16 @@ class _Link:
         self.children: dict[str, nn.Module | None] = {}
         self.buffers: dict[str, Tensor | None] = {}
         self.is_recurrent = isinstance(source, nn.RNNBase)
-        self.bound = [
-            name
-            for name, value in source.__dict__.items()
-            if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
-        ]
+        self.attributes_seen = 0
+        self.bound: list[str] = []
 
-    def refresh(self, parameters: Parameters | None) -> None:
+    def refresh(self, parameters: Parameters | None, buffers: dict[str, Tensor | None]) -> None:
         state, copied = self.source.__dict__, self.copy.__dict__
         copied.clear()
         copied.update(state)
         copied.update(self.extras)
         copied["_modules"] = self.children
+        copied["_buffers"] = buffers
         if parameters is None:
             copied["_parameters"] = dict(state["_parameters"])
             return
@@ -167,12 +179,22 @@ class _Link:
 
     def rebind(self, links: Sequence[_Link]) -> None:
         """Let methods that the source keeps as attributes work on the copy."""
+        state = self.source.__dict__
+        if len(state) != self.attributes_seen:  # one may be new; looking at all takes long
+            self.attributes_seen = len(state)
+            self.bound = [name for name, value in state.items() if isinstance(value, MethodType)]
         for name in self.bound:
-            method = self.source.__dict__.get(name)
+            method = state.get(name)
             if isinstance(method, MethodType):
                 owner = next((link for link in links if link.source is method.__self__), None)
                 if owner is not None:
                     self.copy.__dict__[name] = MethodType(method.__func__, owner.copy)
+
+
+def _first_lazy(name: str, module: nn.Module) -> str:
+    tensors = {**module._parameters, **module._buffers}
+    lazy = next(key for key, tensor in tensors.items() if tensor is not None and is_lazy(tensor))
+    return f"{name}.{lazy}" if name else lazy
 
 
 def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
@@ -181,6 +203,11 @@ def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
     copy_by_source = {id(link.source): link.copy for link in links}
     for link in links:
         for name, child in link.children_seen.items():
+            if isinstance(child, Wrapper):
+                raise UsageError(
+                    f"{name!r} is a {type(child).__name__} itself, in the middle of the model.",
+                    advice="Wrap the whole model once, and its parts not at all.",
+                )
             link.children[name] = None if child is None else copy_by_source[id(child)]
         compiler = link.source.__dict__.get("dynamo_ctx")
         if compiler is not None:  # made by torch.compile: its forward is tied to the original
@@ -189,8 +216,14 @@ def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
     return links
 
 
-def _stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]] | None:
-    """What changes when a tensor is replaced or written to; None where that cannot be told."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return None
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+def _stamps(named: Sequence[tuple[str, Tensor | None]]) -> list[Stamp] | None:
+    """The buffers' stamps; None where it cannot be told whether they change."""
+    stamps = []
+    for name, buffer in named:
+        if buffer is None:
+            stamps.append((name, 0, 0, False))
+        elif buffer.is_inference() or buffer.layout is not torch.strided:
+            return None
+        else:
+            stamps.append((name, buffer.data_ptr(), buffer._version, buffer.requires_grad))
+    return stamps

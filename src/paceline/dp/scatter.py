@@ -6,13 +6,14 @@ and everything that is no tensor, go to every replica as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline import tree
 from paceline.dp.devices import Place, move
@@ -58,7 +59,8 @@ def scatter(
     An empty batch is one empty chunk, and no inputs at all are one chunk without any.
     """
     if not args and not kwargs:
-        return [Chunk(0, (), {}, 0)]
+        whole = tree.map_tensors(lambda tensor: move(tensor, places[0].device), targets)
+        return [Chunk(0, (), {}, 0, whole)]
     contents = (args, kwargs, targets)
     named = _named_tensors(contents)
     cuts = {id(t): _cut(path, t, len(places), dim, weights) for path, t in named if t.dim() > 0}
@@ -114,7 +116,20 @@ class _Share:
 def _named_tensors(contents: Contents) -> list[tuple[str, Tensor]]:
     names = ("inputs", "kwargs", "targets")
     pairs = zip(contents, names, strict=True)
-    return [named for value, name in pairs for named in tree.named_tensors(value, name)]
+    return [named for value, name in pairs for named in _walk(value, name)]
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, PackedSequence):
+        raise UsageError(
+            f"{path} is a packed sequence, whose rows lie mixed and cannot be split.",
+            f"It holds {len(value.data):,} items of {int(value.batch_sizes[0])} sequences.",
+            "Pass the padded batch and its lengths, and pack in forward.",
+        )
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, item in tree.children(value):
+        yield from _walk(item, path + key)
 
 
 def _used(places: Sequence[Place], sizes: dict[int, int]) -> list[Place]:
@@ -124,6 +139,11 @@ def _used(places: Sequence[Place], sizes: dict[int, int]) -> list[Place]:
 def _cut(
     path: str, tensor: Tensor, count: int, dim: int, weights: Sequence[float] | None
 ) -> dict[int, int]:
+    if tensor.layout is not torch.strided:  # sparse, or nested
+        raise UsageError(
+            f"{path} is a tensor of layout {tensor.layout}, which cannot be split.",
+            advice="Pass it as a dense tensor, or keep it as a buffer of the module.",
+        )
     if not -tensor.dim() <= dim < tensor.dim():
         raise UsageError(
             f"{path} has the shape {tuple(tensor.shape)}, which cannot be split along dim {dim}.",
