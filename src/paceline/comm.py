@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from paceline.errors import DesyncError, PeerError
+from paceline.errors import DesyncError, PeerError, name_ranks
 from paceline.stopwatch import waiting
 
 Group = Any
@@ -155,7 +155,11 @@ def post_last_words(group: Group, text: str, kind: str = "left") -> None:
 
 
 def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
-    """Say which ranks are missing from a collective that failed on this one."""
+    """Say which ranks are missing from a collective that failed on this one.
+
+    A rank that has said nothing may be at work still, and notice later. So it is not called the
+    one at fault, and not named at all where another has raised an error of its own.
+    """
     rank, size = group.rank(), group.size()
     post_last_words(group, what, kind="waiting")
     said = _read_last_words(group, [other for other in range(size) if other != rank])
@@ -164,12 +168,11 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     waiting = [names[r] for r, words in said.items() if words["kind"] == "waiting"]
     silent = [names[r] for r in range(size) if r != rank and r not in said]
     where = "; ".join(gone)
-    if silent:
-        listed = ", ".join(map(str, silent))
-        silence = f"rank{'s' * (len(silent) > 1)} {listed} did not take part and left no word"
+    if silent and not any(_is_cause(words) for words in said.values()):
+        silence = f"no word yet from {name_ranks(silent)}: ended, stopped or still at work"
         where = f"{where}; {silence}" if where else silence
     if waiting and not where:
-        where = f"ranks {names[rank]} and {', '.join(map(str, waiting))} all lost a connection"
+        where = f"{name_ranks(sorted([names[rank], *waiting]))} all lost a connection"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return PeerError(
         f"{what} failed on rank {names[rank]}, one of {size}: {_short(first_line)}.",
@@ -177,6 +180,11 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
         "Every rank must run the same backward passes: look for the first error on the rank "
         "named here, or for a branch that only some ranks take.",
     )
+
+
+def _is_cause(words: dict[str, Any]) -> bool:
+    """Whether a rank failed by itself, and not because it missed another."""
+    return words["kind"] == "raised" and not words["text"].startswith("raised PeerError")
 
 
 def world_ranks(group: Group) -> list[int]:

@@ -93,3 +93,9 @@ class WorkerError(PacelineError, RuntimeError):
 
 class WireError(PacelineError, ValueError):
     """Bytes that came from a file, a pipe or a store are malformed."""
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Ranks as a message names them: `rank 3`, or `ranks 0, 1 and 3`."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

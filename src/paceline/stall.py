@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from paceline import spans
+from paceline.errors import name_ranks
 from paceline.stopwatch import WAIT, Stopwatch
 
 _KEY = "paceline/stalled/{rank}"
@@ -83,18 +84,23 @@ def accuse(said: Sequence[Status], size: int) -> str:
     silent = sorted(set(range(size)) - {status.rank for status in said})
     causes = [f"rank {s.rank}, which is {_in(s.phase)}, at {s.line or 'no line'}" for s in busy]
     if silent:
-        causes.append(f"{_ranks(silent)}, which said nothing: busy, stopped or gone")
+        causes.append(f"{name_ranks(silent)}, which said nothing: busy, stopped or gone")
     if not causes:
         return f"All {size} ranks wait for each other: they are not at the same sum."
     verb = "waits" if len(waiting) == 1 else "wait"
-    who = _ranks(waiting)
+    who = name_ranks(waiting)
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
 def place_of(frame: FrameType | None) -> str:
     """The innermost line that is the user's own: not torch's, Python's or ours."""
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_foreign_folders()):
+    innermost, foreign = frame, _foreign_folders()
+    while frame is not None:
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        source = linecache.getline(path, number).strip()
+        # Generated code, as dataclasses have, is in no file; a notebook's cell has its lines.
+        if not path.startswith(foreign) and (source or not path.startswith("<")):
+            break
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
@@ -161,8 +167,10 @@ class StallWatch:
             with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
                 what = re.sub(r"^Step \d+: ", "", describe(watch.bucket))
                 missing = watch.missing() if watch.missing is not None else []
-                if missing:
-                    what += f", which lacks {_ranks(missing)}"
+                if self._rank in missing:  # nobody lacks oneself: this host's part is complete
+                    what += ", which lacks other hosts"
+                elif missing:
+                    what += f", which lacks {name_ranks(missing)}"
         frame = sys._current_frames().get(watch.thread)
         return Status(
             rank=self._rank,
@@ -284,8 +292,3 @@ def _foreign_folders() -> tuple[str, ...]:
 
 def _in(phase: str) -> str:
     return "in its own code" if phase == "other" else f"in {phase}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

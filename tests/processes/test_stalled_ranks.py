@@ -93,8 +93,9 @@ class Stuck(nn.Module):
         return x
 
 
-def stall_a_model(world: World, culprit: int, transport: str) -> str:
+def stall_a_model(world: World, culprit: int, transport: str, hosts: str = "aaa") -> str:
     os.environ["PACELINE_STALL_S"] = "1"
+    os.environ["PACELINE_HOST"] = hosts[world.rank]
     sys.stderr = said = io.StringIO()
     stuck = Stuck(world, culprit)
     net = nn.Sequential(nn.Linear(3, 4), stuck, nn.Linear(4, 2))
@@ -125,3 +126,13 @@ def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: s
     assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
     assert 'in forward: store.wait(["told"])' in verdict
     assert "Rank 2 has made no progress" in culprit
+
+
+def test_between_hosts_no_rank_of_the_own_host_is_named_for_another_hosts_lateness() -> None:
+    first, second, _ = run_processes(3, stall_a_model, 2, "auto", "aab")
+    (leader,) = [line for line in first.splitlines() if "Rank 0 has made no progress" in line]
+    assert "waiting for the sum of bucket 0 ('2.bias' to '0.weight'), which lacks other" in leader
+    assert "rank 1" not in leader
+    (verdict,) = [line for line in first.splitlines() if " wait for " in line]
+    assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
+    assert "Rank 1 has made no progress" in second

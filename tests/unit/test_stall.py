@@ -76,6 +76,15 @@ def test_the_line_is_the_users_own() -> None:
     assert place_of(None) == ""
 
 
+def test_code_that_is_in_no_file_is_not_the_users_line() -> None:
+    seen: list[str] = []
+    generated: dict[str, Any] = {}
+    exec("def call(look): look()", generated)  # as dataclasses and named tuples do
+    generated["call"](lambda: seen.append(place_of(sys._getframe(1))))
+    assert "test_stall.py" in seen[0]
+    assert seen[0].endswith('generated["call"](lambda: seen.append(place_of(sys._getframe(1))))')
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"{}", b"[]", b'{"rank": "0"}', b'{"rank":0,"step":"x","phase":"wait"}', b"[" * 10_000],
@@ -121,6 +130,19 @@ def test_it_speaks_once_per_stall_and_when_it_goes_on() -> None:
     stalls.look()
     assert len(lines) == 3
     watch.enter("forward")
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [([], "('a' to 'b')"), ([2], "which lacks rank 2"), ([0, 1], "which lacks other hosts")],
+)
+def test_a_rank_that_waits_for_another_host_does_not_name_itself(
+    missing: list[int], words: str
+) -> None:
+    group, watch = Group(), Stopwatch()
+    watch.bucket, watch.waits_for = 1, lambda bucket: f"the sum of bucket {bucket} ('a' to 'b')"
+    watch.missing = lambda: missing
+    assert StallWatch(group, watch, 100).status().what.endswith(words)
 
 
 def test_a_group_that_is_gone_is_not_watched() -> None:

@@ -1,0 +1,55 @@
+"""Whom an error names when a collective fails: those who left, not those who are late to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import comm
+from paceline.testing import run_ranks
+from paceline.world import World
+
+
+def explain(world: World, words_by_rank: dict[int, tuple[str, str]]) -> str:
+    """What rank 0 says, after the others have left their words in the store."""
+    group = world.group
+    if world.rank in words_by_rank:
+        kind, text = words_by_rank[world.rank]
+        comm.post_last_words(group, text, kind)
+    world.barrier()
+    said = ""
+    if world.rank == 0:
+        said = str(comm.explain_failure(group, "Step 3: a sum", RuntimeError("gone.")))
+    world.barrier()
+    return said
+
+
+def test_a_rank_that_has_not_spoken_yet_is_not_named_beside_one_that_raised() -> None:
+    words = {1: ("raised", "raised ValueError: bad row")}
+    said = run_ranks(3, explain, words)[0]
+    assert "Rank 1 raised ValueError: bad row." in said
+    assert "rank 2" not in said.lower()
+
+
+@pytest.mark.parametrize(
+    "words", [("left", "finished and left"), ("raised", "raised PeerError: a sum failed")]
+)
+def test_a_rank_that_left_because_it_missed_another_does_not_hide_that_one(
+    words: tuple[str, str],
+) -> None:
+    said = run_ranks(3, explain, {1: words})[0]
+    assert f"Rank 1 {words[1]}; no word yet from rank 2: ended, stopped or still at work." in said
+
+
+def test_where_nobody_has_left_the_silent_are_not_called_gone() -> None:
+    said = run_ranks(3, explain, {})[0]
+    assert "No word yet from ranks 1 and 2: ended, stopped or still at work." in said
+
+
+def test_one_silent_rank_among_waiting_ones_is_named() -> None:
+    said = run_ranks(3, explain, {2: ("waiting", "Step 3: a sum")})[0]
+    assert "No word yet from rank 1: ended, stopped or still at work." in said
+
+
+def test_ranks_that_all_wait_are_told_so() -> None:
+    words = dict.fromkeys((1, 2), ("waiting", "Step 3: a sum"))
+    assert "Ranks 0, 1 and 2 all lost a connection." in run_ranks(3, explain, words)[0]
