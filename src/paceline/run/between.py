@@ -26,7 +26,8 @@ class Between:
     def __init__(self, parts: Parts, stop: StopRequest) -> None:
         self.position = parts.position
         self._parts, self._stop = parts, stop
-        self._last: dict[str, float] = {}
+        self._scores: dict[str, float] = {}
+        """What is known of the model as it is now: a step that is applied makes it another one."""
         self._kept: Step | None = None
         self._epoch_s = time.perf_counter()
         self._epoch_samples = self.position.step_of_epoch * parts.record.info.global_batch
@@ -46,14 +47,28 @@ class Between:
             self.position,
             facts=parts.facts,
             epoch_sums=parts.shop.metrics.epoch,
-            metrics=self._last,
+            scores=self._scores,
         )
 
     def on_evaluation(self, scores: Mapping[str, float], samples: int, seconds: float) -> None:
-        self._last |= scores
+        self._scores |= scores
         # After the last step of an epoch the next one has begun, but has nothing to show yet.
         epoch = self.position.epoch - (self.position.step_of_epoch == 0)
         self._parts.record.evaluation(max(epoch, 0), self.position.step, scores, seconds, samples)
+
+    def say_what_is_not_saved(self) -> None:
+        """The loop is left by the user, perhaps by one worker alone: this is no time to save."""
+        parts, step = self._parts, self.position.step
+        saved = parts.saving.saved_step
+        if parts.saving.is_on and saved != step:
+            newest = "there is no checkpoint"
+            if saved is not None:
+                newest = f"the newest checkpoint is that of step {saved}"
+            parts.record.message(
+                f"The loop was left after step {step}, and {newest}. Call run.save() on every "
+                "worker before leaving it, to go on from there.",
+                "warning",
+            )
 
     def leave_together(self) -> None:
         """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
@@ -68,14 +83,19 @@ class Between:
     def on_step_end(self, step: Step) -> None:
         if step.state == "failed":
             self._stop.ignore()  # the error may end the program, which is not ours then
-        elif step.ends_epoch:
+            return
+        self._scores = {}
+        if step.ends_epoch:
             self.position = Position(step.number, step.epoch + 1, 0)
         else:
             done = self.position.step_of_epoch + 1
             self.position = Position(step.number, step.epoch, done)
 
     def keep(self, step: Step) -> None:
-        """Write down what an applied step was like, once."""
+        """Write down what an applied step was like, and the epoch that it ends; once.
+
+        Every worker calls it.
+        """
         if step is self._kept:
             return
         self._kept = step
@@ -91,6 +111,8 @@ class Between:
             }
         )
         parts.record.step(step.number, step.epoch, step.samples, lambda: means(shop.metrics.last))
+        if step.ends_epoch:
+            self._end_epoch(step)
 
     def after(self, step: Step) -> int:
         """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
@@ -99,10 +121,8 @@ class Between:
         wishes = parts.vote.result(step.number, self._wishes())
         if wishes.buffers:
             shop.buffers.adopt()
-        if step.ends_epoch:
-            self._end_epoch(step)
         number = signal.SIGTERM if wishes.terminate else signal.SIGINT if wishes.interrupt else 0
-        if number or parts.saving.is_due(step.number, step.ends_epoch):
+        if number or parts.saving.is_due(step.number, step.ends_epoch, self._scores):
             self.save()
         parts.saving.report(parts.record)
         return number
@@ -113,7 +133,7 @@ class Between:
             parts.group, shop.metrics.take_epoch(), parts.word_device, "Adding up the epoch"
         )
         metrics = means(sums)
-        self._last |= metrics
+        self._scores = metrics | self._scores  # of two with one name, the evaluation's
         now_s = time.perf_counter()
         seconds, self._epoch_s = now_s - self._epoch_s, now_s
         samples, self._epoch_samples = self._epoch_samples, 0

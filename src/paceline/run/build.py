@@ -31,7 +31,7 @@ from paceline.run.state import RunState, describe_model
 from paceline.run.stream import StreamLoader
 from paceline.run.update import Update
 from paceline.run.vote import Vote, word_device
-from paceline.run.wanted import Wanted, describe, opening_lines
+from paceline.run.wanted import Wanted, describe, opening_lines, to_agree_on
 from paceline.run.watching import Watching
 from paceline.run.workshop import Workshop
 from paceline.run_folder import RunFolder
@@ -99,12 +99,15 @@ def build(wanted: Wanted) -> Parts:
         "dataset_size": None if plan is None else plan.samples,
         "workers": world.size,
         "optimizer": type(wanted.optimizer).__name__,
+        "scheduler": None if wanted.scheduler is None else type(wanted.scheduler).__name__,
         "versions": versions(),
     }
     saving.refuse_other_run(facts, found[1] if found else None)
     watching = Watching(options, folder, world.rank)
-    agreed = {**facts, "epochs": wanted.epochs, "trace_step": watching.trace_step}
+    agreed = {**facts, **to_agree_on(wanted), "trace_step": watching.trace_step}
     _refuse_different_facts(group, agreed, words)
+    if saving.is_on:
+        state.check_savable()
     with ExitStack() as undo:
         undo.callback(watching.end)
         watching.start_timeline()

@@ -201,6 +201,7 @@ class Run:
         except GeneratorExit:
             if self._open is None or self._open.state != "failed":
                 status, reason = "stopped", "the loop was left"
+                self._between.say_what_is_not_saved()
             raise
         finally:
             self._is_running, self._open = False, None

@@ -29,8 +29,8 @@ class RunOptions:
     """Whether a worker's shards go through the model together. Exact only for a model that draws
     no random numbers and computes nothing over a batch, such as dropout and BatchNorm do."""
     checkpoint_every: int | None = None
-    """Save after every so many steps. In any case a run saves after every epoch and when it stops;
-    0 means never at all."""
+    """Save after every so many steps. In any case a run saves after every epoch and when a signal
+    stops it; 0 means never at all."""
     keep: int = 3
     """How many of the newest checkpoints are kept; at least 2, in case one is damaged."""
     keep_best: int = 1

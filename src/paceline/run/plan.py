@@ -30,9 +30,12 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("samples", "global_batch", "shards", "epochs"):
             value = getattr(self, name)
+            if name == "samples" and value == 0:
+                raise UsageError(
+                    "The dataset is empty.", advice="Look at how it finds its samples."
+                )
             if type(value) is not int or value < 1:
-                what = "The dataset is empty" if name == "samples" else f"{name} is {value!r}"
-                raise UsageError(f"{what}.", advice="Pass a whole number from 1 up.")
+                raise UsageError(f"{name} is {value!r}.", advice="Pass a whole number from 1 up.")
         check_batch(self.global_batch, self.shards)
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(

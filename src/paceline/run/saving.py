@@ -17,7 +17,7 @@ from paceline.run.loader import Position
 from paceline.run.metrics import Sums
 from paceline.run.options import RunOptions
 from paceline.run.record import Record
-from paceline.run.state import RunState, hand_out, refuse_other_run
+from paceline.run.state import RunState, hand_out, position_in, refuse_other_run
 from paceline.run_folder import RunFolder, read_info
 
 
@@ -43,7 +43,9 @@ class Saving:
                 keep_best=options.keep_best,
                 better=options.better,
             )
-        self._saved_step = -1
+        self.saved_step: int | None = None
+        """How far the run in the newest checkpoint is, known to every worker."""
+        self._has_metric = False
 
     def find(self) -> tuple[Any, dict[str, Any]] | None:
         """State and facts of the newest good checkpoint, on every worker; None without one."""
@@ -58,8 +60,8 @@ class Saving:
         found = hand_out(self._group, saved, text, self._word_device)
         if problem is not None:
             raise problem
-        if saved is not None:
-            self._saved_step = saved.step
+        if found is not None:
+            self.saved_step = position_in(found[0]).step
         return found
 
     def refuse_other_run(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
@@ -72,9 +74,11 @@ class Saving:
             there = {} if info is None else {key: getattr(info, key) for key in keys}
         refuse_other_run(here, there, self._folder.path)
 
-    def is_due(self, step: int, ends_epoch: bool) -> bool:
+    def is_due(self, step: int, ends_epoch: bool, scores: Mapping[str, float]) -> bool:
+        """Whether to save after this step; a `best_metric` that is known of it is not lost."""
         every = self._options.checkpoint_every
-        return self.is_on and (ends_epoch or bool(every and step % every == 0))
+        is_rated = self._options.best_metric in scores
+        return self.is_on and (ends_epoch or is_rated or bool(every and step % every == 0))
 
     def save(
         self,
@@ -83,16 +87,17 @@ class Saving:
         *,
         facts: Mapping[str, Any],
         epoch_sums: Sums,
-        metrics: Mapping[str, float],
+        scores: Mapping[str, float],
     ) -> None:
         """Save, unless this very step has been; a collective: every worker calls it."""
-        if not self.is_on or self._saved_step == position.step:
+        best = self._options.best_metric
+        metric = scores.get(best) if best is not None else None
+        is_news = metric is not None and not self._has_metric
+        if not self.is_on or (self.saved_step == position.step and not is_news):
             return
-        self._saved_step = position.step
+        self.saved_step, self._has_metric = position.step, metric is not None
         sums = gather(self._group, epoch_sums, self._word_device, "Adding up the epoch so far")
         if self._checkpoints is not None:
-            best = self._options.best_metric
-            metric = metrics.get(best) if best is not None else None
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
             )

@@ -31,6 +31,8 @@ MUST_BE_EQUAL = {
     "shuffle": "shuffle",
     "drop_last": "drop_last",
     "dataset_size": "the number of samples",
+    "optimizer": "the optimizer",
+    "scheduler": "the scheduler",
 }
 """The facts that identify a run, by the words that a person has for them."""
 
@@ -70,10 +72,14 @@ class RunState:
         self._check_parts(state)
         self._module.load_state_dict(state["model"])
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            _load(part, state[name], f"the {name}")
         for name, each in self._others.items():
-            each.load_state_dict(state["state"][name])
-        return Position(*state["position"]), dict(state["metrics"])
+            _load(each, state["state"][name], f"state[{name!r}]")
+        return position_in(state), dict(state["metrics"])
+
+    def check_savable(self) -> None:
+        """Raise now if something can never be saved, and not after hours of training."""
+        take_apart(self.gather(Position(), {}))
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         kept = {"model", "state", "position", "metrics"}
@@ -87,6 +93,27 @@ class RunState:
                 advice="Pass the same optimizer, scheduler, scaler and state= as before, or "
                 "choose another folder.",
             )
+
+
+def position_in(state: Any) -> Position:
+    """How far the run in a checkpoint is."""
+    match state:
+        case {"model": _, "position": [int(), int(), int()] as numbers, "state": _, "metrics": _}:
+            return Position(*numbers)
+    raise UsageError(
+        "The checkpoint in this folder was not written by a Run.",
+        advice="Choose another folder, and take the weights over with load_weights().",
+    )
+
+
+def _load(part: Any, state: Any, words: str) -> None:
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise UsageError(
+            f"The checkpoint does not fit {words} of this run: {error}.",
+            advice="Build it as it was when the checkpoint was written, or choose another folder.",
+        ) from error
 
 
 def describe_model(module: nn.Module) -> str:

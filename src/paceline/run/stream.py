@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from paceline.errors import UsageError
 from paceline.run.loader import Collate, Portion, Position, Shard, as_it_is
 from paceline.run.plan import shards_of
 from paceline.run.seeds import Generators, derive
@@ -66,17 +67,32 @@ class StreamLoader:
             if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
                 set_epoch(epoch)
             skipped = done.step_of_epoch if epoch == done.epoch else 0
+            before = step
             for read in self._read(epoch, skipped):
                 step += 1
                 shards = [Shard(step, epoch, number, [-1] * n) for number, n, _ in read.shards]
                 self._batches = {number: batch for number, _, batch in read.shards}
                 yield Portion(step, epoch, read.samples, shards, read.ends_epoch)
+            if step == before and self._reading is not None:
+                self._refuse_empty(epoch, skipped)
 
     def load(self, shard: Shard) -> Any:
         return self._batches.pop(shard.number)
 
     def close(self) -> None:
         self._reading = None
+
+    def _refuse_empty(self, epoch: int, skipped: int) -> None:
+        has = "has no samples"
+        if skipped:
+            has += f" beyond the {skipped} global batches that were trained on"
+        elif self._cut.drop_last:
+            has += f", or too few: they do not fill one global batch of {self._cut.global_batch}"
+        raise UsageError(
+            f"Epoch {epoch + 1} of the dataset {has}.",
+            advice="Its __iter__ must begin anew whenever it is called: a generator, which can be "
+            "gone through once, has nothing left for a second epoch.",
+        )
 
     def _read(self, epoch: int, skipped: int) -> Iterator[Read]:
         seed = derive(self._seed, "stream", epoch)

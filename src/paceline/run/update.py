@@ -6,6 +6,7 @@ have the same gradients have the same state afterwards.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,13 @@ class Update:
 
 
 def _check_optimizer(named: Sequence[tuple[str, Parameter]], optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} calls the model itself, several times in one step, and a "
+            "run hands it the gradients of one pass.",
+            advice="Use an optimizer whose step() needs no closure.",
+        )
     known = {id(param) for _, param in named}
     trained = [param for group in optimizer.param_groups for param in group["params"]]
     strange = [tuple(param.shape) for param in trained if id(param) not in known]

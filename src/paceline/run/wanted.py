@@ -22,6 +22,16 @@ from paceline.run.stream import STATEMENT
 from paceline.run_folder import RunFolder, RunInfo, read_info
 from paceline.world import World
 
+_AGREED_OPTIONS = (
+    "clip_norm",
+    "merge_shards",
+    "check_finite",
+    "noise_every",
+    "checkpoint_every",
+    "best_metric",
+)
+"""Those that decide what a commit does, or when the workers talk to each other."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Wanted:
@@ -52,6 +62,22 @@ class Wanted:
                 )
         if type(self.seed) is not int:
             raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
+
+
+def to_agree_on(wanted: Wanted) -> dict[str, Any]:
+    """What all workers must be given alike, besides what identifies the run, by words for it."""
+    settings = [
+        {name: repr(value) for name, value in group.items() if name != "params"}
+        for group in wanted.optimizer.param_groups
+    ]
+    return {
+        "epochs": wanted.epochs,
+        "folder": "None" if wanted.folder is None else "given",
+        **{name: getattr(wanted.options, name) for name in _AGREED_OPTIONS},
+        "the scaler": None if wanted.scaler is None else type(wanted.scaler).__name__,
+        "settings of the optimizer": settings,
+        "names in state": sorted(wanted.state),
+    }
 
 
 def describe(

@@ -1,0 +1,151 @@
+"""Mistakes that a run refuses before the first step, on every worker, instead of going wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import QUIET, Rows, mlp, train
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from paceline.checkpoint import Checkpoints
+from paceline.errors import DesyncError, UsageError
+from paceline.run import Run, RunOptions
+from paceline.testing import run_ranks
+from paceline.world import World
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(net: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(net: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.1)
+
+
+def sgd_in_two_groups(net: Any) -> torch.optim.Optimizer:
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def run_through(
+    folder: Path | None,
+    make_optimizer: MakeOptimizer = sgd,
+    dataset: Any = None,
+    make_scheduler: Callable[[Any], Any] | None = None,
+    **arguments: Any,
+) -> int:
+    net = mlp()
+    optimizer = make_optimizer(net)
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    arguments = {"global_batch": 4, "epochs": 1, "options": QUIET, **arguments}
+    data = Rows(16) if dataset is None else dataset
+    run = Run(net, optimizer, data, folder=folder, scheduler=scheduler, **arguments)
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+    return run.step
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        ({"folder": "run"}, "folder"),
+        ({"options": RunOptions(progress="quiet", clip_norm=0.1)}, "clip_norm"),
+        ({"options": RunOptions(progress="quiet", noise_every=1)}, "noise_every"),
+        ({"options": RunOptions(progress="quiet", checkpoint_every=1)}, "checkpoint_every"),
+        ({"options": RunOptions(progress="quiet", check_finite="off")}, "check_finite"),
+        ({"lr": 0.5}, "settings of the optimizer"),
+    ],
+)
+def test_what_only_one_worker_was_given_is_refused_by_all(
+    mine: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if "folder" in mine:
+        mine = {"folder": tmp_path / "run"}
+
+    def body(world: World) -> None:
+        train(world, shards=2, **(mine if world.rank == 0 else {}))
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, DesyncError), error
+        assert "different arguments" in str(error)
+        assert f"First difference: {message}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"make_optimizer": sgd}, {"make_optimizer": adam}, "the optimizer is 'SGD' there"),
+        ({"make_optimizer": adam}, {"make_optimizer": sgd}, "the optimizer is 'Adam' there"),
+        ({}, {"make_optimizer": sgd_in_two_groups}, "does not fit the optimizer of this run"),
+        (
+            {"make_scheduler": lambda optimizer: StepLR(optimizer, 2)},
+            {"make_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 8)},
+            "the scheduler is 'StepLR' there",
+        ),
+    ],
+)
+def test_going_on_with_another_optimizer_or_scheduler_is_refused(
+    before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run_through(tmp_path / "run", **before)
+    with pytest.raises(UsageError, match=message) as raised:
+        run_through(tmp_path / "run", epochs=2, **after)
+    assert raised.value.advice
+
+
+def test_checkpoints_that_no_run_has_written_are_refused(tmp_path: Path) -> None:
+    net = mlp()
+    state = {"model": net.state_dict(), "optimizer": sgd(net).state_dict()}
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        checkpoints.save(3, state, facts={})
+    with pytest.raises(UsageError, match="was not written by a Run"):
+        run_through(tmp_path / "run")
+
+
+def test_an_optimizer_that_computes_its_own_loss_is_refused() -> None:
+    with pytest.raises(UsageError, match="LBFGS calls the model itself") as raised:
+        run_through(None, lambda net: torch.optim.LBFGS(net.parameters()))
+    assert raised.value.advice
+
+
+def test_an_empty_dataset_is_refused_with_advice_that_fits() -> None:
+    with pytest.raises(UsageError, match="The dataset is empty") as raised:
+        run_through(None, dataset=torch.utils.data.TensorDataset(torch.empty(0)))
+    assert "whole number" not in (raised.value.advice or "")
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """So many samples, in so many passes; afterwards nothing, as a generator has nothing left."""
+
+    def __init__(self, count: int, passes: int) -> None:
+        self.count, self.passes = count, passes
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes -= 1
+        yield from (Rows(16)[i] for i in range(self.count if self.passes >= 0 else 0))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drop_last", "message"),
+    [
+        (Stream(0, 1), False, "Epoch 1 of the dataset has no samples"),
+        (Stream(8, 1), False, "Epoch 2 of the dataset has no samples"),
+        (Stream(3, 9), True, "do not fill one global batch of 4"),
+    ],
+)
+def test_a_stream_without_samples_is_refused(
+    dataset: Stream, drop_last: bool, message: str
+) -> None:
+    options = RunOptions(progress="quiet", drop_last=drop_last)
+    with pytest.raises(UsageError, match=message) as raised:
+        run_through(None, dataset=dataset, epochs=2, options=options)
+    assert raised.value.advice

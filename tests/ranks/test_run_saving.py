@@ -1,0 +1,180 @@
+"""When a run saves, what it then calls the best, and what it says if something is not saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Rows, mlp, train
+from torch.nn import functional as F
+
+from paceline.checkpoint.shelf import list_entries, opened
+from paceline.errors import UsageError
+from paceline.run import Run, RunOptions
+from paceline.run_folder import RunFolder, read_events
+from paceline.testing import run_ranks
+from paceline.world import World
+
+
+def make_run(world: World | None, folder: Path, **options: Any) -> Run:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Run(
+        net,
+        optimizer,
+        Rows(16),
+        global_batch=4,
+        epochs=2,
+        folder=folder,
+        shards=2,
+        world=world,
+        options=RunOptions(**{"progress": "quiet", **options}),
+    )
+
+
+def advance(run: Run, step: Any) -> None:
+    with step:
+        for x, y, _ in step.batches():
+            step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+
+
+def evaluate_as(run: Run, **scores: float) -> None:
+    run.evaluate(lambda batch: {k: (v * len(batch[1]), len(batch[1])) for k, v in scores.items()})
+
+
+def metrics_by_step(folder: Path) -> Mapping[int, float | None]:
+    found: dict[int, float | None] = {}
+    for entry in list_entries(folder / "checkpoints"):
+        with opened(entry) as (_, manifest):
+            found.setdefault(entry.step, manifest.metric)
+    return found
+
+
+def test_a_metric_belongs_to_the_step_that_it_was_measured_after(tmp_path: Path) -> None:
+    run = make_run(
+        None, tmp_path / "run", checkpoint_every=1, best_metric="accuracy", better="higher", keep=2
+    )
+    for step in run:
+        advance(run, step)
+        if step.number in (2, 7):
+            evaluate_as(run, accuracy=0.75 if step.number == 2 else 0.5)
+    assert metrics_by_step(tmp_path / "run") == {2: 0.75, 7: 0.5, 8: None}
+
+
+def test_what_was_measured_is_saved_even_if_no_save_is_due(tmp_path: Path) -> None:
+    run = make_run(None, tmp_path / "run", best_metric="accuracy", better="higher", keep=2)
+    for step in run:
+        advance(run, step)
+        if step.number == 2:
+            evaluate_as(run, accuracy=0.75)
+    assert metrics_by_step(tmp_path / "run") == {2: 0.75, 4: None, 8: None}
+
+
+def test_of_two_metrics_of_one_name_the_evaluation_counts(tmp_path: Path) -> None:
+    run = make_run(None, tmp_path / "run", best_metric="loss")
+    for step in run:
+        advance(run, step)
+        if step.ends_epoch:
+            evaluate_as(run, loss=step.number / 64)
+    assert metrics_by_step(tmp_path / "run") == {4: 4 / 64, 8: 8 / 64}
+
+
+def test_a_metric_that_comes_after_a_save_by_hand_is_kept_too(tmp_path: Path) -> None:
+    run = make_run(None, tmp_path / "run", best_metric="accuracy", better="higher")
+    for step in run:
+        advance(run, step)
+        if step.ends_epoch:
+            run.save()
+            evaluate_as(run, accuracy=0.5)
+    kept = [metric for metric in metrics_by_step(tmp_path / "run").values() if metric is not None]
+    assert kept == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_epoch_that_is_saved_by_hand_is_not_counted_into_the_next(
+    size: int, tmp_path: Path
+) -> None:
+    def stop(world: World) -> None:
+        run = make_run(world, tmp_path / "run")
+        for step in run:
+            advance(run, step)
+            if step.ends_epoch:
+                run.save()
+                break
+
+    def go_on(world: World) -> None:
+        run = make_run(world, tmp_path / "run")
+        for step in run:
+            advance(run, step)
+
+    def undisturbed(world: World) -> None:
+        run = make_run(world, tmp_path / "whole")
+        for step in run:
+            advance(run, step)
+
+    for body in (stop, go_on, undisturbed):
+        run_ranks(size, body)
+    got, expected = (
+        [
+            (event["epoch"], event["samples"], event["metrics"]["loss"])
+            for event in read_events(RunFolder(tmp_path / name))
+            if event["kind"] == "epoch"
+        ]
+        for name in ("run", "whole")
+    )
+    assert got == expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_has_nothing_left_to_do_can_be_saved(size: int, tmp_path: Path) -> None:
+    def body(world: World) -> int:
+        for _ in range(2):
+            run = make_run(world, tmp_path / "run")
+            for step in run:
+                advance(run, step)
+            run.save()
+        return run.step
+
+    assert run_ranks(size, body) == [8] * size
+
+
+def test_a_loop_that_is_left_says_what_is_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(None, tmp_path / "run", progress="plain")
+    for step in run:
+        advance(run, step)
+        if step.number == 6:
+            break
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The loop was left after step 6, and the newest checkpoint is that of step 4" in said
+    assert "run.save()" in said
+
+
+def test_a_loop_that_is_left_after_a_save_has_nothing_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(folder=tmp_path / "run", stop_after=3, options=RunOptions(progress="plain"))
+    captured = capsys.readouterr()
+    assert "newest checkpoint" not in captured.out + captured.err
+
+
+class Unsavable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"fn": len}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        train(world, folder=tmp_path / "run", state={"mine": Unsavable()})
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, UsageError)
+        assert "state['state']['mine']['fn'] is a" in str(error)
+    never = RunOptions(progress="quiet", checkpoint_every=0)
+    train(folder=tmp_path / "other", state={"mine": Unsavable()}, options=never)
