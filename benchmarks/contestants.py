@@ -10,7 +10,8 @@ import dataclasses
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline import DDPOptions, DistributedDataParallel, World
+from paceline import DDPOptions, DistributedDataParallel, World, env
+from paceline.transport.heap import keep_freed_memory
 
 FLOOR = "no communication"
+KEPT_FLOOR = "no communication, freed memory kept"
+"""The bare model in a process that treats freed memory as Paceline does: the stricter floor."""
+FLOORS = [FLOOR, KEPT_FLOOR]
 LEARNING_RATE = 1e-3
 
 
@@ -48,6 +53,11 @@ def _plain(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Trai
         return Trainer(wrapped, _sgd(wrapped))
 
     return build
+
+
+def _bare_and_kept(module: nn.Module) -> nn.Module:
+    keep_freed_memory()
+    return module
 
 
 def _over_c10d(module: nn.Module) -> nn.Module:
@@ -98,6 +108,7 @@ def _fabric(module: nn.Module) -> Trainer:
 
 BUILD: dict[str, Callable[[nn.Module], Trainer]] = {
     FLOOR: _plain(lambda module: module),
+    KEPT_FLOOR: _plain(_bare_and_kept),
     "paceline": _plain(DistributedDataParallel),
     "paceline over c10d": _plain(_over_c10d),
     "torch default": _plain(TorchDDP),
@@ -117,14 +128,20 @@ def why_absent(name: str) -> str:
     module = _MODULE_BY_NAME.get(name)
     if module is not None and importlib.util.find_spec(module) is None:
         return f"{name}: left out, not installed (pip install 'paceline[bench]')"
+    if name == KEPT_FLOOR and (platform.libc_ver()[0] != "glibc" or env.has_malloc_settings()):
+        return f"{name}: left out, as malloc is not glibc's or the environment has settings for it"
     if name == "paceline over c10d" and not has_transports():
         return f"{name}: left out, as this version has no other way"
     return ""
 
 
-def present() -> tuple[list[str], list[str]]:
-    """Those besides the tuned ones that can take part, and a line for each that cannot."""
-    names = [name for name in BUILD if name not in tuned_options()]
+def present(floors: Collection[str] = (FLOOR,)) -> tuple[list[str], list[str]]:
+    """Those besides the tuned ones that can take part, and a line for each that cannot.
+
+    The second floor says something only where every contestant has processes of its own.
+    """
+    others = set(FLOORS) - set(floors)
+    names = [name for name in BUILD if name not in others | tuned_options().keys()]
     return [n for n in names if not why_absent(n)], [w for w in map(why_absent, names) if w]
 
 

@@ -54,13 +54,17 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 
 
 def rows_of(
-    seconds: Mapping[str, Sequence[float]], *, floor: str, rival: str, unit: float = 1e3
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    floors: Sequence[str],
+    rival: str,
+    unit: float = 1e3,
 ) -> list[dict[str, Any]]:
-    """One row a contestant, against the floor and against the best one named `rival`..."""
+    """One row a contestant, against those floors that were measured and the best `rival`..."""
     best = best_of(seconds, rival)
     rows = []
     for name, values in seconds.items():
-        time, to_floor = spread(values), ratio(values, seconds[floor])
+        time = spread(values)
         row: dict[str, Any] = {
             "contestant": name + (f" (best {rival})" if name == best else ""),
             "ms": round(time.median * unit, 3),
@@ -70,6 +74,8 @@ def rows_of(
             to_best = ratio(values, seconds[best])
             row[f"/ best {rival}"] = round(to_best.median, 3)
             row["its quartiles"] = f"{to_best.low:.2f} to {to_best.high:.2f}"
-        row[f"/ {floor}"] = round(to_floor.median, 3)
+        for floor in floors:
+            if floor in seconds:
+                row[f"/ {floor}"] = round(ratio(values, seconds[floor]).median, 3)
         rows.append(row)
     return rows

@@ -16,6 +16,7 @@ def test_the_smallest_measurement_gives_a_table_and_a_file(tmp_path: Path) -> No
     entry = record["results"]["small-600"]
     assert (entry["ranks"], entry["threads"], entry["rounds"]) == (2, 1, 2)
     names = [row["contestant"] for row in entry["rows"]]
-    assert names[:2] == ["no communication", "paceline"]
+    assert names[0] == "no communication"
+    assert "paceline" in names
     assert sum("best torch" in name for name in names) == 1
     assert all(row["ms"] > 0 and row["/ no communication"] > 0 for row in entry["rows"])

@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks import __main__ as command_line
 from benchmarks import allreduce, contestants, gpu_overlap, memory, page, startup, step
-from benchmarks.contestants import BUILD, FLOOR, choose_tuned, present, tuned_options
+from benchmarks.contestants import (
+    BUILD,
+    FLOOR,
+    FLOORS,
+    KEPT_FLOOR,
+    choose_tuned,
+    present,
+    tuned_options,
+)
 from benchmarks.models import MODELS
 from benchmarks.spread import Spread, best_of, ratio, rotated, rows_of, slowest, spread
 from benchmarks.tables import markdown, read_names
@@ -55,8 +63,6 @@ def test_ratios_are_taken_in_pairs_so_that_a_slow_moment_cancels_out() -> None:
 
 def test_a_step_ends_with_its_slowest_rank() -> None:
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
-    ranks = [{"a": [[1.0, 9.0, 3.0]]}, {"a": [[2.0, 1.0, 1.0]]}]
-    assert step.medians_by_round(ranks) == {"a": [3.0]}
 
 
 @given(st.integers(1, 9))
@@ -75,7 +81,7 @@ def test_rows_compare_with_the_floor_and_with_the_best_rival() -> None:
         "torch b": [2.2, 2.0, 2.2],
     }
     assert best_of(seconds, "torch") == "torch b"
-    floor, ours, a, b = rows_of(seconds, floor="floor", rival="torch")
+    floor, ours, a, b = rows_of(seconds, floors=["floor"], rival="torch")
     assert (floor["ms"], floor["/ floor"]) == (1000.0, 1.0)
     assert (ours["/ best torch"], ours["/ floor"]) == (0.5, 1.1)
     assert ours["its quartiles"] == "0.50 to 0.53"
@@ -84,9 +90,24 @@ def test_rows_compare_with_the_floor_and_with_the_best_rival() -> None:
     assert b["/ best torch"] == 1.0
 
 
-def test_rows_do_without_a_rival() -> None:
-    (row,) = rows_of({"floor": [1.0]}, floor="floor", rival="torch")
-    assert "/ best torch" not in row
+def test_rows_do_without_a_rival_or_a_floor_that_was_not_measured() -> None:
+    (row,) = rows_of({"floor": [1.0]}, floors=["floor", "stricter"], rival="torch")
+    assert [column for column in row if column.startswith("/")] == ["/ floor"]
+
+
+def test_every_row_is_compared_with_both_floors() -> None:
+    seconds = {"floor": [4.0, 4.0], "stricter": [2.0, 2.0], "ours": [3.0, 3.0]}
+    rows = rows_of(seconds, floors=["floor", "stricter"], rival="torch")
+    assert [row["/ floor"] for row in rows] == [1.0, 0.5, 0.75]
+    assert [row["/ stricter"] for row in rows] == [2.0, 1.0, 1.5]
+
+
+def test_training_is_the_same_when_it_ends_within_rounding_of_the_way_it_went() -> None:
+    begin, end = [[1.0, 2.0], [0.0]], [[1.1, 2.0], [0.0]]
+    assert step.deviation(end, end, begin) == 0.0
+    assert step.deviation([[1.1 + 1e-7, 2.0], [0.0]], end, begin) < 1e-4
+    assert step.deviation([[1.0, 2.0], [0.0]], end, begin) == pytest.approx(1.0, rel=1e-3)
+    assert step.deviation([[1.1, 2.0], [1e-3]], end, begin) > 1.0, "a gradient of zero stays zero"
 
 
 def test_a_table_is_markdown_with_every_column_that_any_row_has() -> None:
@@ -120,6 +141,7 @@ def test_who_cannot_take_part_is_named_in_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda _name: None)
     names, absent = present()
     assert names[:2] == [FLOOR, "paceline"]
+    assert KEPT_FLOOR not in names
     assert "torch default" in names
     assert not set(names) & set(tuned_options())
     assert "Accelerate" not in names
@@ -127,6 +149,15 @@ def test_who_cannot_take_part_is_named_in_one_line(monkeypatch: pytest.MonkeyPat
         "Accelerate: left out, not installed (pip install 'paceline[bench]')",
         "Lightning Fabric: left out, not installed (pip install 'paceline[bench]')",
     ]
+
+
+def test_the_stricter_floor_is_left_out_where_malloc_is_not_ours_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    names, absent = present(FLOORS)
+    assert KEPT_FLOOR not in names
+    assert absent[0].startswith(f"{KEPT_FLOOR}: left out, as malloc is not glibc's or")
 
 
 def test_the_floor_trains_without_anything_around_it() -> None:
