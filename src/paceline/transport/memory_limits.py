@@ -1,31 +1,50 @@
-"""How much memory is left here: what the kernel says, and what a container allows."""
+"""How much memory is left here: what the kernel says, and what is allowed by control groups."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+# Of each version of control groups: the limit, what is used, and how much of that is files in the
+# cache, which are given up when memory is needed.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
-def available_bytes() -> list[int]:
-    """Every limit that can be read; none where nothing can."""
-    found = []
-    for line in _read(_MEMINFO).splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        found.append(max(0, int(limit) - int(used) + _cached_bytes()))
+def available_bytes(root: Path = Path("/")) -> list[int]:
+    """What every limit that can be read leaves; none where nothing can be read."""
+    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
+    found = [] if kilobytes is None else [kilobytes * 1024]
+    groups = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _left_on_the_way(groups, path, *_VERSION_2)
+        elif "memory" in controllers.split(","):
+            found += _left_on_the_way(groups / "memory", path, *_VERSION_1)
     return found
 
 
-def _cached_bytes() -> int:
-    """File contents that count as used in a container, but are given up when memory is needed."""
-    for line in _read(_CGROUP / "memory.stat").splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
+def _left_on_the_way(top: Path, path: str, limit: str, used: str, cached: str) -> list[int]:
+    """What a control group leaves, and each around it: all their limits hold."""
+    found = []
+    own = top / path.lstrip("/")
+    for group in (own, *own.parents):
+        allowed, taken = _read(group / limit).strip(), _read(group / used).strip()
+        if allowed.isdigit() and taken.isdigit():
+            spare = _field(group / "memory.stat", cached) or 0
+            found.append(max(0, int(allowed) - int(taken) + spare))
+        if group == top:
+            break
+    return found
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name, in a file with a line for each."""
+    for line in _read(path).splitlines():
+        key, *values = line.split()
+        if key == name:
+            return int(values[0])
+    return None
 
 
 def _read(path: Path) -> str:
