@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from paceline import World
+from paceline import DistributedDataParallel, World
+from paceline.bucket_tuning import SCORED_STEPS, WARM_UP_STEPS
 from paceline.buckets import BucketPlan, Slot
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice
@@ -101,3 +104,41 @@ def map_without_room(_world: World, size_bytes: int) -> tuple[int | None, int]:
 
 def test_without_room_for_addresses_there_is_an_os_error_and_no_mapping() -> None:
     assert run_processes(1, map_without_room, 2**32) == [(errno.ENOMEM, 0)]
+
+
+def train_until_tuned(world: World) -> tuple[str, int, list[str]]:
+    """What came of the search for a capacity, segments mapped then, and descriptors of any."""
+    torch.set_num_threads(1)
+    net = nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(4)))
+    model = DistributedDataParallel(net)
+    for _ in range(2 + 3 * (WARM_UP_STEPS + SCORED_STEPS)):
+        model.zero_grad()
+        model(torch.full((1, 1100), world.rank + 1.0)).sum().backward()
+    links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if link.is_symlink()]
+    return model.bucket_tuning, mapped()[0], [link for link in links if "memfd:paceline" in link]
+
+
+def test_a_search_for_the_best_capacity_leaves_only_the_memory_of_what_it_chose() -> None:
+    for told, segments, descriptors in run_processes(2, train_until_tuned):
+        assert told.startswith("buckets of ")
+        assert segments == 2
+        assert len(descriptors) == 2  # Python's mmap keeps one for each
+
+
+def look_at_files(world: World) -> list[tuple[int, int, bool]]:
+    """Of each segment's file: its mode, its seals, and whether another program would inherit it."""
+    transport = TransportChoice(world.group, [CPU], "shared_memory").get()
+    homes = transport.place([BucketPlan(torch.float32, CPU, (Slot(0, 0, NUMEL),))], "Placing")
+    assert homes[0] is not None
+    numbers = [int(entry) for entry in os.listdir("/proc/self/fd")]
+    ours = [n for n in numbers if "memfd:paceline" in str(Path(f"/proc/self/fd/{n}").resolve())]
+    return [
+        (os.fstat(n).st_mode & 0o777, fcntl.fcntl(n, fcntl.F_GET_SEALS), os.get_inheritable(n))
+        for n in ours
+    ]
+
+
+def test_a_segment_is_for_this_user_and_program_only_and_can_be_neither_cut_nor_unsealed() -> None:
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    for found in run_processes(2, look_at_files):
+        assert found == [(0o600, seals, False)] * 2
