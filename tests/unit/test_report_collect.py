@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tracemalloc
 from dataclasses import replace
@@ -12,12 +13,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic_run import BATCH, synthetic_run
+from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
 from paceline import report
 from paceline.errors import UsageError
+from paceline.pipeline.schema import write as write_trace
 from paceline.report.collect import Story, collect
-from paceline.report.words import find_slow, how_far, how_it_learned, what_it_was, who_waited
+from paceline.report.words import (
+    find_slow,
+    how_far,
+    how_it_learned,
+    what_it_was,
+    where_time_went,
+    who_waited,
+)
 from paceline.run_folder import EventWriter, RunFolder, RunInfo, write_info
 
 INFO = RunInfo(name="small", created=1.0, updated=2.0, workers=2, global_batch=4)
@@ -254,11 +263,67 @@ def test_without_blame_only_a_worker_that_is_slow_in_most_steps_is_named(
     assert (find_slow(collect(folder.path)) is not None) == is_slow
 
 
-def test_waiting_without_a_culprit_is_explained(tmp_path: Path) -> None:
+def test_waiting_in_turns_is_explained_by_who_is_last(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    late, early = ({"forward": 0.03, "wait": 0.001}, {"forward": 0.01, "wait": 0.021})
+    for rank in range(2):
+        turns = [late if (step + rank) % 2 else early for step in range(30)]
+        write_steps(folder, rank, *({"phases": phases} for phases in turns))
+    story = collect(folder.path)
+    assert "who is last changes from step to step" in who_waited(story)
+    told = where_time_went(story).replace("\xa0", " ")
+    assert "32 % to waiting for other workers and 3.2 % to exchanging gradients." in told
+
+
+def test_waiting_that_all_do_in_every_step_is_the_exchange(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
     for rank in range(2):
         write_steps(folder, rank, *({"phases": {"forward": 0.01, "wait": 0.02}} for _ in range(30)))
-    assert "who is last changes from step to step" in who_waited(collect(folder.path))
+    story = collect(folder.path)
+    assert "All wait for the exchange of gradients" in who_waited(story)
+    told = where_time_went(story).replace("\xa0", " ")
+    assert told.endswith("33 % went to computing and 67 % to exchanging gradients.")
+
+
+def test_a_metric_without_numbers_is_not_called_a_training_that_diverged(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    odd = {"loss": [1.0, 1.0], "bleu": [math.nan, 1.0]}
+    write_steps(folder, 0, *({"metrics": odd} for _ in range(3)))
+    (said,) = [each for each in how_it_learned(collect(folder.path)) if "bleu" in each]
+    assert said == "From step 1 on, some values of bleu are not numbers."
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.7e308, 1.7e308], [1.7e308, -1.7e308], [0.0, 5e-324], [1e300, 1e-300]],
+    ids=["sum beyond all", "range beyond all", "next to nothing", "both"],
+)
+def test_no_finite_number_keeps_the_page_from_being_written(
+    values: list[float], tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path / "run")
+    for rank in range(2):
+        write_steps(folder, rank, *({"metrics": {"loss": [value, 1.0]}} for value in values))
+    assert report.write(folder.path).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kind", ["scaling", "pipeline"])
+def test_a_folder_with_a_study_or_a_batch_alone_is_not_called_empty(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "study")
+    folder.create()
+    if kind == "scaling":
+        folder.scaling.write_text(json.dumps(SCALING))
+    else:
+        write_trace(synthetic_trace(), folder.pipeline_of(1))
+    story = collect(folder.path)
+    assert "nothing in this folder" not in what_it_was(story)
+    assert "no run" in what_it_was(story)
+    assert story.missing == []
+    assert how_far(story) == ""
+    page = report.write(folder.path).read_text()
+    assert 'class="badge' not in page
 
 
 def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:

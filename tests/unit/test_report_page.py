@@ -130,12 +130,12 @@ def test_every_section_is_there_when_everything_was_recorded(page: str) -> None:
         "checkpoints",
         "details",
     ]
-    assert "What this run did not record" not in page
+    assert "What was not recorded" not in page
 
 
 def test_a_bare_run_says_what_it_did_not_record(tmp_path: Path) -> None:
     shown = report.write(synthetic_run(tmp_path / "run", steps=4, epochs=1).path).read_text()
-    assert "What this run did not record" in shown
+    assert "What was not recorded" in shown
     assert "when each worker did what was not recorded" in shown
     assert "No batch of this run was recorded, so there are no values here." in shown
 

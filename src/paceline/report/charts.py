@@ -18,6 +18,10 @@ from paceline.report.series import Point
 WIDTH, HEIGHT = 360, 212
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 34
 POINTS_LIMIT = 400
+SMALLEST = 1e-300
+"""A range below this has no room for numbers inside it."""
+CHARACTER = 6.4
+"""How wide a character of an axis is, in pixels; the digits are about as wide as this."""
 CUT_FACTOR = 3.0
 """Peaks this many times as high as the line's own range are cut off, and said."""
 
@@ -68,9 +72,9 @@ class Chart:
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round numbers between two values."""
-    if not high > low:
-        return [low]
     rough = (high - low) / about
+    if not rough > SMALLEST:
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     unit = next(u * power for u in (1, 2, 2.5, 5, 10) if u * power >= rough * 0.999)
     first = math.ceil(low / unit - 1e-9)
@@ -107,7 +111,8 @@ def draw(chart: Chart) -> Html:
     low, high = min(low, marks[0]), max(high, marks[-1])
     first = min(line.points[0].step for line in lines)
     last = max(line.points[-1].step for line in lines)
-    x = Scale(first, last, LEFT, WIDTH - RIGHT)
+    longest = max(len(_label(chart, mark)) for mark in marks)
+    x = Scale(first, last, max(LEFT, 8 + CHARACTER * longest), WIDTH - RIGHT)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP)
     parts = [_axes(chart, x, y, marks)]
     parts += [_draw_line(line, x, y) for line in lines]
@@ -157,15 +162,19 @@ def _axes(chart: Chart, x: Scale, y: Scale, marks: Sequence[float]) -> Html:
     parts = []
     for mark in marks:
         at = y(mark)
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
-        label = chart.say(mark) if mark else "0"
-        parts.append(tag("text", label, x=LEFT - 6, y=at + 4, class_="tick end"))
+        parts.append(tag("line", x1=x.begin, x2=x.end, y1=at, y2=at, class_="grid"))
+        label = _label(chart, mark)
+        parts.append(tag("text", label, x=x.begin - 6, y=at + 4, class_="tick end"))
     whole = [mark for mark in ticks(x.low, x.high, 4) if mark == int(mark)] or [x.low]
     for mark in whole:
         parts.append(tag("text", figure(mark), x=x(mark), y=HEIGHT - 18, class_="tick middle"))
-    middle = (LEFT + WIDTH - RIGHT) / 2
+    middle = (x.begin + x.end) / 2
     parts.append(tag("text", chart.x_label, x=middle, y=HEIGHT - 3, class_="tick middle"))
     return tag("g", *parts, aria_hidden="true")
+
+
+def _label(chart: Chart, mark: float) -> str:
+    return chart.say(mark) if mark else "0"
 
 
 def _draw_line(line: Line, x: Scale, y: Scale) -> Html:

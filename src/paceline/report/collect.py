@@ -34,6 +34,11 @@ ROWS_LIMIT = 2000
 """The most epochs, checkpoints and so on that are kept; the oldest leave first."""
 MESSAGES_LIMIT = 200
 PIPELINES_LIMIT = 4
+NO_INFO = "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
+NO_EVENTS = "No worker has written events, so there are no curves and no times."
+NO_RUN = "This folder holds no run: there is neither run.json nor a file of events in it."
+COMPARED_STEPS_LIMIT = 2**16
+"""Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class Rank:
     phases: dict[str, float] = field(default_factory=dict)
     spread: Counter[int] = field(default_factory=Counter)
     """How many steps took how much own work, in classes of equal ratio."""
+    compared_wait_s: float = 0
+    """Waiting in the steps that are compared with the other ranks'."""
 
     @property
     def own_s(self) -> float | None:
@@ -94,6 +101,8 @@ class Story:
     message_count: int = 0
     first_t: float = math.inf
     last_t: float = -math.inf
+    least_waits: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By step: the shortest wait of any rank, and how many ranks have told theirs."""
     redone: int = 0
     """Steps of rank 0 that a restart has undone, and that were trained again."""
     restarts: int = 0
@@ -121,8 +130,12 @@ class Story:
         return next((each for each in known if self.info and self.info.status == each), "unknown")
 
     @property
+    def has_run(self) -> bool:
+        return self.info is not None or bool(self.ranks)
+
+    @property
     def is_empty(self) -> bool:
-        return self.info is None and not self.ranks
+        return not (self.has_run or self.pipelines or self.scaling)
 
 
 def collect(path: Path) -> Story:
@@ -134,13 +147,13 @@ def collect(path: Path) -> Story:
         )
     folder = RunFolder(path)
     story = Story(folder, name=folder.name)
+    _take_documents(story)
     _take_info(story)
     _take_events(story)
-    _take_documents(story)
-    if story.is_empty:
-        story.missing = [
-            "This folder holds no run: there is neither run.json nor a file of events in it."
-        ]
+    _split_waiting(story)
+    if {NO_INFO, NO_EVENTS} <= set(story.missing):
+        others = [each for each in story.missing if each not in (NO_INFO, NO_EVENTS)]
+        story.missing = [*([NO_RUN] if story.is_empty else []), *others]
     return story
 
 
@@ -151,9 +164,7 @@ def _take_info(story: Story) -> None:
         story.missing.append(f"The description of the run could not be read. {_said(error)}")
         return
     if story.info is None:
-        story.missing.append(
-            "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
-        )
+        story.missing.append(NO_INFO)
         return
     story.info, wrong = sane(story.info)
     if wrong:
@@ -185,7 +196,7 @@ def _is_whole(value: Any) -> bool:
 def _take_events(story: Story) -> None:
     ranks = story.folder.event_ranks()
     if not ranks:
-        story.missing.append("No worker has written events, so there are no curves and no times.")
+        story.missing.append(NO_EVENTS)
     if len(ranks) > RANKS_LIMIT:
         story.missing.append(f"Only the first {RANKS_LIMIT:,} of {len(ranks):,} ranks are read.")
     starts = [
@@ -268,13 +279,18 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
             # Each rank brings its share of the step's time: lost ranks must not look like speed.
             story.rate.add(step, samples, seconds / rank.size)
     phases = event.get("phases")
-    own = 0.0
+    own = waited = 0.0
     for name, value in phases.items() if isinstance(phases, dict) else ():
         spent = as_number(value)
         if spent is not None and 0 <= spent < math.inf:
             name = name if name in PHASES else "other"
             rank.phases[name] = rank.phases.get(name, 0.0) + spent
             own += spent if name in OWN_PHASES else 0.0
+            waited += spent if name == "wait" else 0.0
+    if step in story.least_waits or len(story.least_waits) < COMPARED_STEPS_LIMIT:
+        least, ranks = story.least_waits.get(step, (math.inf, 0))
+        story.least_waits[step] = (min(least, waited), ranks + 1)
+        rank.compared_wait_s += waited
     if own > 0:
         rank.spread[round(math.log(own) / CLASS_WIDTH)] += 1
     metrics = event.get("metrics")
@@ -288,6 +304,22 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
                 story.metrics[name].add(step, total, weight)
             case [int() | float() as total, int() | float() as weight] if math.isnan(weight):
                 story.metrics[name].add(step, math.nan, 1)
+
+
+def _split_waiting(story: Story) -> None:
+    """Tell the exchange from waiting for others.
+
+    A rank by itself cannot: both end when the sums arrive. Who waits least in a step came last and
+    waited for nobody, so that wait is the exchange, for everybody.
+    """
+    if any("transfer" in rank.phases for rank in story.ranks.values()):
+        return
+    exchange = sum(least for least, ranks in story.least_waits.values() if ranks > 1)
+    for rank in story.ranks.values():
+        waited = rank.phases.get("wait", 0.0)
+        if waited and exchange:
+            transfer = waited * min(1.0, exchange / rank.compared_wait_s)
+            rank.phases |= {"wait": waited - transfer, "transfer": transfer}
 
 
 def _take_documents(story: Story) -> None:

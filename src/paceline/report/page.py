@@ -156,7 +156,7 @@ def _absent(parts: Sequence[Section]) -> Html | None:
         return None
     return tag(
         "section",
-        tag("h2", "What this run did not record", id="absent"),
+        tag("h2", "What was not recorded", id="absent"),
         tag("ul", *(tag("li", tag("b", part.short), ": ", part.otherwise) for part in parts)),
         aria_labelledby="absent",
     )
@@ -164,7 +164,7 @@ def _absent(parts: Sequence[Section]) -> Html | None:
 
 def _overview(story: Story) -> Html:
     said = [what_it_was(story), how_far(story), *how_it_learned(story)]
-    if story.ranks and not story.is_empty:
+    if story.ranks:
         said += [where_time_went(story), who_waited(story) if story.workers > 1 else ""]
     missing = None
     if story.missing:
@@ -179,7 +179,9 @@ def _overview(story: Story) -> Html:
         tag(
             "div",
             tag("h1", story.name),
-            tag("span", STATUS.get(story.status, "unknown"), class_=f"badge {story.status}"),
+            tag("span", STATUS.get(story.status, "unknown"), class_=f"badge {story.status}")
+            if story.has_run
+            else None,
             class_="headline",
         ),
         tag("div", *(tag("p", each) for each in said if each), class_="story"),

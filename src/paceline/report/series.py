@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CELLS = 2**15
+LARGEST = 1e300
+"""Beyond this, sums and ranges of numbers are infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Column:
         self.last = 0
         """The largest step that was added."""
         self.first_bad: int | None = None
-        """The first step whose value is not a finite number."""
+        """The first step whose value is not a finite number, or next to infinite."""
         self._cells = cells
         self._sums = array("d", bytes(8 * cells))
         self._counts = array("d", bytes(8 * cells))
@@ -42,7 +44,8 @@ class Column:
         if step < 0 or step > 2**60:
             return
         self.last = max(self.last, step)
-        if not (math.isfinite(total) and math.isfinite(weight)):
+        value = total / weight if weight else total
+        if not (max(abs(total), abs(value)) < LARGEST and math.isfinite(weight)):
             if self.first_bad is None or step < self.first_bad:
                 self.first_bad = step
             return

@@ -50,6 +50,11 @@ def what_it_was(story: Story) -> str:
     info = story.info
     if story.is_empty:
         return "There is nothing in this folder yet."
+    if not story.has_run:
+        batches = len(story.pipelines)
+        found = [count(batches, "recorded batch", "recorded batches")] if batches else []
+        found += ["a scaling study"] if story.scaling else []
+        return f"This folder holds {listing(found)}, and no run."
     workers = count(story.workers, "worker") if story.workers else "An unknown number of workers"
     verb = {"running": "is training" if story.workers == 1 else "are training"}.get(
         story.status, "trained"
@@ -63,7 +68,7 @@ def what_it_was(story: Story) -> str:
 def how_far(story: Story) -> str:
     """One sentence: how much of the plan is done, and why no more."""
     info, steps = story.info, story.steps
-    if story.is_empty:
+    if not story.has_run:
         return ""
     whole = info.steps if info else None
     done = count(steps, "step")
@@ -92,9 +97,10 @@ def how_it_learned(story: Story) -> list[str]:
     said = []
     for name, column in story.metrics.items():
         if column.first_bad is not None:
+            diverged = ": training has diverged there" if name == "loss" else ""
             said.append(
                 f"From step {figure(column.first_bad)} on, some values of {text(name, 40)} "
-                "are not numbers: training has diverged there."
+                f"are not numbers{diverged}."
             )
     loss = story.metrics.get("loss")
     points = loss.points(20) if loss else []
@@ -183,8 +189,13 @@ def who_waited(story: Story) -> str:
     own = [rank.own_quantile_s(0.5) for rank in measured]
     spread = duration(max(own) - min(own))
     said = f"No worker holds the others up: their own work differs by {spread} in a usual step."
-    if shares(measured).get("wait", 0) > MUCH_WAITING:
+    share = shares(measured)
+    if share.get("wait", 0) > MUCH_WAITING:
         said += " They wait all the same, because who is last changes from step to step."
+    if share.get("transfer", 0) > MUCH_WAITING:
+        said += (
+            f" All wait for the exchange of gradients, {percent(share['transfer'])} of the time."
+        )
     return said
 
 
