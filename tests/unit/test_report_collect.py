@@ -293,6 +293,16 @@ def test_a_metric_without_numbers_is_not_called_a_training_that_diverged(tmp_pat
     assert said == "From step 1 on, some values of bleu are not numbers."
 
 
+def test_metrics_beyond_the_limit_are_counted_and_said(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    many = {f"metric {number}": [1.0, 1.0] for number in range(15)}
+    for rank in range(2):
+        write_steps(folder, rank, *({"metrics": many} for _ in range(2)))
+    story = collect(folder.path)
+    assert len(story.metrics) == 12
+    assert "Only the first 12 of 15 metrics are shown." in story.missing
+
+
 @pytest.mark.parametrize(
     "values",
     [[1.7e308, 1.7e308], [1.7e308, -1.7e308], [0.0, 5e-324], [1e300, 1e-300]],

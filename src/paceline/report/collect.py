@@ -103,6 +103,8 @@ class Story:
     last_t: float = -math.inf
     least_waits: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: the shortest wait of any rank, and how many ranks have told theirs."""
+    left_out: set[str] = field(default_factory=set)
+    """Metrics beyond the limit."""
     redone: int = 0
     """Steps of rank 0 that a restart has undone, and that were trained again."""
     restarts: int = 0
@@ -215,6 +217,9 @@ def _take_events(story: Story) -> None:
                 if problem == "line"
                 else f"The events of rank {rank} could not be read. {problem}"
             )
+    if story.left_out:
+        known = METRICS_LIMIT + len(story.left_out)
+        story.missing.append(f"Only the first {METRICS_LIMIT} of {known:,} metrics are shown.")
     there = set(ranks)
     expected = min(story.info.workers, RANKS_LIMIT) if story.info else 0
     if ranks and (lost := [rank for rank in range(expected) if rank not in there]):
@@ -297,6 +302,8 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
     for name, value in metrics.items() if isinstance(metrics, dict) else ():
         if name not in story.metrics:
             if len(story.metrics) >= METRICS_LIMIT:
+                if len(story.left_out) < ROWS_LIMIT:
+                    story.left_out.add(name)
                 continue
             story.metrics[name] = Column()
         match value:
