@@ -121,15 +121,15 @@ def test_without_room_for_a_segment_gradients_go_through_c10d_and_it_is_said_onc
     assert results[1][2] == expected[0][2] == []
 
 
-def meet_a_fault(world: World, signal_number: int) -> Any:
-    """Rank 1 is killed or stopped in the fourth step; what the others say, and after how long."""
+def meet_a_fault(world: World, signal_number: int, at_step: int) -> Any:
+    """Rank 1 is killed or stopped in a step; what the others say, and after how long."""
     peers.STOPPED_PATIENCE_S = 0.5
     torch.set_num_threads(1)
     model = DistributedDataParallel(build(), bucket_cap_mb=0.002)
     store = world.group.get_group_store()
     store.set(f"pid {world.rank}", str(os.getpid()))
     for step in range(6):
-        if step == 3 and world.rank == 1:
+        if step == at_step and world.rank == 1:
             os.kill(os.getpid(), signal_number)
         begin_s = time.monotonic()
         try:
@@ -142,13 +142,14 @@ def meet_a_fault(world: World, signal_number: int) -> Any:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_rank_is_named_within_seconds(signal_number: int) -> None:
+@pytest.mark.parametrize("at_step", [0, 3])
+def test_a_killed_or_stopped_rank_is_named_within_seconds(signal_number: int, at_step: int) -> None:
     before = set(os.listdir("/dev/shm"))
-    results = run_processes(3, meet_a_fault, int(signal_number), return_exceptions=True)
+    results = run_processes(3, meet_a_fault, int(signal_number), at_step, return_exceptions=True)
     for rank in (0, 2):
         message, seconds = results[rank]
         assert "rank 1" in message.lower()
-        assert "Step 3" in message or "Copying buffers" in message
+        assert f"Step {at_step}" in message or "Copying buffers" in message
         assert seconds < 10
     assert set(os.listdir("/dev/shm")) == before
 

@@ -33,6 +33,9 @@ class Channel:
         self._status = [places.status_word(p) for p in positions]
         self._written = [places.ready_word(p) for p in positions]
         self._read = [places.copied_word(p) for p in positions]
+        self._met = [places.summed_word(p) for p in positions]
+        self._others = [p for p in positions if p != position]
+        self._meetings = 0
         self._turn = 0
         self._last_written = [0] * SLOTS
         """By slot, the turn in which this rank wrote into it."""
@@ -50,10 +53,18 @@ class Channel:
             else:
                 self._take(piece, source, slot, what)
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks of this host have called it as often as this one has.
+
+        To be called before waiting in a process group, which does not notice a stopped rank.
+        """
+        self._meetings += 1
+        self._words[self._met[self._position]] = self._meetings
+        self._wait([(p, self._met[p], self._meetings) for p in self._others], what)
+
     def _write(self, piece: Tensor, slot: int, what: str) -> None:
         turn = self._last_written[slot]
-        others = [p for p in range(len(self._ranks)) if p != self._position]
-        self._wait([(p, self._read[p] + slot, turn) for p in others], what)
+        self._wait([(p, self._read[p] + slot, turn) for p in self._others], what)
         self._slots[self._position][slot][: piece.numel()].copy_(piece)
         self._last_written[slot] = self._turn
         self._words[self._written[self._position] + slot] = self._turn

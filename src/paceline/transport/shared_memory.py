@@ -52,6 +52,7 @@ class SharedMemory:
 
     def place(self, plans: Sequence[BucketPlan], what: str) -> Sequence[Tensor | None]:
         self._buckets = None
+        self.channel.meet(what)
         sizes = [(plan.numel + plan.trailer) * plan.dtype.itemsize for plan in plans]
         segment, problem = share_segment(self.group, self.hosts, sizes, what)
         if segment is None:
