@@ -306,37 +306,51 @@ def read_terminal(environ: Mapping[str, str] | None = None) -> TerminalSettings:
     )
 
 
+def progress_environment(mode: str) -> dict[str, str]:
+    """What a launcher sets so that runs show themselves in this way; empty for no wish."""
+    return {"PACELINE_PROGRESS": mode} if mode else {}
+
+
 @dataclass(frozen=True, slots=True)
 class ScreenOffer:
-    """What a launcher that draws gives to rank 0."""
+    """What a launcher offers to rank 0, whose standard output it reads."""
 
     fd: int
-    """Where to send what the live line should say."""
+    """Where to send what the live line should say; -1 if the launcher does not draw."""
     mark: str
     """What to put in front of a line on standard output that should be shown without its rank."""
+
+    @property
+    def draws(self) -> bool:
+        return self.fd >= 0
 
 
 def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:
     """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
-    return {SCREEN_VARIABLE: f"{fd}:{os.fstat(fd).st_ino}:{os.fstat(stdout).st_ino}:{mark}"}
+    number = os.fstat(fd).st_ino if fd >= 0 else 0
+    return {SCREEN_VARIABLE: f"{fd}:{number}:{os.fstat(stdout).st_ino}:{mark}"}
 
 
 def read_screen(stdout: int, environ: Mapping[str, str] | None = None) -> ScreenOffer | None:
-    """The launcher's offer to draw, if it is meant for this process and its stream `stdout`.
+    """The launcher's offer, if it is meant for this process and its stream `stdout`.
 
     Processes that a worker starts inherit the variable but not the descriptors it names: the
     numbers mean something else there, or nothing.
     """
     environ = os.environ if environ is None else environ
-    match = re.fullmatch(r"(\d{1,9}):(\d{1,20}):(\d{1,20}):(.*)", environ.get(SCREEN_VARIABLE, ""))
+    match = re.fullmatch(
+        r"(-1|\d{1,9}):(\d{1,20}):(\d{1,20}):(.*)", environ.get(SCREEN_VARIABLE, "")
+    )
     if match is None or stdout < 0:
         return None
     fd = int(match[1])
     try:
-        status = os.fstat(fd)
-        is_ours = stat.S_ISFIFO(status.st_mode) and status.st_ino == int(match[2])
-        if not is_ours or os.fstat(stdout).st_ino != int(match[3]):
+        if os.fstat(stdout).st_ino != int(match[3]):
             return None
+        if fd >= 0:
+            status = os.fstat(fd)
+            if not stat.S_ISFIFO(status.st_mode) or status.st_ino != int(match[2]):
+                return None
     except OSError:
         return None
     return ScreenOffer(fd, match[4])

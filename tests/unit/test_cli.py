@@ -39,6 +39,8 @@ SURFACE = {
         "--signals-to-handle --signals_to_handle",
         "--monitor-interval --monitor_interval",
         "--no-label --no_label",
+        "--quiet",
+        "--json",
         "--log-dir --log_dir",
         "--redirects -r",
         "--tee -t",

@@ -174,14 +174,16 @@ class _Starter:
                     streams.append(stream)
             variables: dict[str, str] = {}
             passed: list[int] = []
-            screen = self.site.console.screen
-            if screen is not None and self._may_draw(spec):
-                records, writer = output.open_records(screen)
-                streams.append(records)
-                passed.append(writer)
-                handed_over.callback(os.close, writer)
+            if self._speaks_for_all(spec):
+                if self.site.console.screen is not None:
+                    records, writer = output.open_records(self.site.console.screen)
+                    streams.append(records)
+                    passed.append(writer)
+                    handed_over.callback(os.close, writer)
                 variables = env.screen_environment(
-                    writer, stdout=ends[STDOUT] or STDOUT, mark=self._mark(spec, STDOUT)
+                    passed[0] if passed else -1,
+                    stdout=ends[STDOUT] or STDOUT,
+                    mark=self._mark(spec, STDOUT),
                 )
             running = start_program(
                 spec.argv,
@@ -199,13 +201,14 @@ class _Starter:
         running.streams = streams
         return running
 
-    def _may_draw(self, spec: WorkerSpec) -> bool:
+    def _speaks_for_all(self, spec: WorkerSpec) -> bool:
         """Rank 0 alone says where the run is, and not if nobody wants to see what it says."""
         return spec.rank == 0 and spec.stdout.on_console
 
     def _mark(self, spec: WorkerSpec, number: int) -> str:
-        """What sets lines of the whole run apart; a log file keeps all bytes, so it has none."""
-        is_apart = number == STDOUT and self._may_draw(spec) and not spec.stdout.log_file
+        """What sets lines of the whole run apart, where nobody but us reads them."""
+        is_ours = not spec.takes_terminal and not spec.stdout.log_file
+        is_apart = is_ours and number == STDOUT and self._speaks_for_all(spec)
         return self.site.console.mark if is_apart else ""
 
     def _open(self, spec: WorkerSpec, number: int, route: Route) -> tuple[int, Stream | None]:

@@ -165,6 +165,16 @@ FLAGS_BY_GROUP: dict[str, tuple[Flag, ...]] = {
     "output": (
         Flag(("--no-label",), "do not put `[rank N]` before each line", None),
         Flag(
+            ("--quiet",),
+            "of a run, say only what is wrong: no bar, no table (PACELINE_PROGRESS=quiet)",
+            None,
+        ),
+        Flag(
+            ("--json",),
+            "of a run, print one JSON object per line, without a label (PACELINE_PROGRESS=json)",
+            None,
+        ),
+        Flag(
             ("--log-dir",),
             "where log files go: DIR/<run>_<random>/attempt_<n>/<local rank>/; a temporary "
             "folder by default",

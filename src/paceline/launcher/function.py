@@ -251,8 +251,8 @@ def _work(party: _Party, seat: _Seat, parent: int) -> None:
             loopback=env.loopback_interface(),
         )
     )
-    if "records" in seat.pairs:
-        writer = seat.pairs["records"][1]
+    if rank == 0:
+        _, writer = seat.pairs.get("records", (-1, -1))
         os.environ.update(env.screen_environment(writer, stdout=1, mark=party.console.mark))
     _set_threads()
     serves = rank == 0

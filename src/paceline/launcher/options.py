@@ -59,6 +59,8 @@ class RunOptions:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     label: bool = True
+    progress: str = ""
+    """How a run shows itself; empty leaves it to the variable, or the script."""
     as_torch: bool = False
     virtual_local_rank: bool = False
     numa: str = ""
@@ -142,6 +144,7 @@ def read_options(
         stdout_filters=_words(settings["duplicate_stdout_filters"]),
         stderr_filters=_words(settings["duplicate_stderr_filters"]),
         label=not settings["no_label"].is_on,
+        progress=_progress(settings),
         as_torch=settings["as_torch"].is_on,
         virtual_local_rank=settings["virtual_local_rank"].is_on,
         numa=_numa(settings["numa_binding"]),
@@ -352,6 +355,16 @@ def _signals(setting: Setting) -> tuple[signal.Signals, ...]:
                 advice="Leave it out: the workers end with the launcher in any case.",
             )
     return tuple(found)
+
+
+def _progress(settings: Mapping[str, Setting]) -> str:
+    chosen = [name for name in ("quiet", "json") if settings[name].is_on]
+    if len(chosen) > 1:
+        raise SettingError(
+            "--quiet and --json contradict each other.",
+            advice="Drop one of the two.",
+        )
+    return chosen[0] if chosen else ""
 
 
 def _numa(setting: Setting) -> str:

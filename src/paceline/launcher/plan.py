@@ -17,6 +17,7 @@ from paceline.env import (
     Placement,
     is_loopback,
     observation_environment,
+    progress_environment,
     worker_environment,
 )
 from paceline.launcher.options import RunOptions
@@ -140,6 +141,7 @@ def _plan_worker(
         trace_step=options.trace_step,
         environ=facts.environ,
     )
+    ours |= progress_environment(options.progress)
     stdout = _route(options, local_rank, STDOUT, os.path.join(folder, "stdout.log"))
     stderr = _route(options, local_rank, STDERR, os.path.join(folder, "stderr.log"))
     plain = Route()

@@ -31,6 +31,8 @@ from paceline.progress.state import Facts, State
 Metrics = Mapping[str, float] | Callable[[], Mapping[str, float]]
 """Numbers by name, or a function that gives them: it is called only when they will be shown."""
 
+_NO_OFFER = ScreenOffer(-1, "")
+
 
 class Progress:
     """One run on one terminal.
@@ -60,18 +62,17 @@ class Progress:
         settings = read_terminal(environ)
         offer = read_screen(descriptor(stream), environ)
         has_terminal = terminal_of(stream) >= 0
-        # A launcher that offers to draw has a terminal, and `rich`.
+        # A launcher that draws has a terminal, and `rich`.
+        is_drawn_elsewhere = offer is not None and offer.draws and not has_terminal
         self.mode = choose_mode(
             mode,
-            is_terminal=has_terminal or offer is not None,
+            is_terminal=has_terminal or is_drawn_elsewhere,
             settings=settings,
-            has_rich=is_possible() or (offer is not None and not has_terminal),
+            has_rich=is_possible() or is_drawn_elsewhere,
         )
-        self._painter: Painter
-        if draws and self.mode == "bar" and offer is not None and stream is not None:
-            self._painter = _painter_behind(offer, stream, has_terminal, settings.has_colour)
-        else:
-            self._painter = _painter(self.mode, stream if draws else None, settings.has_colour)
+        self._painter = _painter(
+            self.mode, stream if draws else None, settings.has_colour, offer or _NO_OFFER
+        )
         self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
         self._state: State | None = None
         self._due_s = 0.0
@@ -226,21 +227,16 @@ def _close(painter: Painter, pid: int) -> None:
         painter.close()
 
 
-def _painter(mode: str, stream: TextIO | None, has_colour: bool) -> Painter:
+def _painter(mode: str, stream: TextIO | None, has_colour: bool, offer: ScreenOffer) -> Painter:
     if stream is None:  # another process draws, or a program without standard streams
         return SilentPainter(None)
     if mode == "quiet":
         return SilentPainter(None if sys.stderr is None else Sheet(sys.stderr))
-    sheet = Sheet(stream)
-    if mode == "bar":
-        return BarPainter(sheet, has_colour=has_colour)
-    return JsonPainter(sheet) if mode == "json" else PlainPainter(sheet)
-
-
-def _painter_behind(
-    offer: ScreenOffer, stream: TextIO, has_terminal: bool, has_colour: bool
-) -> Painter:
-    """Behind a launcher that could draw: one that has left its terminal to us need not."""
-    if has_terminal:
-        return BarPainter(Sheet(stream), has_colour=has_colour, channel=Channel(offer.fd))
-    return SendingPainter(Sheet(stream), offer, has_colour=has_colour)
+    if mode == "json":
+        return JsonPainter(Sheet(stream, offer.mark))
+    if mode == "plain":
+        return PlainPainter(Sheet(stream))
+    if terminal_of(stream) < 0:
+        return SendingPainter(Sheet(stream, offer.mark), offer.fd, has_colour=has_colour)
+    channel = Channel(offer.fd) if offer.draws else None
+    return BarPainter(Sheet(stream), has_colour=has_colour, channel=channel)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
-_MOST_PARTS, _MOST_LETTERS, _LARGEST = 64, 200, 2**53
+# A terminal shows `^C` where its cursor is; at the edge it would go on in the next row, and what
+# is on this one would stay.
+_SPARE_COLUMNS = 5
+_MOST_PARTS, _MOST_LETTERS, _LARGEST = 16, 56, 2**53
 
 
 def is_possible() -> bool:
@@ -39,10 +42,9 @@ class Glance:
 
     @classmethod
     def of(cls, state: State) -> Glance:
-        parts = tuple(
-            (dispensable, text[:_MOST_LETTERS]) for dispensable, text in table.status(state)
-        )
-        return cls(state.step, state.facts.steps, parts[:_MOST_PARTS])
+        status = table.status(state)[:_MOST_PARTS]
+        parts = ((dispensable, printable(text)[:_MOST_LETTERS]) for dispensable, text in status)
+        return cls(state.step, state.facts.steps, tuple(parts))
 
     @classmethod
     def from_json(cls, record: object) -> Glance | None:
@@ -60,9 +62,8 @@ class Glance:
         return cls(step, steps, tuple((part[0], part[1][:_MOST_LETTERS]) for part in parts))
 
     def as_json(self) -> str:
-        return json.dumps(
-            {"kind": "step", "step": self.step, "steps": self.steps, "parts": self.parts}
-        )
+        facts = {"kind": "step", "step": self.step, "steps": self.steps, "parts": self.parts}
+        return json.dumps(facts, ensure_ascii=False)
 
 
 class Layout:
@@ -85,7 +86,7 @@ class Layout:
             self._columns, self._limit, self._bar_columns = columns, table.ALL, _LONGEST_BAR
         done = min(glance.step, glance.steps or 0)
         percent = f"{done / glance.steps if glance.steps else 0.0:4.0%}"
-        room = columns - 1
+        room = columns - _SPARE_COLUMNS
         if glance.steps:
             room -= len(percent) + _SHORTEST_BAR + 2 * len(table.GAP)
         parts, limit = table.fit(glance.parts, room, self._limit)

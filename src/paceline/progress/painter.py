@@ -41,8 +41,10 @@ class Painter(Protocol):
 class Sheet:
     """A stream to write lines to, whatever it is connected to."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, mark: str = "") -> None:
+        """Lines begin with `mark`, which only a launcher ever sees."""
         self.stream = stream
+        self.mark = mark
         self.is_gone = False
         """The reader has left, or the stream was closed: nothing is written any more."""
 
@@ -57,7 +59,7 @@ class Sheet:
 
     def write(self, *lines: str) -> None:
         """Write whole lines at once; control characters in them stay text."""
-        self.write_raw("".join(f"{printable(line)}\n" for line in lines))
+        self.write_raw("".join(f"{self.mark}{printable(line)}\n" for line in lines))
 
     def write_raw(self, text: str) -> None:
         """Write as far as the encoding can say it, and control characters as they are."""

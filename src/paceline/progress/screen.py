@@ -113,7 +113,8 @@ class Screen:
         if self._note:
             glance = Glance(glance.step, glance.steps, (*glance.parts, (-1, self._note)))
         columns = self._drawn_columns = columns_of(self._fd)
-        console = self._console(columns)
+        # In the last column a terminal would wrap, sooner or later.
+        console = self._console(max(columns - 1, 1))
         with console.capture() as capture:
             console.print(self._layout.draw(glance, columns), end="")
         text = spelled(capture.get().rstrip("\n"), self._encoding)

@@ -14,9 +14,9 @@ import json
 import os
 import struct
 import termios
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.env import ScreenOffer
 from paceline.progress import table
 from paceline.progress.line import Glance
 from paceline.progress.painter import Sheet, printable, said
@@ -24,6 +24,8 @@ from paceline.progress.state import Row, State
 
 # More than this unread: whoever should read is busy, and would only draw what is long past.
 _MOST_UNREAD_BYTES = 2**12
+# Linux's PIPE_BUF: a pipe takes so much at once, or nothing of it.
+_MOST_BYTES = 2**12
 _STYLES = {"warning": "33", "error": "1;31"}
 
 
@@ -40,8 +42,12 @@ class Channel:
         self._send('{"kind": "drawn"}')
 
     def step(self, glance: Glance) -> None:
-        if self._unread() <= _MOST_UNREAD_BYTES:
-            self._send(glance.as_json())
+        if self._unread() > _MOST_UNREAD_BYTES:
+            return
+        record = glance.as_json()
+        if len(record.encode()) >= _MOST_BYTES:
+            record = replace(glance, parts=()).as_json()
+        self._send(record)
 
     def end(self) -> None:
         """There is no line any more."""
@@ -49,10 +55,7 @@ class Channel:
 
     def _send(self, record: str) -> None:
         with contextlib.suppress(OSError):  # full, or nobody is there to read
-            # Below PIPE_BUF a pipe takes all of it or nothing.
-            data = f"{record}\n".encode()
-            if len(data) <= _MOST_UNREAD_BYTES:
-                os.write(self.fd, data)
+            os.write(self.fd, f"{record}\n".encode())
 
     def _unread(self) -> int:
         try:
@@ -67,16 +70,15 @@ class SendingPainter:
 
     interval_s = 0.25
 
-    def __init__(self, sheet: Sheet, offer: ScreenOffer, *, has_colour: bool) -> None:
+    def __init__(self, sheet: Sheet, fd: int, *, has_colour: bool) -> None:
         self.sheet = sheet
-        self.mark = offer.mark
         self.has_colour = has_colour
-        self._channel = Channel(offer.fd)
+        self._channel = Channel(fd)
         self._is_drawn = False
         self._sent_s = 0.0
 
     def start(self, state: State) -> None:
-        self._write(table.opening(state))
+        self.sheet.write(*table.opening(state))
         self._is_drawn = True
         self.step(state)
 
@@ -92,22 +94,20 @@ class SendingPainter:
         """Said in the table at the end."""
 
     def message(self, state: State | None, text: str, level: str) -> None:
-        self._write(said(text, level), _STYLES.get(level, "") if self.has_colour else "")
+        # Without a mark the line goes to a log file too, where colours are noise.
+        style = _STYLES.get(level) if self.has_colour and self.sheet.mark else None
+        before, after = (f"\x1b[{style}m", "\x1b[0m") if style else ("", "")
+        lines = (f"{before}{printable(line)}{after}\n" for line in said(text, level))
+        self.sheet.write_raw("".join(self.sheet.mark + line for line in lines))
 
     def finish(self, state: State, status: str, lines: Sequence[str]) -> None:
         self.close()
-        self._write(table.summary(state, status, lines))
+        self.sheet.write(*table.summary(state, status, lines))
 
     def close(self) -> None:
         if self._is_drawn:
             self._channel.end()
         self._is_drawn = False
-
-    def _write(self, lines: Iterable[str], style: str = "") -> None:
-        before, after = (f"\x1b[{style}m", "\x1b[0m") if style else ("", "")
-        self.sheet.write_raw(
-            "".join(f"{self.mark}{before}{printable(line)}{after}\n" for line in lines)
-        )
 
 
 def read_record(line: bytes) -> Glance | str | None:

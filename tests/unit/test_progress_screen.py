@@ -1,0 +1,471 @@
+"""A run behind a launcher: rank 0 tells, the launcher draws, and lines go above what it draws."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.env import SCREEN_VARIABLE, read_screen, screen_environment
+from paceline.launcher.output import Console, Records, Stream, open_records
+from paceline.progress import Progress
+from paceline.progress.line import Glance
+from paceline.progress.screen import Screen, can_draw
+from paceline.progress.sending import read_record
+from tests.terminals import Glass
+
+pytest.importorskip("rich")
+
+HALF = Glance(50, 100, ((2, "epoch 1/2"), (5, "step 50/100"), (0, "loss 0.5000")))
+
+
+class Desk:
+    """A screen of so many columns, and a glass to look at it through."""
+
+    def __init__(
+        self, columns: int = 100, encoding: str = "utf-8", has_colour: bool = True
+    ) -> None:
+        self.keyboard, self.fd = pty.openpty()
+        self.glass = Glass(columns)
+        self.written: list[bytes] = []
+        self.encoding = encoding
+        self.resize(columns)
+        self.screen = Screen(self.write, fd=self.fd, encoding=encoding, has_colour=has_colour)
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+        self.glass.feed(data.decode(self.encoding).replace("\n", "\r\n"))
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.glass.columns = columns
+
+    def console(self) -> Console:
+        writes = {1: self.screen.write, 2: self.write}
+        return Console(writes, {1: False, 2: False}, self.screen, frozenset({1, 2}))
+
+    def close(self) -> None:
+        os.close(self.keyboard)
+        os.close(self.fd)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    found = Desk()
+    yield found
+    found.close()
+
+
+class Worker:
+    """Rank 0's end: its standard output and the pipe of its records, neither of which it waits
+    for."""
+
+    def __init__(self) -> None:
+        self.reader, stdout = os.pipe()
+        self.records, self.writer = os.pipe()
+        for fd in (self.reader, self.records, self.writer):
+            os.set_blocking(fd, False)
+        self.stdout = open(stdout, "w")  # noqa: SIM115
+        self.now_s = 0.0
+        self.environ = screen_environment(self.writer, stdout, "<mark>")
+
+    def progress(self, mode: str = "auto", **environ: str) -> Progress:
+        known = {"TERM": "xterm", **self.environ, **environ}
+        return Progress(mode, stream=self.stdout, clock=lambda: self.now_s, environ=known)
+
+    def said(self) -> str:
+        return _all_of(self.reader).decode()
+
+    def sent(self) -> list[Glance | str | None]:
+        return [read_record(line) for line in _all_of(self.records).splitlines()]
+
+    def close(self) -> None:
+        self.stdout.close()
+        for fd in (self.reader, self.records, self.writer):
+            os.close(fd)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    found = Worker()
+    yield found
+    found.close()
+
+
+def _all_of(fd: int) -> bytes:
+    data = b""
+    try:
+        while new := os.read(fd, 2**16):
+            data += new
+    except BlockingIOError:
+        pass
+    return data
+
+
+def test_the_line_is_drawn_in_place_and_cleared_without_a_trace(desk: Desk) -> None:
+    desk.screen.show(Glance(0, 100, ()))
+    desk.screen.show(HALF)
+    assert desk.glass.lines == [desk.glass.bottom]
+    assert re.fullmatch("━+╺?━+ +50%  epoch 1/2  step 50/100  loss 0.5000", desk.glass.bottom), (
+        desk.glass.bottom
+    )
+    desk.screen.clear()
+    assert desk.glass.lines == []
+    assert desk.glass.column == 0
+    desk.screen.clear()
+    assert b"?25" not in b"".join(desk.written), "the cursor is never hidden"
+
+
+def test_what_is_written_above_the_line_is_whole_and_in_order(desk: Desk) -> None:
+    console = desk.console()
+    console.show(1, 0, b"before")
+    desk.screen.show(HALF)
+    for number in range(100):
+        console.show(1 + number % 2, number % 3, b"line %d" % number)
+    *above, line = desk.glass.lines
+    assert above == ["[rank 0] before", *(f"[rank {n % 3}] line {n}" for n in range(100))]
+    assert line.endswith("loss 0.5000")
+    desk.screen.clear()
+    console.show(1, 0, b"after")
+    assert desk.glass.lines == [*above, "[rank 0] after"]
+
+
+def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
+    desk.screen.show(HALF)
+    desk.console().show(1, None, b"x" * 250)
+    assert [len(row) for row in desk.glass.lines[:-1]] == [100, 100, 50]
+    assert desk.glass.bottom.endswith("loss 0.5000")
+
+
+def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
+    reader, writer = os.pipe()
+    stream = Stream(reader, 1, rank=1, console=desk.console())
+    desk.screen.show(HALF)
+    desk.written.clear()
+    os.write(writer, b"".join(b"%d\n" % number for number in range(5_000)))
+    os.close(writer)
+    assert stream.read(0.0)
+    assert len(desk.written) == 1
+    assert desk.glass.lines[:-1] == [f"[rank 1] {number}" for number in range(5_000)]
+    stream.close()
+
+
+def test_output_that_would_move_the_cursor_moves_nothing_while_there_is_a_line(desk: Desk) -> None:
+    console = desk.console()
+    console.show(1, None, b"first")
+    desk.screen.show(HALF)
+    console.show(1, None, b"\x1b[1A\x1b[2Ksecond \x1b[31mred\x1b[0m\x1b[K\x1b[?25l\x1b[H")
+    assert desk.glass.lines[:-1] == ["first", "second red"]
+    assert b"\x1b[31mred" in desk.written[-1], "colours stay"
+    assert desk.glass.has_cursor
+
+
+def test_a_colour_that_is_left_on_does_not_reach_the_line(desk: Desk) -> None:
+    desk.screen.show(HALF)
+    desk.console().show(1, None, b"\x1b[31mred for ever")
+    desk.screen.show(HALF)
+    assert desk.written[-1].startswith(b"\r\x1b[0m")
+
+
+def test_a_stream_that_is_not_on_the_screen_is_left_alone(desk: Desk) -> None:
+    other: list[bytes] = []
+    writes = {1: desk.screen.write, 2: other.append}
+    console = Console(writes, {1: False, 2: False}, desk.screen, frozenset({1}))
+    desk.screen.show(HALF)
+    before = list(desk.written)
+    console.show(2, 0, b"\x1b[2Kto a file")
+    assert other == [b"[rank 0] \x1b[2Kto a file\n"]
+    assert desk.written == before
+
+
+@pytest.mark.parametrize("columns", [200, 60, 30, 12, 3, 1])
+def test_the_line_fits_into_any_width_as_soon_as_somebody_looks(desk: Desk, columns: int) -> None:
+    desk.screen.show(HALF)
+    desk.screen.clear()
+    desk.screen.show(HALF)
+    desk.resize(columns)
+    desk.screen.refresh()
+    assert len(desk.glass.bottom) <= max(columns - 1, 1)
+    drawn = len(desk.written)
+    desk.screen.refresh()
+    assert len(desk.written) == drawn, "nothing has changed"
+
+
+def test_a_note_is_said_at_once_and_is_the_last_to_give_way(desk: Desk) -> None:
+    desk.screen.note("stopping")
+    assert desk.written == [], "there is no line yet"
+    desk.screen.show(HALF)
+    assert desk.glass.bottom.endswith("loss 0.5000  stopping")
+    desk.resize(30)
+    desk.screen.refresh()
+    assert desk.glass.bottom.endswith("stopping")
+
+
+def test_a_line_that_a_killed_process_has_drawn_itself_is_removed(desk: Desk) -> None:
+    desk.screen.receive("drawn")
+    desk.write(b"50% of somebody")
+    desk.screen.clear()
+    assert desk.glass.lines == []
+
+
+def test_a_line_that_a_process_has_removed_itself_is_not_removed_again(desk: Desk) -> None:
+    desk.screen.receive("drawn")
+    desk.screen.receive("end")
+    desk.written.clear()
+    desk.write(b"a prompt> ")
+    desk.screen.clear()
+    assert desk.glass.bottom == "a prompt>"
+
+
+def test_letters_and_colours_that_the_terminal_does_not_have_are_not_sent() -> None:
+    desk = Desk(encoding="ascii", has_colour=False)
+    desk.screen.show(Glance(50, 100, ((0, "loss é 0.5"),)))
+    assert "---" in desk.glass.bottom
+    assert desk.glass.bottom.endswith(r"loss \xe9 0.5")
+    assert set(re.findall(rb"\x1b\[[0-9;]*m", desk.written[-1])) == {b"\x1b[0m"}
+    desk.close()
+
+
+def test_a_terminal_that_is_gone_is_no_error() -> None:
+    def fail(data: bytes) -> None:
+        raise OSError
+
+    screen = Screen(fail, fd=-1, encoding="utf-8", has_colour=True)
+    screen.show(HALF)
+    screen.note("stopping")
+    screen.clear()
+
+
+@pytest.mark.parametrize(
+    ("environ", "can"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True),
+        ({"TERM": "xterm", "CI": "true"}, True),  # for a run that asks for a bar even there
+        ({"TERM": "dumb"}, False),
+    ],
+)
+def test_a_line_can_be_kept_on_terminals_that_move_their_cursor(
+    desk: Desk, environ: dict[str, str], can: bool
+) -> None:
+    assert can_draw(desk.fd, environ) == can
+    reader, writer = os.pipe()
+    assert not can_draw(writer, environ)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_behind_a_launcher_a_run_writes_what_stays_and_sends_what_does_not(worker: Worker) -> None:
+    with worker.progress() as progress:
+        assert progress.mode == "bar"
+        progress.start(name="digits", epochs=1, steps=100)
+        for step in range(100):
+            worker.now_s += 0.05
+            progress.step(step + 1, epoch=0, samples=8, metrics={"loss": 0.5, "accuracy": 0.9})
+        print("hello", file=worker.stdout, flush=True)
+        progress.message("careful", "warning")
+        progress.epoch(0, {"loss": 0.5})
+    said = worker.said().splitlines()
+    assert said[:3] == [
+        "<mark>digits: 1 worker, 1 epoch, 100 steps",
+        "hello",
+        "<mark>\x1b[33mwarning: careful\x1b[0m",
+    ]
+    assert said[3].startswith("<mark>digits finished on 1 worker: 100 steps, 800 samples (160/s)")
+    assert all(line.startswith("<mark>") for line in said[3:])
+    sent = worker.sent()
+    assert sent[-1] == "end"
+    glances = [record for record in sent if isinstance(record, Glance)]
+    assert len(glances) == len(sent) - 1
+    assert 15 <= len(glances) <= 22, "a few a second, for five seconds"
+    assert glances[0].step == 0
+    assert glances[-1].steps == 100
+    words = [text for _, text in glances[-1].parts]
+    assert words[2:5] == ["loss 0.5000", "accuracy 90.0%", "160 samples/s"]
+
+
+def test_a_launcher_that_does_not_read_never_makes_the_run_wait(worker: Worker) -> None:
+    progress = worker.progress()
+    progress.start(steps=100_000)
+    for step in range(2_000):
+        worker.now_s += 1.0
+        progress.step(step, epoch=0, samples=1, metrics={"loss": 0.5})
+    assert len(_all_of(worker.records)) < 10_000
+    progress.step(5_000, epoch=0, samples=1)
+    worker.now_s += 1.0
+    progress.step(6_000, epoch=0, samples=1)
+    newest = worker.sent()[-1]
+    assert isinstance(newest, Glance)
+    assert newest.step == 6_000
+    progress.close()
+    assert worker.sent() == ["end"]
+
+
+def test_a_launcher_that_has_gone_is_no_error(worker: Worker) -> None:
+    progress = worker.progress()
+    progress.start(steps=3)
+    os.close(worker.records)
+    worker.now_s += 1.0
+    progress.step(1, epoch=0, samples=1)
+    progress.finish()
+    worker.records = os.open(os.devnull, os.O_RDONLY)
+
+
+def test_names_of_any_letters_and_length_fit_into_a_record(worker: Worker) -> None:
+    progress = worker.progress()
+    progress.start(steps=3)
+    worker.now_s += 1.0
+    worker.sent()
+    progress.step(1, epoch=0, samples=1, metrics={f"\ud800\x01é{n}" * 500: 0.5 for n in range(500)})
+    (record,) = worker.sent()
+    assert isinstance(record, Glance)
+    assert record.step == 1
+    progress.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ"),
+    [
+        ("plain", {}),
+        ("quiet", {}),
+        ("json", {}),
+        ("auto", {"CI": "true"}),
+        ("auto", {"TERM": "dumb"}),
+        ("auto", {"PACELINE_PROGRESS": "plain"}),
+    ],
+)
+def test_a_run_that_shall_not_draw_sends_nothing(
+    worker: Worker, mode: str, environ: dict[str, str]
+) -> None:
+    with worker.progress(mode, **environ) as progress:
+        progress.start(steps=3)
+        worker.now_s += 1.0
+        progress.step(1, epoch=0, samples=1)
+    assert worker.sent() == []
+    said = worker.said()
+    if mode == "json":
+        assert all(line.startswith('<mark>{"kind": ') for line in said.splitlines())
+    else:
+        assert "<mark>" not in said
+
+
+def test_a_bar_in_ci_is_for_a_run_that_asks_for_it(worker: Worker) -> None:
+    assert worker.progress("bar", CI="true").mode == "bar"
+
+
+def test_an_offer_counts_only_for_the_process_and_the_stream_it_was_made_to(
+    worker: Worker, tmp_path: Path
+) -> None:
+    stdout = worker.stdout.fileno()
+    offer = read_screen(stdout, worker.environ)
+    assert offer is not None
+    assert (offer.fd, offer.mark, offer.draws) == (worker.writer, "<mark>", True)
+    with open(tmp_path / "log", "w") as log:
+        assert read_screen(log.fileno(), worker.environ) is None, "another stream"
+    assert read_screen(-1, worker.environ) is None
+    text = worker.environ[SCREEN_VARIABLE]
+    elsewhere = text.replace(f"{worker.writer}:", f"{worker.records}:", 1)
+    assert read_screen(stdout, {SCREEN_VARIABLE: elsewhere}) is not None, "the same pipe"
+    elsewhere = text.replace(f"{worker.writer}:", f"{worker.reader}:", 1)
+    assert read_screen(stdout, {SCREEN_VARIABLE: elsewhere}) is None, "another descriptor"
+    elsewhere = text.replace(f"{worker.writer}:", "987654:", 1)
+    assert read_screen(stdout, {SCREEN_VARIABLE: elsewhere}) is None, "a closed one"
+    for wrong in ("", "7", "a:b:c:d", "1:2:3", "99999999999999999999:1:1:x"):
+        assert read_screen(stdout, {SCREEN_VARIABLE: wrong}) is None
+
+
+def test_a_launcher_that_does_not_draw_still_offers_its_mark(worker: Worker) -> None:
+    stdout = worker.stdout.fileno()
+    worker.environ = screen_environment(-1, stdout, "<mark>")
+    assert worker.progress().mode == "plain"
+    assert worker.progress("bar").mode == "plain"
+    with worker.progress("json") as progress:
+        progress.start(steps=1)
+    assert worker.said().startswith('<mark>{"kind": "start"')
+
+
+def test_marked_lines_lose_their_rank_and_end_what_was_not_ended(desk: Desk) -> None:
+    reader, writer = os.pipe()
+    stream = Stream(reader, 1, rank=0, console=desk.console(), mark="<mark>")
+    os.write(writer, b"one\nhalf<mark>of the run\n<mark>\nthree\n")
+    stream.read(0.0)
+    assert desk.glass.lines == ["[rank 0] one", "[rank 0] half", "of the run", "", "[rank 0] three"]
+    os.close(writer)
+    stream.close()
+
+
+def test_records_are_drawn_as_they_come_and_the_end_of_rank_0_removes_the_line(desk: Desk) -> None:
+    records, writer = open_records(desk.screen)
+    os.write(writer, HALF.as_json().encode()[:20])
+    records.read(0.0)
+    assert desk.glass.lines == []
+    os.write(writer, HALF.as_json().encode()[20:] + b"\n" + Glance(60, 100, ()).as_json().encode())
+    os.write(writer, b"\n")
+    records.read(0.0)
+    assert "60%" in desk.glass.bottom
+    assert len(desk.written) == 1, "only the newest is worth drawing"
+    os.close(writer)
+    assert not records.read(0.0)
+    records.close()
+    assert desk.glass.lines == []
+
+
+@given(st.binary(max_size=200))
+def test_no_record_breaks_the_launcher(data: bytes) -> None:
+    desk = Desk()
+    reader, writer = os.pipe()
+    records = Records(reader, desk.screen)
+    os.write(writer, data + b"\n")
+    records.read(0.0)
+    os.close(writer)
+    records.close()
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'{"kind": []}',
+        b'{"step": -1, "steps": 3, "parts": []}',
+        b'{"step": true, "steps": 3, "parts": []}',
+        b'{"step": 1e400, "steps": 3, "parts": []}',
+        b'{"step": 1, "steps": "3", "parts": []}',
+        b'{"step": 1, "steps": 3, "parts": {}}',
+        b'{"step": 1, "steps": 3, "parts": [[1]]}',
+        b'{"step": 1, "steps": 3, "parts": [["a", 1]]}',
+        b'{"step": 99999999999999999999, "steps": 3, "parts": []}',
+        b"[" * 100_000,
+        b'{"step": 1, "steps": 3, "parts": [' + b'[1, "a"],' * 100 + b'[1, "a"]]}',
+    ],
+)
+def test_what_is_no_record_is_nothing(record: bytes) -> None:
+    assert read_record(record) is None
+
+
+@given(
+    st.integers(0, 2**53),
+    st.none() | st.integers(0, 2**53),
+    st.lists(st.tuples(st.integers(-5, 99), st.text(max_size=56)), max_size=16),
+)
+def test_a_glance_travels_unchanged(
+    step: int, steps: int | None, parts: list[tuple[int, str]]
+) -> None:
+    glance = Glance(step, steps, tuple(parts))
+    assert read_record(glance.as_json().encode("utf-8", "surrogatepass")) in (glance, None)
+
+
+def test_control_characters_in_a_metrics_name_stay_text(desk: Desk) -> None:
+    desk.screen.show(Glance(1, 2, ((0, "loss\x1b[2J\n"),)))
+    assert desk.glass.bottom.endswith(r"loss\x1b[2J\n")
