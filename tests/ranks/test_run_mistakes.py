@@ -149,3 +149,22 @@ def test_a_stream_without_samples_is_refused(
     with pytest.raises(UsageError, match=message) as raised:
         run_through(None, dataset=dataset, epochs=2, options=options)
     assert raised.value.advice
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((8, 12), "Rank 0 has a batch of 4, the last of its epoch, rank 1 a batch of 4"),
+        ((8, 7), "Rank 0 has a batch of 4, the last of its epoch, rank 1 a batch of 3"),
+        ((4, 0), "Rank 0 has a batch of 4, the last of its epoch, rank 1 none left"),
+    ],
+)
+def test_streams_of_different_lengths_are_told_by_every_worker(
+    counts: tuple[int, int], message: str
+) -> None:
+    def body(world: World) -> None:
+        run_through(None, dataset=Stream(counts[world.rank], 9), world=world, shards=2)
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, DesyncError), error
+        assert message in str(error)

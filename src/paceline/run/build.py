@@ -133,7 +133,7 @@ def build(wanted: Wanted) -> Parts:
         size=world.size,
         seed=seed,
         shards=shards,
-        loader=_loader(wanted, world, plan, shards, loading),
+        loader=_loader(wanted, group, words, plan, shards, loading),
         update=update,
         buffers=Buffers(module, group, words),
         finite=FiniteCheck(
@@ -205,26 +205,35 @@ def _plan(wanted: Wanted, shards: int) -> Plan | None:
 
 
 def _loader(
-    wanted: Wanted, world: World, plan: Plan | None, shards: int, loading: dict[str, Any]
+    wanted: Wanted,
+    group: Any,
+    word_device: torch.device,
+    plan: Plan | None,
+    shards: int,
+    loading: dict[str, Any],
 ) -> MapLoader | StreamLoader:
     options = wanted.options
-    place: dict[str, Any] = {"rank": world.rank, "size": world.size, "seed": wanted.seed}
-    place |= {"collate_fn": options.collate_fn, "loading": loading}
+    both: dict[str, Any] = {"seed": wanted.seed, "collate_fn": options.collate_fn}
+    both |= {"loading": loading}
     if plan is None:
         return StreamLoader(
             wanted.dataset,
+            group=group,
+            word_device=word_device,
             global_batch=wanted.global_batch,
             shards=shards,
             epochs=wanted.epochs,
             drop_last=options.drop_last,
-            **place,
+            **both,
         )
     return MapLoader(
         wanted.dataset,
         plan,
+        rank=group.rank(),
+        size=group.size(),
         shuffle=options.shuffle,
         merge_shards=options.merge_shards,
-        **place,
+        **both,
     )
 
 

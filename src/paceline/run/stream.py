@@ -8,14 +8,15 @@ only the dataset itself can promise that, and it pays by being read once per wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from paceline.errors import UsageError
+from paceline import comm
+from paceline.errors import DesyncError, UsageError
 from paceline.run.loader import Collate, Portion, Position, Shard, as_it_is
 from paceline.run.plan import shards_of
 from paceline.run.seeds import Generators, derive
@@ -44,8 +45,8 @@ class StreamLoader:
         dataset: Any,
         *,
         seed: int,
-        rank: int,
-        size: int,
+        group: Any,
+        word_device: torch.device,
         global_batch: int,
         shards: int,
         epochs: int,
@@ -53,8 +54,11 @@ class StreamLoader:
         collate_fn: Collate | None = None,
         loading: dict[str, Any],
     ) -> None:
+        """`word_device` is where small messages of the group travel."""
         self._dataset, self._seed, self._epochs = dataset, seed, epochs
-        self._cut = Cut(shards_of(rank, size, shards), shards, global_batch, drop_last)
+        self._group, self._word_device = group, word_device
+        mine = shards_of(group.rank(), group.size(), shards)
+        self._cut = Cut(mine, shards, global_batch, drop_last)
         self._collate = collate_fn or default_collate
         # Several processes would each read a stream of their own.
         self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
@@ -68,7 +72,7 @@ class StreamLoader:
                 set_epoch(epoch)
             skipped = done.step_of_epoch if epoch == done.epoch else 0
             before = step
-            for read in self._read(epoch, skipped):
+            for read in self._agreed(step, self._read(epoch, skipped)):
                 step += 1
                 shards = [Shard(step, epoch, number, [-1] * n) for number, n, _ in read.shards]
                 self._batches = {number: batch for number, _, batch in read.shards}
@@ -81,6 +85,26 @@ class StreamLoader:
 
     def close(self) -> None:
         self._reading = None
+
+    def _agreed(self, step: int, reads: Iterator[Read]) -> Iterator[Read]:
+        """The same reads, if all workers read as much: otherwise they would wait for each other.
+
+        A short message in every step, which a dataset with a length does not need.
+        """
+        size = self._group.size()
+        while True:
+            read = next(reads, None)
+            step += 1
+            if size > 1:
+                mine = [-1, 0] if read is None else [read.samples, int(read.ends_epoch)]
+                words = torch.tensor(mine, device=self._word_device)
+                what = f"Step {step}: comparing what was read"
+                _refuse_differences(
+                    step, [w.tolist() for w in comm.all_gather(self._group, words, what)]
+                )
+            if read is None:
+                return
+            yield read
 
     def _refuse_empty(self, epoch: int, skipped: int) -> None:
         has = "has no samples"
@@ -116,6 +140,23 @@ class StreamLoader:
             if read is None:
                 return
             yield Read(*read)
+
+
+def _refuse_differences(step: int, everyone: Sequence[Sequence[int]]) -> None:
+    """Raise if the workers have not read the same; each says how much, and if an epoch ends."""
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise DesyncError(
+                f"Step {step}: the workers read different data from the stream.",
+                f"Rank 0 has {_in_words(*everyone[0])}, rank {rank} {_in_words(*theirs)}.",
+                "Let the dataset yield the same samples on every worker: a run deals them itself.",
+            )
+
+
+def _in_words(samples: int, ends_epoch: int) -> str:
+    if samples < 0:
+        return "none left"
+    return f"a batch of {samples}" + (", the last of its epoch" if ends_epoch else "")
 
 
 class Cut(NamedTuple):
