@@ -174,6 +174,7 @@ class Run:
     def _walk(self) -> Iterator[Step]:
         parts = self._parts
         status, reason, number = "failed", "an error", 0
+        parts.saving.begin()
         self._is_running = True
         self._between.begin()
         self._listen()
@@ -219,6 +220,7 @@ class Run:
             parts.record.stop(self.step, status, reason)
         finally:
             parts.watching.end()
+            parts.saving.end()
             self._stop.ignore()
 
     def _listen(self) -> None:

@@ -18,6 +18,7 @@ from paceline.run.metrics import Sums
 from paceline.run.options import RunOptions
 from paceline.run.record import Record
 from paceline.run.state import RunState, hand_out, position_in, refuse_other_run
+from paceline.run.tenancy import Tenancy
 from paceline.run_folder import RunFolder, read_info
 
 
@@ -36,7 +37,9 @@ class Saving:
         self._folder = folder
         self.is_on = folder is not None and options.checkpoint_every != 0
         self._checkpoints: Checkpoints | None = None
+        self._tenancy: Tenancy | None = None
         if folder is not None and group.rank() == 0:
+            self._tenancy = Tenancy(folder)
             self._checkpoints = Checkpoints(
                 folder.checkpoints,
                 keep=options.keep,
@@ -53,6 +56,7 @@ class Saving:
         problem: Exception | None = None
         if self._checkpoints is not None:
             try:
+                self.begin()
                 saved = self._checkpoints.load()
             except Exception as error:
                 problem = error
@@ -63,6 +67,15 @@ class Saving:
         if found is not None:
             self.saved_step = position_in(found[0]).step
         return found
+
+    def begin(self) -> None:
+        """Have the folder to ourselves until `end`."""
+        if self._tenancy is not None:
+            self._tenancy.take()
+
+    def end(self) -> None:
+        if self._tenancy is not None:
+            self._tenancy.give_up()
 
     def refuse_other_run(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
         """Raise if the folder is another run's: by its checkpoint, or else by its `run.json`."""
