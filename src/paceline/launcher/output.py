@@ -99,6 +99,7 @@ class Console:
         self.screen = screen
         """The terminal's bottom line, where there is a terminal that can have one."""
         self.streams_on_screen = streams_on_screen
+        """Those that lead to the same terminal; whichever a line came from, it is written there."""
         # Terminals ignore a string of this kind, should one ever be shown.
         self.mark = f"\x1b_{secrets.token_hex(8)}\x1b\\"
 
@@ -109,11 +110,11 @@ class Console:
     def show_all(self, stream: int, lines: Sequence[tuple[int | None, bytes]]) -> None:
         """Write lines, each with its rank, at once."""
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
-        write = self.write_by_stream[stream]
-        if self.screen is not None and stream in self.streams_on_screen:
-            self.screen.write_above(write, data)
+        screen = self.screen if stream in self.streams_on_screen else None
+        if screen is not None and screen.is_drawn:
+            screen.write_above(data)
         else:
-            write(data)
+            self.write_by_stream[stream](data)
 
     def _label(self, stream: int, rank: int | None) -> bytes:
         if rank is None:

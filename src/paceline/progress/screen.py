@@ -62,6 +62,10 @@ class Screen:
         self._is_foreign = False
         self._layout = Layout()
 
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self._line)
+
     def receive(self, record: Glance | str | None) -> None:
         """What `read_record` made of a record."""
         if isinstance(record, Glance):
@@ -87,19 +91,11 @@ class Screen:
         if self._line and (must or columns_of(self._fd) != self._drawn_columns):
             self._draw()
 
-    def write_above(self, write: Write, data: bytes) -> None:
-        """Write whole lines, with the terminal's own `write` or that of another stream."""
-        if not self._line:
-            write(data)
-            return
-        if b"\x1b" in data:
-            data = _MOVES.sub(b"", data)
-        if write is self.write:
-            write(_ERASE + data + self._line)
-        else:
-            self._put(_ERASE)
-            write(data)
-            self._put(self._line)
+    def write_above(self, data: bytes) -> None:
+        """Write whole lines; the line at the bottom is never missing in between."""
+        if self._line:
+            data = _ERASE + _MOVES.sub(b"", data) + self._line
+        self.write(data)
 
     def clear(self) -> None:
         """Remove the line, also one that a process drew which is no more."""
