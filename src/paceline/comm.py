@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.errors import DesyncError, PeerError, name_ranks
+from paceline.quiet_exit import give_way_at_exit
 from paceline.stopwatch import waiting
 
 Group = Any
@@ -220,6 +221,7 @@ def _short(line: str) -> str:
 
 def announce_exit() -> None:
     """Leave last words in the default group when this process ends."""
+    give_way_at_exit()  # registered first, so it comes last
     if not _announced:
         _announced.append(True)
         atexit.register(_say_goodbye, os.getpid())

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from paceline import env
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
+from paceline.quiet_exit import give_way_at_exit
 from paceline.sockets import listen
 
 CPU = torch.device("cpu")
@@ -86,6 +87,7 @@ def init_process_group(
     and makes a world of one where there is none. On a single machine everything listens on
     loopback only. A default group that already exists is used as it is.
     """
+    give_way_at_exit()
     if dist.is_initialized():
         return current_world()
     place = env.read_placement()
