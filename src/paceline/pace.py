@@ -226,7 +226,10 @@ class Comparison:
     def _tell(self, blame: Blame) -> None:
         step = self.watch.step
         self.print_line(f"step {step}: {blame}")
-        spans.mark("blame", slow_rank=blame.rank, phase=blame.phase, step=step)
+        recorder = spans.recorder()
+        if recorder is not None:
+            facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
+            recorder.add("blame", spans.now_ns(), None, facts)
         for listener in self.listeners:
             listener(step, blame)
 

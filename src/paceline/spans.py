@@ -29,14 +29,16 @@ from paceline.errors import UsageError
 SCHEMA = 1
 FILE_NAME = "rank{rank}.trace.json"
 
-COMPUTE, COMMUNICATION, BACKGROUND, OTHER = 1, 2, 3, 4
-LANES = {COMPUTE: "compute", COMMUNICATION: "communication", BACKGROUND: "background"}
+COMPUTE, COMMUNICATION, OTHER = 1, 2, 3
+LANES = {COMPUTE: "compute", COMMUNICATION: "communication"}
 LANE_BY_NAME = {
     **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), COMPUTE),
+    **dict.fromkeys(("batch", "blame"), COMPUTE),
     **dict.fromkeys(("transfer", "ready"), COMMUNICATION),
-    "checkpoint": BACKGROUND,
 }
-"""Spans of one lane must nest, so what overlaps computing has a lane of its own."""
+"""What the engine records. Spans of one lane must nest, or Perfetto leaves them out, so what
+overlaps computing has a lane of its own; and so have the caller's spans, whatever their names."""
+OWN_SPANS = "own spans"
 
 _QUEUE_LIMIT = 100_000
 _FILE_LIMIT_BYTES = 512 * 2**20
@@ -117,13 +119,13 @@ def span(name: str, **facts: Any) -> _Context:
 def add(name: str, begin_ns: int, end_ns: int, **facts: Any) -> None:
     """Record a span that has ended, timed by the caller with `now_ns()`."""
     if _recorder is not None:
-        _recorder.add(name, begin_ns, end_ns, facts or None)
+        _recorder.add_own(name, begin_ns, end_ns, facts or None)
 
 
 def mark(name: str, at_ns: int | None = None, **facts: Any) -> None:
     """Record an instant."""
     if _recorder is not None:
-        _recorder.add(name, now_ns() if at_ns is None else at_ns, None, facts or None)
+        _recorder.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
 
 
 class Recorder:
@@ -158,10 +160,18 @@ class Recorder:
     def add(
         self, name: str, begin_ns: int, end_ns: int | None, facts: dict[str, Any] | None = None
     ) -> None:
-        """Queue one span; the writer turns it into text later."""
-        lane = LANE_BY_NAME.get(name) or self._lane_of_thread()
+        """Queue one span of the engine; the writer turns it into text later."""
+        self._put(Event(name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
+
+    def add_own(
+        self, name: str, begin_ns: int, end_ns: int | None, facts: dict[str, Any] | None = None
+    ) -> None:
+        """Queue one span of the caller's, in a lane of the thread it is on."""
+        self._put(Event(name, begin_ns, end_ns, self._lane_of_thread(), facts))
+
+    def _put(self, event: Event) -> None:
         if len(self._queue) < self._queue_limit:
-            self._queue.append(Event(name, begin_ns, end_ns, lane, facts))
+            self._queue.append(event)
         else:
             self.dropped += 1
 
@@ -213,14 +223,13 @@ class Recorder:
         yield _metadata("paceline", rank, facts)
 
     def _lane_of_thread(self) -> int:
-        """The compute lane for the thread that trains, another for each of the rest."""
+        """A lane for each thread that records spans of its own, named after it."""
         thread = threading.get_ident()
-        if thread == self._thread_id:
-            return COMPUTE
         lane = self._lanes.get(thread)
         if lane is None:
             lane = self._lanes[thread] = OTHER + len(self._lanes)
-            name = {"name": threading.current_thread().name}
+            trains = thread == self._thread_id
+            name = {"name": OWN_SPANS if trains else threading.current_thread().name}
             self._metadata.append(_metadata("thread_name", self.rank, name, lane))
         return lane
 
@@ -271,7 +280,7 @@ class _Span:
         self._begin_ns = now_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.add(self._name, self._begin_ns, now_ns(), self._facts or None)
+        self._recorder.add_own(self._name, self._begin_ns, now_ns(), self._facts or None)
 
 
 class _Nothing:
@@ -333,7 +342,7 @@ def _measure_call_ns() -> int:
     queue: deque[Event] = deque()
     before = now_ns()
     for _ in range(_CALIBRATION_CALLS):
-        lane = LANE_BY_NAME.get("forward") or threading.get_ident()
+        lane = LANE_BY_NAME["forward"]
         if len(queue) < _QUEUE_LIMIT:
             queue.append(Event("forward", now_ns(), now_ns(), lane, None))
     return (now_ns() - before) // _CALIBRATION_CALLS

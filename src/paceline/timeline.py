@@ -184,31 +184,40 @@ def merge(recordings: Sequence[Recording], steps: range | None = None) -> Iterat
     """All events on the first rank's clock, rank after rank; waits are split from transfers."""
     transfers = transfers_us(recordings)
     first = recordings[0].clocks[0] if recordings[0].clocks else Clock()
-    start = min((_first_us(recording, first, steps) for recording in recordings), default=0.0)
+    # A span is written when it ends, so the first to begin is not the first in a file.
+    times = (
+        event["ts"]
+        for recording in recordings
+        for event in _shifted(recording, first, steps)
+        if event.get("ph") != "M"
+    )
+    start = min(times, default=0.0)
     for recording in recordings:
-        clocks = iter(recording.clocks)
-        shift = -start
         said = set[tuple[Any, Any]]()  # a restarted rank names itself again
-        for event in read_events(recording.path):
+        for event in _shifted(recording, first, steps):
             if event.get("ph") == "M":
-                if event["name"] == "paceline":
-                    shift = offset_us(next(clocks, Clock()), first) - start
-                elif not event["name"].startswith("paceline_"):
-                    key = (event["name"], event.get("tid"))
-                    if key not in said:
-                        said.add(key)
-                        yield event
-            elif _is_number(event.get("ts")) and _is_chosen(event, steps):
-                event["ts"] = round(event["ts"] + shift, 3)
+                key = (event["name"], event.get("tid"))
+                if key not in said:
+                    said.add(key)
+                    yield event
+            else:
+                event["ts"] = round(event["ts"] - start, 3)
                 yield from _split_wait(event, transfers)
 
 
-def _first_us(recording: Recording, first: Clock, steps: range | None) -> float:
-    shift = offset_us(recording.clocks[0], first) if recording.clocks else 0.0
+def _shifted(recording: Recording, first: Clock, steps: range | None) -> Iterator[TraceEvent]:
+    """The chosen events of a file on the first rank's clock, and the names of its lanes."""
+    clocks = iter(recording.clocks)
+    shift = 0.0
     for event in read_events(recording.path):
-        if event.get("ph") != "M" and _is_number(event.get("ts")) and _is_chosen(event, steps):
-            return float(event["ts"]) + shift
-    return float("inf")
+        if event.get("ph") == "M":
+            if event["name"] == "paceline":
+                shift = offset_us(next(clocks, Clock()), first)
+            elif not event["name"].startswith("paceline_"):
+                yield event
+        elif _is_number(event.get("ts")) and _is_chosen(event, steps):
+            event["ts"] += shift
+            yield event
 
 
 def _is_chosen(event: TraceEvent, steps: range | None) -> bool:
@@ -297,6 +306,9 @@ def write(events: Iterable[TraceEvent], file: TextIO) -> int:
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     count = 0
     for event in events:
+        if event.get("dur"):
+            # Readers that cut times off at whole nanoseconds would see neighbours overlap by one.
+            event = {**event, "dur": round(max(0.0, event["dur"] - 0.001), 3)}
         file.write(",\n" if count else "")
         file.write(json.dumps(event, separators=(",", ":")))
         count += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import chrome_trace
 import pytest
 import torch
 from torch import nn
@@ -35,9 +37,12 @@ def train(world: World, folder: str) -> None:
             options=DDPOptions(transport=transport),  # type: ignore[arg-type]
         )
         for _ in range(STEPS):
-            model.zero_grad()
-            model(torch.ones(4, 64)).sum().backward()
-            update(model)
+            with spans.span("whole step", rows=4):  # ends inside the next phase, "data"
+                model.zero_grad()
+                with spans.span("forward", rows=4):  # a name that the engine uses too
+                    out = model(torch.ones(4, 64)).sum()
+                out.backward()
+                update(model)
         spans.stop()
 
 
@@ -76,6 +81,29 @@ def test_every_phase_of_every_rank_is_there_in_its_order(folder: Path, transport
         ]
         assert ready == moved == list(range(len(ready)))
         assert len(ready) > 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_of_a_recording_is_what_perfetto_takes(folder: Path, transport: str) -> None:
+    whole = folder / f"{transport}.json"
+    timeline.main(argparse.Namespace(run=folder / transport, output=whole, steps=""))
+    some = folder / f"{transport}-some.json"
+    first = TRANSPORTS.index(transport) * STEPS + 2  # one group counts on
+    steps = f"{first}:{first + 2}"
+    timeline.main(argparse.Namespace(run=folder / transport, output=some, steps=steps))
+    for path in (whole, some, *timeline.find_recordings(folder / transport)):
+        events = chrome_trace.load(path)
+        assert chrome_trace.violations(events) == []
+        assert {"forward", "backward"} <= {e["name"] for e in events if e["ph"] == "X"}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_callers_own_spans_have_a_lane_of_their_own(folder: Path, transport: str) -> None:
+    events = list(timeline.merge(survey(folder / transport)))
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    own = [e for e in events if lanes.get((e["pid"], e["tid"])) == "own spans"]
+    assert {event["name"] for event in own} == {"thread_name", "whole step", "forward"}
+    assert len([event for event in own if event["ph"] == "X"]) == 2 * STEPS * SIZE
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

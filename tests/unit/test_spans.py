@@ -133,7 +133,7 @@ def test_other_threads_have_lanes_of_their_own(tmp_path: Path) -> None:
         for event in events(tmp_path / "rank0.trace.json", "M")
         if event["name"] == "thread_name"
     }
-    assert (names[mine["tid"]], names[theirs["tid"]]) == ("compute", "loader")
+    assert (names[mine["tid"]], names[theirs["tid"]]) == ("own spans", "loader")
 
 
 def test_facts_that_json_cannot_say_are_written_as_text(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chrome_trace
 import pytest
 
 from paceline import timeline
@@ -73,7 +74,7 @@ def test_every_event_has_what_a_chrome_trace_needs(folder: Path) -> None:
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert names == {(0, "rank 0"), (1, "rank 1")}
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert lanes == {"compute", "communication", "background"}
+    assert lanes == {"compute", "communication"}
 
 
 def test_spans_of_a_lane_never_overlap(folder: Path) -> None:
@@ -176,3 +177,48 @@ def test_a_folder_without_recordings_says_how_to_make_one(
 @pytest.mark.parametrize("steps", ["x", "1", "1:2:3", "-1:2"])
 def test_an_impossible_choice_of_steps_is_refused(folder: Path, steps: str) -> None:
     assert main(["timeline", str(folder), f"--steps={steps}"]) == 2
+
+
+def test_a_span_that_is_written_last_but_began_first_is_not_before_all_time(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "timeline", 0)
+    recorder.add("data", 5_000, 6_000, {"step": 0})
+    recorder.add_own("epoch", 1_000, 9_000)
+    recorder.close()
+    assert [event["ts"] for event in merged(tmp_path) if event["ph"] == "X"] == [4.0, 0.0]
+
+
+def test_a_written_trace_is_what_perfetto_takes_however_it_rounds(
+    folder: Path, tmp_path: Path
+) -> None:
+    # Odd nanoseconds are what truncation makes overlap.
+    recorder = Recorder(folder / "timeline", 2)
+    edges = itertools.accumulate((317 + 13 * n for n in range(400)), initial=10**9 + 7)
+    for begin, end in itertools.pairwise(edges):
+        recorder.add("data", begin, end, {"step": 0})
+    recorder.close()
+    path = tmp_path / "trace.json"
+    assert main(["timeline", str(folder), "-o", str(path)]) == 0
+    assert chrome_trace.violations(chrome_trace.load(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dur": 20.5}, "begins inside first and ends"),
+        ({"ts": -1.0}, "ts is -1.0"),
+        ({"ts": "5"}, "ts is '5'"),
+        ({"pid": None}, "pid is None"),
+        ({"tid": 9}, "has no name"),
+        ({"ph": "Z"}, "lacks"),
+        ({"name": ""}, "name is no text"),
+    ],
+)
+def test_the_rules_of_a_chrome_trace_can_be_broken(change: dict[str, Any], said: str) -> None:
+    span = {"ph": "X", "cat": "c", "pid": 0, "tid": 1, "ts": 0.0, "dur": 10.0}
+    names = [
+        {"ph": "M", "pid": 0, "tid": 1, "name": name, "args": {"name": "x"}}
+        for name in ("process_name", "thread_name")
+    ]
+    good = [*names, span | {"name": "first"}, span | {"name": "second", "ts": 5.0, "dur": 5.0}]
+    assert chrome_trace.violations(good) == []
+    assert said in chrome_trace.violations([*good[:-1], good[-1] | change])[0]
