@@ -10,6 +10,7 @@ import struct
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -320,6 +321,38 @@ def test_a_launcher_that_has_gone_is_no_error(worker: Worker) -> None:
     worker.records = os.open(os.devnull, os.O_RDONLY)
 
 
+def test_a_file_that_takes_the_place_of_a_closed_pipe_gets_nothing(
+    worker: Worker, tmp_path: Path
+) -> None:
+    progress = worker.progress()
+    progress.start(steps=3)
+    with open(tmp_path / "weights", "wb") as mine:
+        os.dup2(mine.fileno(), worker.writer)
+    worker.now_s += 1.0
+    progress.step(1, epoch=0, samples=1)
+    progress.finish()
+    assert (tmp_path / "weights").read_bytes() == b""
+
+
+def test_a_stream_that_keeps_a_log_gets_no_marks(worker: Worker) -> None:
+    class Log:
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(worker.stdout, name)
+
+    log = Log()
+    with Progress(stream=log, environ={"TERM": "xterm", **worker.environ}) as progress:  # type: ignore[arg-type]
+        assert progress.mode == "bar"
+        progress.start(name="toy", steps=3)
+        progress.message("careful", "warning")
+    assert log.text.startswith("toy: 1 worker, 3 steps\nwarning: careful\ntoy finished")
+    assert worker.sent()[-1] == "end"
+
+
 def test_names_of_any_letters_and_length_fit_into_a_record(worker: Worker) -> None:
     progress = worker.progress()
     progress.start(steps=3)
@@ -464,6 +497,16 @@ def test_a_glance_travels_unchanged(
 ) -> None:
     glance = Glance(step, steps, tuple(parts))
     assert read_record(glance.as_json().encode("utf-8", "surrogatepass")) in (glance, None)
+
+
+@pytest.mark.parametrize("repeats", [1, 4, 8])
+def test_letters_that_take_two_columns_do_not_squeeze_the_rest(repeats: int) -> None:
+    desk = Desk(80)
+    parts = ((2, "epoch 1"), (0, "損失" * repeats + " 0.5"), (4, "20 samples/s"), (1, "3 s left"))
+    desk.screen.show(Glance(5, 20, parts))
+    assert re.search(r"━ +25%  ", desk.glass.bottom)
+    assert desk.glass.bottom.split("  ")[-1] in {text for _, text in parts}
+    desk.close()
 
 
 def test_control_characters_in_a_metrics_name_stay_text(desk: Desk) -> None:

@@ -160,7 +160,10 @@ def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> 
 def _are_same(fd: int, other: int) -> bool:
     """Whether both lead to the same terminal."""
     try:
-        return os.path.sameopenfile(fd, other)
+        if os.path.sameopenfile(fd, other):
+            return True
+        # /dev/tty is another name for it; these fail for any terminal but the one in control.
+        return os.tcgetpgrp(fd) == os.tcgetpgrp(other)
     except OSError:
         return False
 

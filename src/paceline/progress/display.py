@@ -7,6 +7,7 @@ at the clock.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -232,11 +233,13 @@ def _painter(mode: str, stream: TextIO | None, has_colour: bool, offer: ScreenOf
         return SilentPainter(None)
     if mode == "quiet":
         return SilentPainter(None if sys.stderr is None else Sheet(sys.stderr))
+    # A stream that does more than pass text on, such as one that keeps a log, gets no marks.
+    mark = offer.mark if type(stream) is io.TextIOWrapper else ""
     if mode == "json":
-        return JsonPainter(Sheet(stream, offer.mark))
+        return JsonPainter(Sheet(stream, mark))
     if mode == "plain":
         return PlainPainter(Sheet(stream))
     if terminal_of(stream) < 0:
-        return SendingPainter(Sheet(stream, offer.mark), offer.fd, has_colour=has_colour)
+        return SendingPainter(Sheet(stream, mark), offer.fd, has_colour=has_colour)
     channel = Channel(offer.fd) if offer.draws else None
     return BarPainter(Sheet(stream), has_colour=has_colour, channel=channel)

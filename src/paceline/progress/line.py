@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeGuard
 
-from paceline.progress import table
+from paceline.progress import numbers, table
 from paceline.progress.painter import printable
 from paceline.progress.state import State
 
@@ -90,7 +90,7 @@ class Layout:
         if glance.steps:
             room -= len(percent) + _SHORTEST_BAR + 2 * len(table.GAP)
         parts, limit = table.fit(glance.parts, room, self._limit)
-        left = max(room - len(table.GAP.join(parts)), 0)
+        left = max(room - numbers.columns(table.GAP.join(parts)), 0)
         if limit < self._limit:
             self._limit, self._bar_columns = limit, _LONGEST_BAR
         self._bar_columns = min(self._bar_columns, _SHORTEST_BAR + left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 
 _TINY, _LARGE = 1e-4, 1e5
 
@@ -48,6 +49,14 @@ def metric(name: str, value: float) -> str:
 def is_share(name: str) -> bool:
     """Whether a metric of this name is a part of a whole, which reads best in percent."""
     return name.lower().split()[-1:] in (["accuracy"], ["acc"], ["precision"], ["recall"])
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal a text takes: letters of East Asia take two."""
+    if text.isascii():
+        return len(text)
+    letters = (letter for letter in text if not unicodedata.combining(letter))
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in letters)
 
 
 def count(number: int, thing: str) -> str:

@@ -34,6 +34,7 @@ class Channel:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._number = os.fstat(fd).st_ino
         # What the user's program starts has nothing to say here.
         os.set_inheritable(fd, False)
 
@@ -55,7 +56,9 @@ class Channel:
 
     def _send(self, record: str) -> None:
         with contextlib.suppress(OSError):  # full, or nobody is there to read
-            os.write(self.fd, f"{record}\n".encode())
+            # A program that closes what it does not know may have a file of its own here now.
+            if os.fstat(self.fd).st_ino == self._number:
+                os.write(self.fd, f"{record}\n".encode())
 
     def _unread(self) -> int:
         try:

@@ -116,7 +116,7 @@ def fit(parts: Sequence[tuple[int, str]], width: int, limit: int = ALL) -> tuple
     Whoever passes the limit on keeps a line from changing with every digit that comes and goes.
     """
     kept = [part for part in parts if part[0] < limit]
-    while kept and len(GAP.join(text for _, text in kept)) > width:
+    while kept and numbers.columns(GAP.join(text for _, text in kept)) > width:
         limit = max(kept)[0]
         kept = [part for part in kept if part[0] < limit]
     return [text for _, text in kept], limit
