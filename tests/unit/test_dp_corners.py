@@ -3,6 +3,7 @@ late, inputs and outputs that only look as if they could be cut and joined."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from paceline.dp import DataParallel, DPOptions
@@ -236,3 +238,63 @@ def test_a_dim_that_is_no_whole_number_is_refused(dim: Any) -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(UsageError, match="is no module"):
         DataParallel(lambda x: x, TWO)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
+def test_transforms_that_do_not_reach_threads_are_refused_instead_of_giving_zeros(
+    transform: Any,
+) -> None:
+    model = parallel(lambda module, x: (x * module.weight).square())
+    with pytest.raises(UsageError, match="do not reach the replicas"):
+        transform(lambda x: model(x).sum())(torch.rand(4, 3))
+
+
+def test_tangents_are_refused_too() -> None:
+    model = parallel(lambda module, x: x * module.weight)
+    with forward_ad.dual_level(), pytest.raises(UsageError, match="do not reach the replicas"):
+        model(forward_ad.make_dual(torch.rand(4, 3), torch.ones(4, 3)))
+    assert model(torch.rand(4, 3)).shape == (4, 3)
+
+
+def whole(module: nn.Module, places: list[str]) -> DataParallel:
+    return DataParallel(module, places, options=DPOptions(batch_norm="whole"))
+
+
+def test_whole_uses_the_statistics_of_the_whole_batch_where_none_were_tracked() -> None:
+    module = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    x = torch.rand(5, 3)
+    torch.testing.assert_close(whole(module, TWO)(x), module(x))
+
+
+def test_whole_takes_an_empty_batch_as_the_bare_module_does() -> None:
+    module = nn.BatchNorm2d(3)
+    model = whole(module, TWO)
+    assert model(torch.rand(0, 3, 2, 2)).shape == (0, 3, 2, 2)
+    assert model(torch.rand(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+
+
+def test_whole_refuses_a_single_row_as_the_bare_module_does() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        whole(nn.BatchNorm1d(3), TWO)(torch.rand(1, 3))
+
+
+def test_whole_goes_on_where_one_replica_has_no_rows_left_for_a_layer() -> None:
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x[x[:, 0] > 0])
+            return y
+
+    module = Selects().double()
+    x = torch.cat([torch.rand(3, 3) + 1, -torch.rand(3, 3), torch.rand(3, 3) + 1]).double()
+    alone, together = (copy.deepcopy(module) for _ in range(2))
+    expected = alone(x)
+    output = whole(together, ["cpu:0", "cpu:1", "cpu:2"])(x)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(together.norm.running_var, alone.norm.running_var)
+    (output.square() * output).sum().backward()
+    (expected.square() * expected).sum().backward()
+    torch.testing.assert_close(together.norm.weight.grad, alone.norm.weight.grad)

@@ -8,7 +8,7 @@ by itself, because all of this is one process and one graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -96,16 +96,22 @@ class WholeBatch:
     layer: str
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if not self.training:
-            plain: Tensor = super().forward(input)  # type: ignore[misc]
-            return plain
+        plain: Callable[[Tensor], Tensor] = super().forward  # type: ignore[misc]
+        has_statistics = self.running_mean is not None or self.running_var is not None
+        if not self.training and has_statistics:
+            return plain(input)
         self._check_input_dim(input)
         wide = torch.promote_types(input.dtype, torch.float32)
         values = input.to(wide)
         dims = [d for d in range(input.dim()) if d != 1]
-        variance, mean = torch.var_mean(values, dims, correction=0)
         elements = input.numel() // input.size(1)
+        if elements:
+            variance, mean = torch.var_mean(values, dims, correction=0)
+        else:  # of no rows they would be NaN, and count nothing
+            variance = mean = values.sum(dims)
         everybody = self.meeting.exchange(self.replica, self.layer, (mean, variance, elements))
+        if sum(theirs for _, _, theirs in everybody) < 2:
+            return plain(input)  # has its own words for a batch of nothing or of one
         mean, variance, elements = _combine(everybody, input.device)
         self._track(mean.detach(), variance.detach(), elements)
         shape = [1, -1] + [1] * (input.dim() - 2)

@@ -25,7 +25,7 @@ from paceline.dp.batch_norm import (
 from paceline.dp.devices import Place, check_tensors_at_home, group_into_lanes
 from paceline.dp.loss import compute_loss, differentiate
 from paceline.dp.options import DPOptions
-from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame
+from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame, refuse_transforms
 from paceline.dp.parameters import ParameterSets
 from paceline.dp.replay import call, detach, make_replayer
 from paceline.dp.replicate import Replica, as_it_is
@@ -126,14 +126,17 @@ class Engine:
     @contextmanager
     def _turn(self) -> Iterator[list[Tensor]]:
         """One call's time with the replicas, to itself; the parameters that it is about."""
-        if self._crew is not None and self._crew.is_calling:
+        crew = self._crew
+        if crew is not None:
+            refuse_transforms()
+        if crew is not None and crew.is_calling:
             raise UsageError(
                 "The model was called from inside one of its replicas, which would wait forever.",
                 advice="In forward and in hooks, call `self` or the module that the hook is given, "
                 "not the DataParallel around them.",
             )
         with self._lock:
-            if self._crew is not None and self._crew.finish_interrupted():
+            if crew is not None and crew.finish_interrupted():
                 self._parameters.forget_gradients()  # those of a backward() that was broken off
             yield self._check_home()
 

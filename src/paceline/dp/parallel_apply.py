@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from paceline.dp.devices import Place
+from paceline.errors import UsageError
 
 Job = Callable[[], Any]
 
@@ -171,6 +173,16 @@ class Climate:
                     torch.autocast(kind, dtype, enabled, cache_enabled=self._caches)
                 )
         return stack
+
+
+def refuse_transforms() -> None:
+    """Raise where derivatives are taken in a way in which other threads take no part."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        raise UsageError(
+            "Transforms of torch.func and forward-mode differentiation do not reach the replicas' "
+            "threads, and derivatives would be zero.",
+            advice="Apply them to `model.module`, or use torch.autograd.grad.",
+        )
 
 
 def blame(error: BaseException, replica: int, places: Sequence[Place], what: str) -> None:

@@ -102,11 +102,12 @@ class Replica:
         """Take over the source's attributes, buffers, and parameters or what stands for them."""
         for link in self._links:
             # The first has the dictionary of buffers itself: what is assigned in forward counts.
-            link.refresh(parameters, buffers=link.source._buffers if self._is_first else {})
+            link.refresh(parameters, link.source._buffers if self._is_first else {})
         if not self._is_first:
             self._refresh_buffers(parameters or {})
         for link in self._links:
-            link.rebind(self._links)
+            if link.bound:
+                link.rebind(self._links)
 
     def forget_buffers(self) -> None:
         """Copy buffers anew in the next refresh: a replay writes to them without a trace."""
@@ -161,6 +162,9 @@ class _Link:
 
     def refresh(self, parameters: Parameters | None, buffers: dict[str, Tensor | None]) -> None:
         state, copied = self.source.__dict__, self.copy.__dict__
+        if len(state) != self.attributes_seen:  # one may be new; looking at all takes long
+            self.attributes_seen = len(state)
+            self.bound = [name for name, value in state.items() if isinstance(value, MethodType)]
         copied.clear()
         copied.update(state)
         copied.update(self.extras)
@@ -179,12 +183,8 @@ class _Link:
 
     def rebind(self, links: Sequence[_Link]) -> None:
         """Let methods that the source keeps as attributes work on the copy."""
-        state = self.source.__dict__
-        if len(state) != self.attributes_seen:  # one may be new; looking at all takes long
-            self.attributes_seen = len(state)
-            self.bound = [name for name, value in state.items() if isinstance(value, MethodType)]
         for name in self.bound:
-            method = state.get(name)
+            method = self.source.__dict__.get(name)
             if isinstance(method, MethodType):
                 owner = next((link for link in links if link.source is method.__self__), None)
                 if owner is not None:
