@@ -27,7 +27,8 @@ torch.manual_seed(0)
 net = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.randn(4 * steps, 2))
 run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), data, global_batch=4, epochs=1,
-          folder="run", shards=2, options=RunOptions(checkpoint_every=save_every or None))
+          folder="run", shards=2, workers=int(sys.argv[4]),
+          options=RunOptions(checkpoint_every=save_every or None))
 for step in run:
     with step:
         for (x,) in step.batches():
@@ -77,11 +78,16 @@ def wait_for_steps(folder: Path, last: int, ranks: int = 1) -> None:
         time.sleep(0.01)
 
 
-def stopped_at(folder: Path, number: int, *command: object, after: int, ranks: int = 1) -> int:
+def stopped_at(
+    folder: Path, number: int, *command: object, after: int, ranks: int = 1, to_all: bool = False
+) -> int:
     """Start, send a signal after a step, and return the exit code; the run has been saved."""
     with started(folder, *command) as process:
         wait_for_steps(folder, after, ranks)
-        process.send_signal(number)
+        if to_all:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         output, errors = process.communicate(timeout=60)
     assert "finished" not in output.splitlines()
     assert "Traceback" not in errors
@@ -102,12 +108,13 @@ def assert_all_stopped_together(folder: Path, ranks: int) -> None:
 
 
 def test_a_run_that_is_killed_terminated_and_interrupted_loses_nothing(folder: Path) -> None:
-    with started(folder, "train.py", MANY, 0.02, 5) as process:
+    with started(folder, "train.py", MANY, 0.02, 5, 0) as process:
         wait_for_steps(folder, 12)
         process.kill()
         process.communicate()
-    assert stopped_at(folder, signal.SIGTERM, "train.py", MANY, 0.02, 5, after=30) == 143
-    assert stopped_at(folder, signal.SIGINT, "train.py", MANY, 0.02, 5, after=60) == 130
+    script = ("train.py", MANY, 0.02, 5, 2)  # with two processes that load data
+    assert stopped_at(folder, signal.SIGTERM, *script, after=30, to_all=True) == 143
+    assert stopped_at(folder, signal.SIGINT, *script, after=60, to_all=True) == 130
     events = read_events(RunFolder(folder / "run"))
     begins = [event["step"] for event in events if event["kind"] == "start"]
     assert begins[0] == 0
@@ -118,7 +125,7 @@ def test_a_run_that_is_killed_terminated_and_interrupted_loses_nothing(folder: P
 
 
 def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
-    with started(folder, "train.py", 3, 600, 0) as process:
+    with started(folder, "train.py", 3, 600, 0, 0) as process:
         events = EventReader(RunFolder(folder / "run"), 0)
         deadline = time.monotonic() + 90
         while not events.read():
@@ -135,7 +142,7 @@ def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
 
 def test_workers_stop_after_the_same_step_whoever_gets_the_signal(folder: Path) -> None:
     run = ("-m", "paceline", "run", "--nproc-per-node", 2,
-           "train.py", MANY, 0.02, 0)  # fmt: skip
+           "train.py", MANY, 0.02, 0, 1)  # fmt: skip
     with started(folder, *run) as process:
         wait_for_steps(folder, 5, ranks=2)
         starts = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]

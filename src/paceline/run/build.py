@@ -18,6 +18,7 @@ from paceline.errors import DesyncError, UsageError
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.finite import FiniteCheck
+from paceline.run.lifeline import Lifeline
 from paceline.run.loader import MapLoader, Position, loading_options
 from paceline.run.metrics import Metrics
 from paceline.run.options import RunOptions
@@ -53,6 +54,7 @@ class Parts:
     word_device: torch.device
     dataset: Any
     pin_memory: bool
+    lifeline: Lifeline
     shop: Workshop
     state: RunState
     saving: Saving
@@ -116,7 +118,10 @@ def build(wanted: Wanted) -> Parts:
         undo.pop_all()
     pin_memory = device.type == "cuda" if options.pin_memory is None else options.pin_memory
     loading = loading_options(
-        workers=wanted.workers, pin_memory=pin_memory, prefetch=options.prefetch
+        workers=wanted.workers,
+        pin_memory=pin_memory,
+        prefetch=options.prefetch,
+        lifeline=(lifeline := Lifeline()),
     )
     info = describe(wanted, folder, world, plan, facts=facts, module=module, device=device)
     record = Record(folder, world.rank, options.progress, info)
@@ -154,6 +159,7 @@ def build(wanted: Wanted) -> Parts:
         word_device=words,
         dataset=wanted.dataset,
         pin_memory=pin_memory,
+        lifeline=lifeline,
         shop=shop,
         state=state,
         saving=saving,

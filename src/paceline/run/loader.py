@@ -7,7 +7,6 @@ augmentation does not depend on how many processes load.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.errors import UsageError
+from paceline.run.lifeline import Lifeline
 from paceline.run.plan import Plan, shards_of
 from paceline.run.seeds import Generators, derive
 
@@ -168,18 +168,14 @@ class ShardFetcher(Dataset[Any]):
         return self._collate([self._dataset[index] for index in shard.indices])
 
 
-def loading_options(*, workers: int, pin_memory: bool, prefetch: int) -> dict[str, Any]:
+def loading_options(
+    *, workers: int, pin_memory: bool, prefetch: int, lifeline: Lifeline
+) -> dict[str, Any]:
     """The arguments of a `DataLoader` that say how it loads, and not what."""
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
     if workers > 0:
-        options |= {"prefetch_factor": prefetch, "worker_init_fn": _leave_signals_alone}
+        options |= {"prefetch_factor": prefetch, "worker_init_fn": lifeline.on_start}
     return options
-
-
-def _leave_signals_alone(_worker: int) -> None:
-    """In a loader's process: Ctrl-C is the training's to handle, and SIGTERM means to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def as_it_is(batch: Any) -> Any:

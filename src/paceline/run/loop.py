@@ -148,7 +148,10 @@ class Run:
             batch=batch or -(-parts.record.info.global_batch // shop.shards),
             collate_fn=collate_fn or self.options.collate_fn,
             loading=loading_options(
-                workers=workers, pin_memory=parts.pin_memory, prefetch=self.options.prefetch
+                workers=workers,
+                pin_memory=parts.pin_memory,
+                prefetch=self.options.prefetch,
+                lifeline=parts.lifeline,
             ),
             seed=shop.seed,
             step=self.step,
@@ -178,6 +181,8 @@ class Run:
         self._is_running = True
         self._between.begin()
         self._listen()
+        if self.options.handle_signals:
+            parts.lifeline.tie()
         parts.record.start(self.step, parts.lines)
         parts.watching.begin(parts.group, parts.record)
         portions = parts.shop.loader.portions(self._between.position)
@@ -214,6 +219,7 @@ class Run:
     def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
         parts = self._parts
         try:
+            parts.lifeline.cut()
             parts.shop.loader.close()
             parts.shop.metrics.flush(wait=is_complete)
             parts.saving.report(parts.record, wait=True)
