@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.pipeline.words import count_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -118,8 +119,10 @@ def _plan(
 ) -> _Task:
     import torch
 
-    if steps < 1:
-        raise UsageError(f"steps is {steps}.", advice="Measure at least one.")
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"{module!r} is no module.", advice="Pass the model to be trained.")
+    if not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"steps is {steps!r}.", advice="Measure at least one.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
             "This process already uses CUDA, and processes forked from it could not.",
@@ -335,7 +338,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.name,
         str(row.processes),
         row.gathered_on,
-        f"{row.main_device_bytes / 2**20:,.2f} MiB",
+        count_bytes(row.main_device_bytes),
         f"{row.step_s * 1e3:,.2f} ms",
         ", ".join(memory) or "unknown",
     )

@@ -34,7 +34,7 @@ def test_every_engine_has_a_row_with_what_it_costs() -> None:
     assert found.rows[2].main_device_bytes == 3 * 8 * 4 + 3 * 8 + 36 * 4
     assert found.rows[3].main_device_bytes == 0
     text = str(found)
-    assert all(part in text for part in (*NAMES, "through main device", "MiB", "ms"))
+    assert all(part in text for part in (*NAMES, "through main device", " 192 B ", "MiB", "ms"))
     assert all(param.grad is None for param in module.parameters())
     torch.testing.assert_close(list(module.parameters()), before)
 
@@ -70,3 +70,5 @@ def test_mistakes_are_answered() -> None:
         compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)
     with pytest.raises(UsageError, match="steps is 0"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), steps=0)
+    with pytest.raises(UsageError, match="is no module"):
+        compare("linear", torch.zeros(3, 1))  # type: ignore[arg-type]
