@@ -14,7 +14,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-PATIENCE_S = 90.0
+PATIENCE_S = 50.0
 _SEQUENCE = re.compile(r"\x1b(?:\[([0-9;?]*)([A-Za-z])|_[^\x1b]*\x1b\\)")
 _TAKE_TERMINAL = """
 import fcntl, os, sys, termios
@@ -114,8 +113,6 @@ class Session:
         self.keyboard, behind = pty.openpty()
         self.glass = Glass(columns)
         self.raw = ""
-        self.moments: list[list[str]] = []
-        """The last rows after everything that came at once."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.resize(columns)
         inherited = {name: value for name, value in os.environ.items() if name not in _OWN}
@@ -158,7 +155,6 @@ class Session:
         text = self._decoder.decode(data)
         self.raw += text
         self.glass.feed(text)
-        self.moments.append(self.glass.lines[-3:])
         return bool(data)
 
     def until(self, claim: Callable[[Glass], bool], what: str = "it") -> None:
@@ -181,9 +177,6 @@ class Session:
                         pass
                 break
         return self.process.wait(timeout=PATIENCE_S)
-
-    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
-        os.kill(pid, number)
 
 
 _OWN = {"CI", "NO_COLOR", "PACELINE_PROGRESS", "PACELINE_SCREEN", "COLUMNS", "LINES"}
