@@ -7,6 +7,7 @@ one process, so the same script runs under plain `python`.
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,11 +23,13 @@ from paceline import env
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
 from paceline.quiet_exit import give_way_at_exit
-from paceline.sockets import listen
+from paceline.sockets import is_served, listen
 
 CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=120)
 """How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
+_FIRST_LOOK_S, _NEAR_LOOK_S, _FAR_LOOK_S = 0.001, 0.02, 0.25
+"""Pauses between two looks for the store: the first, the longest on this machine and on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,13 +244,16 @@ def _connect(place: Placement, timeout: timedelta | None) -> Store:
     if is_server:
         serve = {"master_listen_fd": listen(address, place.master_port).detach()}
     patience = min(timeout or STORE_TIMEOUT, STORE_TIMEOUT)
+    left = patience
+    if not is_server and not place.agent_has_store:
+        left -= _wait_until_served(address, place.master_port, patience)
     try:
         return TCPStore(
             address,
             place.master_port,
             place.size,
             is_server,
-            timeout=patience,
+            timeout=max(left, timedelta(seconds=1)),
             wait_for_workers=False,
             **serve,
         )
@@ -259,3 +265,20 @@ def _connect(place: Placement, timeout: timedelta | None) -> Store:
             "Look for an error on rank 0, and check that MASTER_ADDR and MASTER_PORT are the same "
             "on every rank and can be reached.",
         ) from error
+
+
+def _wait_until_served(address: str, port: int, patience: timedelta) -> timedelta:
+    """Wait while nobody listens there yet; how long that took.
+
+    torch's store would wait half a second and more before it tried again, while rank 0 is
+    usually there a few milliseconds later.
+    """
+    start = time.monotonic()
+    longest = _NEAR_LOOK_S if env.is_loopback(address) else _FAR_LOOK_S
+    pause = _FIRST_LOOK_S
+    while not is_served(address, port):
+        if time.monotonic() + pause > start + patience.total_seconds():
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return timedelta(seconds=time.monotonic() - start)

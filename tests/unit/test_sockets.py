@@ -1,0 +1,59 @@
+"""Whether somebody listens at an address, and waiting until somebody does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+from paceline.sockets import is_served, listen
+from paceline.world import _wait_until_served
+
+
+def test_a_port_is_served_from_listening_to_closing() -> None:
+    with listen("127.0.0.1", 0) as server:
+        port = server.getsockname()[1]
+        assert is_served("127.0.0.1", port)
+    assert not is_served("127.0.0.1", port)
+
+
+def test_a_socket_that_meets_itself_is_nobody_who_listens() -> None:
+    # Every free port in turn would be found in the end; binding one first is sure and quick.
+    class Socket(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
+            self.bind(address)
+            super().connect(address)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    real, socket.socket = socket.socket, Socket  # type: ignore[misc]
+    try:
+        assert not is_served("127.0.0.1", port)
+    finally:
+        socket.socket = real  # type: ignore[misc]
+
+
+def test_an_address_that_cannot_be_looked_up_is_left_to_whoever_connects() -> None:
+    assert is_served("a" * 64, 1)  # too long for any name, so nobody is asked
+
+
+def test_waiting_ends_when_somebody_listens() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        patience = timedelta(seconds=60)
+        took: list[timedelta] = []
+        waiting = threading.Thread(
+            target=lambda: took.append(_wait_until_served("127.0.0.1", port, patience))
+        )
+        waiting.start()
+        server.listen()
+        waiting.join()
+    assert took[0] < patience
+
+
+def test_waiting_ends_with_its_patience() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        _wait_until_served("127.0.0.1", server.getsockname()[1], timedelta(milliseconds=5))
