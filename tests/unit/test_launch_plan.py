@@ -67,6 +67,14 @@ def test_every_worker_is_told_what_to_record() -> None:
     assert read_observation(theirs).trace_step == 4
 
 
+def test_every_worker_is_told_how_a_run_shows_itself() -> None:
+    theirs = {"PACELINE_PROGRESS": "plain"}
+    assert plan(2, theirs)[0].environment["PACELINE_PROGRESS"] == "plain"
+    assert plan(2, theirs, quiet="1")[1].environment["PACELINE_PROGRESS"] == "quiet"
+    assert plan(2, json="1")[0].environment["PACELINE_PROGRESS"] == "json"
+    assert "PACELINE_PROGRESS" not in plan(2)[0].environment
+
+
 def test_on_a_single_machine_gloo_stays_on_loopback() -> None:
     assert plan(2)[0].environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert plan(2, {"GLOO_SOCKET_IFNAME": "x"})[0].environment["GLOO_SOCKET_IFNAME"] == "x"
@@ -201,6 +209,7 @@ def test_words_to_filter_by_may_contain_a_doubled_comma() -> None:
         ({"trace_step": "0"}, "--trace-step is 0"),
         ({"numa_binding": "moon"}, "not a way of binding"),
         ({"module": "1", "no_python": "1"}, "contradict"),
+        ({"quiet": "1", "json": "1"}, "--quiet and --json contradict"),
     ],
 )
 def test_an_impossible_flag_is_named(given: dict[str, Any], words: str) -> None:
