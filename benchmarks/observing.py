@@ -1,20 +1,24 @@
-"""What being observed costs: nobody, blame, and blame with a timeline, taking turns.
+"""What being observed costs: nobody, blame, and a timeline, taking turns step by step.
 
     python -m benchmarks.observing
 
-Every rank trains copies of one model in one process, a block of steps each in turn, so that all
-see the same weather. The number is the median of the blocks' ratios to the block of the same
-round that nobody observed.
+The cost is some ten microseconds in steps of milliseconds, and neighbouring steps differ by more
+than that. So every round takes one step of each kind within moments, the differences are taken
+inside a round, and what counts is the median of many of them with its standard error. "Blame" and
+"timeline" are the same model, whose recording is switched on and off. "Nobody", "still nobody" and
+"blame" are copies of one model: what the first two differ by is chance and where memory lies.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,12 +28,46 @@ from benchmarks.spread import rotated
 from paceline import DistributedDataParallel, World, spans
 from paceline.testing import run_processes
 
-OBSERVERS = ("nobody", "still nobody", "blame", "timeline")
-"""The second is the first once more, in a model of its own: what it differs by is chance."""
+KINDS = ("nobody", "still nobody", "blame", "timeline")
+BASE_BY_KIND = {"still nobody": "nobody", "blame": "nobody", "timeline": "blame"}
+"""What each kind adds something to."""
+WARM_UP_ROUNDS = 10
+_MAD_TO_SIGMA = 1.4826
+_MEDIAN_ERROR = 1.2533
+"""How much less certain a median is than a mean, where differences are normal."""
 
 
-def measure(world: World, name: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of an average step in each block, by who observes it."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a kind adds to its base, in microseconds a step."""
+
+    cpu_us: float
+    cpu_error_us: float
+    """On the training thread; the error is one standard error."""
+    wall_us: float
+    wall_error_us: float
+
+
+def median_and_error(differences: Sequence[float]) -> tuple[float, float]:
+    """The median of the differences, and how far it is off by chance (one standard error)."""
+    middle = statistics.median(differences)
+    mad = statistics.median(abs(each - middle) for each in differences)
+    return middle, _MEDIAN_ERROR * _MAD_TO_SIGMA * mad / math.sqrt(len(differences))
+
+
+def costs(ns_by_kind: dict[str, list[tuple[int, int]]]) -> dict[str, Cost]:
+    """By kind, from the CPU and wall time of each round's step."""
+    found = {}
+    for kind, base in BASE_BY_KIND.items():
+        pairs = list(zip(ns_by_kind[kind], ns_by_kind[base], strict=True))
+        cpu = median_and_error([(mine[0] - other[0]) / 1e3 for mine, other in pairs])
+        wall = median_and_error([(mine[1] - other[1]) / 1e3 for mine, other in pairs])
+        found[kind] = Cost(*cpu, *wall)
+    return found
+
+
+def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
+    """CPU and wall time of every step by kind, in nanoseconds; what the writer's thread took."""
     torch.set_num_threads(1)
     model = MODELS[name]
     batch = model.batch(torch.Generator().manual_seed(world.rank))
@@ -47,49 +85,73 @@ def measure(world: World, name: str, rounds: int, steps: int) -> dict[str, list[
 
         return step
 
-    # Without blame there is no observer at all, so that one is wrapped first.
-    step_by_observer = {who: prepare(who in ("blame", "timeline")) for who in OBSERVERS}
-    seconds: dict[str, list[float]] = {who: [] for who in OBSERVERS}
+    # Without blame there is no observer at all, so those are wrapped first.
+    step_by_kind = {kind: prepare(kind == "blame") for kind in KINDS[:3]}
+    step_by_kind["timeline"] = step_by_kind["blame"]
+    ns_by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds + 1):
-            for who in rotated(list(OBSERVERS), number):
-                if who == "timeline":
-                    spans.start(folder, world.rank)
+        spans.start(folder, world.rank)
+        recorder = spans.recorder()
+        assert recorder is not None
+        for number in range(rounds + WARM_UP_ROUNDS):
+            for kind in rotated(KINDS, number):
+                step = step_by_kind[kind]
+                # Starting and stopping would open a file and a thread for every step.
+                spans._recorder = recorder if kind == "timeline" else None
                 world.barrier()
-                begin = time.perf_counter()
-                for _ in range(steps):
-                    step_by_observer[who]()
-                taken = (time.perf_counter() - begin) / steps
-                spans.stop()
-                if number:  # the first round warms up
-                    seconds[who].append(taken)
-    return seconds
+                before = time.thread_time_ns(), time.perf_counter_ns()
+                step()
+                after = time.thread_time_ns(), time.perf_counter_ns()
+                if number >= WARM_UP_ROUNDS:
+                    ns_by_kind[kind].append((after[0] - before[0], after[1] - before[1]))
+        spans._recorder = recorder
+        spans.stop()
+    recorded = rounds + WARM_UP_ROUNDS
+    cost = recorder.cost()
+    return {
+        "ns_by_kind": ns_by_kind,
+        "writer_us": cost["writer_ns"] / 1e3 / recorded,
+        "spans": cost["spans"] / recorded,
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="mlp-8.4M,deep-200x64", help="names, with commas")
+    parser.add_argument("--models", default="conv-0.1M,mlp-8.4M,gpt-17M", help="with commas")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="in a block")
+    parser.add_argument("--rounds", type=int, default=400, help="a step of each kind in each")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in args.models.split(","):
-        seconds = run_processes(
-            args.ranks, measure, name, args.rounds, args.steps, timeout_s=600.0
-        )[0]
-        base = seconds["nobody"]
-        ratios = {
-            who: median(a / b for a, b in zip(seconds[who], base, strict=True)) for who in OBSERVERS
+        measured = run_processes(args.ranks, measure, name, args.rounds, timeout_s=600.0)[0]
+        found = costs(measured["ns_by_kind"])
+        step_us = statistics.median(wall for _, wall in measured["ns_by_kind"]["nobody"]) / 1e3
+        results[name] = {
+            "step_us": step_us,
+            "added": {kind: asdict(cost) for kind, cost in found.items()},
+            "writer_us": measured["writer_us"],
+            "spans": measured["spans"],
         }
-        results[name] = {"ms": {who: median(seconds[who]) * 1e3 for who in OBSERVERS}} | {
-            "ratio": ratios
-        }
-        print(f"{name}: {median(base) * 1e3:.2f} ms a step that nobody observes")
-        for who in OBSERVERS[1:]:
-            print(f"  {who:<14}{(ratios[who] - 1) * 100:+.2f} %")
+        _show(name, step_us, found, measured["writer_us"], measured["spans"])
     return results
+
+
+def _show(
+    name: str, step_us: float, found: dict[str, Cost], writer_us: float, recorded: float
+) -> None:
+    print(f"{name}: {step_us / 1e3:.2f} ms a step that nobody observes")
+    print(f"  {'microseconds a step':<26}{'CPU, training thread':>24}{'wall':>22}")
+    for kind, base in BASE_BY_KIND.items():
+        cost = found[kind]
+        cpu = f"{cost.cpu_us:+.1f} ± {cost.cpu_error_us:.1f}"
+        share = f"{cost.cpu_us / step_us:+.2%}"
+        wall = f"{cost.wall_us:+.0f} ± {cost.wall_error_us:.0f}"
+        print(f"  {kind + ' - ' + base:<26}{cpu:>16}{share:>8}{wall:>22}")
+    print(
+        f"  the writer's thread: {writer_us:.1f} a step of {recorded:.0f} spans, "
+        f"{writer_us / step_us:.2%}"
+    )
 
 
 if __name__ == "__main__":
