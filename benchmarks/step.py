@@ -41,8 +41,8 @@ SLOW_S = 0.1
 """A model whose steps take longer than this is screened with fewer of them."""
 SAMPLED = 64
 """So many elements of each parameter are compared between contestants."""
-ROUNDING = 1e-6
-"""Of a parameter's size: what the order of sums may change in the first steps."""
+ROUNDING = 1e-5
+"""Of a parameter's size: a tenth of it is what the order of sums may change in the first steps."""
 MAX_DEVIATION = 0.1
 
 Sample = list[list[float]]
