@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from paceline import DistributedDataParallel, World
 from paceline.errors import PeerError
 from paceline.testing import run_processes
+from paceline.transport import peers
 
 
 def step(model: nn.Module, width: int, value: float = 1.0) -> None:
@@ -70,24 +72,34 @@ def test_a_lost_rank_of_a_subgroup_is_named_as_the_world_counts_it() -> None:
     assert "waiting for rank 3: process" in message
 
 
-def lose_a_leader(world: World, hosts: str, victim: int) -> str:
+def lose_a_leader(world: World, hosts: str, victim: int, signal_number: int) -> str:
     os.environ["PACELINE_HOST"] = hosts[world.rank]
+    peers.STOPPED_PATIENCE_S = 0.5
     torch.set_num_threads(1)
+    store = world.group.get_group_store()
+    store.set(f"pid {world.rank}", str(os.getpid()))
     layers = nn.Sequential(*(nn.Linear(60, 60) for _ in range(6)))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
     for _ in range(3):
         step(model, 60)
     if world.rank == victim:  # half of its buckets are on their way
-        layers[2].weight.register_hook(lambda _grad: os.kill(os.getpid(), signal.SIGKILL))
+        layers[2].weight.register_hook(lambda _grad: os.kill(os.getpid(), signal_number))
     try:
         step(model, 60)
     except PeerError as error:
+        if world.rank == 0 and signal_number == signal.SIGSTOP:  # this one notices last
+            os.kill(int(store.get(f"pid {victim}")), signal.SIGKILL)
         return str(error)
     return "nobody noticed"
 
 
-def test_when_the_leader_of_a_host_dies_all_ranks_of_all_hosts_say_so() -> None:
-    results = run_processes(5, lose_a_leader, "abbba", 1, return_exceptions=True)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_the_leader_of_a_host_is_lost_all_ranks_of_all_hosts_say_so(
+    signal_number: int,
+) -> None:
+    results = run_processes(
+        5, lose_a_leader, "abbba", 1, int(signal_number), return_exceptions=True
+    )
     for rank in (0, 2, 3, 4):
         assert "Step 3: the sum of bucket" in results[rank]
         assert "rank 1" in results[rank].lower() or "ranks 1" in results[rank].lower()

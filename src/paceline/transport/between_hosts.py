@@ -8,6 +8,7 @@ Only the leaders' sums cross the network, once per host instead of once per rank
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from paceline.buckets import BucketPlan
 from paceline.comm import Group
 from paceline.transport.channel import Channel
 from paceline.transport.hosts import Hosts
-from paceline.transport.peers import Peers
+from paceline.transport.peers import WORDS_EVERY_S, Peers
 from paceline.transport.segment import Segment
 from paceline.transport.shared_buckets import SharedBuckets
 from paceline.transport.shared_memory import SharedMemory
@@ -49,7 +50,11 @@ class BridgedBuckets(SharedBuckets):
         self._copied = [places.copied_word(p) for p in range(len(ranks))]
         """The leader's says that the sum has arrived; the others' that they have taken it."""
         self._unsent: deque[tuple[int, str]] = deque()
-        self._sent: deque[tuple[int, int, comm.Pending]] = deque()
+        self._sent: deque[tuple[int, int, comm.Pending, str]] = deque()
+        self._abroad = [rank for rank in range(group.size()) if rank not in ranks]
+        self._awaited = (0, 0)
+        """Which bucket, in which turn, was on its way when this leader last waited."""
+        self._look_at_s = 0.0
 
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Any:
         if self.position == 0:
@@ -70,9 +75,9 @@ class BridgedBuckets(SharedBuckets):
             except RuntimeError as error:
                 raise comm.explain_failure(self._group, what, error) from error
             pending = comm.Pending(work, self._group, what)
-            self._sent.append((number, self.turns[number], pending))
+            self._sent.append((number, self.turns[number], pending, what))
         while self._sent and self._sent[0][2].is_completed():
-            number, turn, pending = self._sent.popleft()
+            number, turn, pending, _ = self._sent.popleft()
             pending.wait()
             self.words[self._copied[0] + number] = turn
 
@@ -85,6 +90,8 @@ class BridgedBuckets(SharedBuckets):
         self.advance()
         words, mine = self.words, self._copied[self.position] + number
         if words[self._copied[0] + number] < turn:
+            if self._sent:
+                self._look_abroad()
             return False
         if self.position and words[mine] < turn:
             is_private = words[self.ready[self.position] + number] & 1
@@ -101,6 +108,21 @@ class BridgedBuckets(SharedBuckets):
             for rank, row in zip(self.ranks, waits_for, strict=False)
             if self.words[row + number] < turn
         ]
+
+    def _look_abroad(self) -> None:
+        """Raise if a rank of another host has given up, while its leader's connection stands.
+
+        A leader that is stopped is noticed by its neighbours only; this is how others hear of it.
+        """
+        number, turn, _, what = self._sent[0]
+        now_s = time.monotonic()
+        if self._awaited != (number, turn):
+            self._awaited, self._look_at_s = (number, turn), now_s + WORDS_EVERY_S
+        elif now_s > self._look_at_s:
+            self._look_at_s = now_s + WORDS_EVERY_S
+            if comm.have_left(self._group, self._abroad):
+                cause = RuntimeError("a rank of another host has left")
+                raise comm.explain_failure(self._group, what, cause)
 
     def _is_summed_here(self, number: int) -> bool:
         return super().has_arrived(number, self.turns[number])
