@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
+from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_ranks, seeded
 from paceline.world import World
 
@@ -153,3 +155,41 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path: Any) -> None:
     assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
     loaded = train(dataset=Stream(), shards=2, workers=2)
     assert_same(loaded.parameters, whole.parameters, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 2.5])
+def test_an_impossible_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(UsageError, match="batch is"):
+        make(mlp()).evaluate(lambda _: {"rows": (1, 1)}, batch=batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_weights_of_metrics_may_be_tensors(size: int, tmp_path: Path) -> None:
+    data = Rows(21)
+
+    def body(world: World) -> None:
+        net = mlp()
+        run = Run(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            data,
+            global_batch=8,
+            epochs=1,
+            shards=3,
+            folder=tmp_path / "run",
+            world=world,
+            options=QUIET,
+        )
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    rows = torch.tensor(len(y))
+                    run.log("label", y.double().mean(), weight=rows)
+                    run.log("label as a number", y.double().mean().item(), weight=rows)
+
+    run_ranks(size, body)
+    (epoch,) = [e for e in read_events(RunFolder(tmp_path / "run")) if e["kind"] == "epoch"]
+    mean = pytest.approx(data.y.double().mean().item())
+    assert epoch["metrics"]["label"] == mean
+    assert epoch["metrics"]["label as a number"] == mean

@@ -95,6 +95,8 @@ def test_an_epoch_ends_with_a_smaller_step_if_the_rows_do_not_divide() -> None:
         (lambda: rate(decay="cosine", steps=5, warmup_steps=5), "after 5 steps of warm-up"),
         (lambda: rate(warmup_from=2.0), "from 0 to 1"),
         (lambda: rate(warmup_steps=-1), "warmup_steps is -1"),
+        (lambda: rate(warmup_steps=2.5), "warmup_steps is 2.5"),
+        (lambda: rate(decay="linear", steps=math.inf), "steps is inf"),
     ],
 )
 def test_an_impossible_policy_is_refused_in_words(make: Any, words: str) -> None:

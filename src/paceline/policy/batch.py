@@ -66,8 +66,8 @@ def plan_batch(
     `keep="device"` gives every worker `single_batch` rows; `keep="global"` cuts `single_batch`
     among them. `device_limit` is the most rows that a device can hold at a time.
     """
-    _check_positive("single_batch", single_batch)
-    _check_positive("workers", workers)
+    check_count("single_batch", single_batch)
+    check_count("workers", workers)
     if keep not in ("device", "global"):
         raise UsageError(
             f"keep is {keep!r}.",
@@ -95,8 +95,8 @@ def plan_global_batch(
     global_batch: int, workers: int, *, device_limit: int | None = None
 ) -> BatchPlan:
     """Cut a global batch among workers, in as few passes as `device_limit` rows allow."""
-    _check_positive("global_batch", global_batch)
-    _check_positive("workers", workers)
+    check_count("global_batch", global_batch)
+    check_count("workers", workers)
     who = "one worker" if workers == 1 else f"{workers:,} workers"
     each = "" if workers == 1 else f", {_shares(global_batch, workers)} rows each"
     return _plan(
@@ -111,7 +111,7 @@ def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str
             advice=f"Use at most {global_batch:,} workers, or a larger batch.",
         )
     if device_limit is not None:
-        _check_positive("device_limit", device_limit)
+        check_count("device_limit", device_limit)
     busiest = -(-global_batch // workers)
     passes = 1 if device_limit is None else -(-busiest // device_limit)
     return BatchPlan(global_batch, workers, passes, reason)
@@ -122,6 +122,9 @@ def _shares(global_batch: int, workers: int) -> str:
     return f"{least:,} or {least + 1:,}" if rest else f"{least:,}"
 
 
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}.", advice="It counts something: use 1 or more.")
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no whole number from `least` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(
+            f"{name} is {value!r}.", advice=f"It counts something: use {least} or more."
+        )

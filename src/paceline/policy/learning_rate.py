@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import UsageError
+from paceline.policy.batch import check_count
 
 Rule = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine"]
@@ -43,10 +44,11 @@ class LearningRate:
     """Where the decay ends, as a part of the full height."""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "single_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value!r}.", advice="Use 1 or more.")
+        check_count("global_batch", self.global_batch)
+        check_count("warmup_steps", self.warmup_steps, least=0)
+        for name in ("single_batch", "steps"):
+            if (value := getattr(self, name)) is not None:
+                check_count(name, value)
         for name, allowed in (("rule", _RULES), ("decay", _DECAYS)):
             if getattr(self, name) not in allowed:
                 raise UsageError(
@@ -59,8 +61,6 @@ class LearningRate:
                     f"{name} is {getattr(self, name)!r}.",
                     advice="It is a part of the full learning rate, from 0 to 1.",
                 )
-        if self.warmup_steps < 0:
-            raise UsageError(f"warmup_steps is {self.warmup_steps}.", advice="Use 0 or more.")
         if self.decay != "none" and (self.steps is None or self.steps <= self.warmup_steps):
             raise UsageError(
                 f"A {self.decay} decay over steps={self.steps} after {self.warmup_steps} steps of "

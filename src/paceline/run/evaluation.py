@@ -40,6 +40,12 @@ class Evaluation:
     seed: int
     step: int
 
+    def __post_init__(self) -> None:
+        if type(self.batch) is not int or self.batch < 1:
+            raise UsageError(
+                f"batch is {self.batch!r}.", advice="Pass a whole number from 1 up, or None."
+            )
+
     def run(
         self,
         score: Score,
@@ -50,24 +56,16 @@ class Evaluation:
     ) -> Sums:
         """The sums and counts of all workers, by name; every worker calls this."""
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        kept: list[Sums] = []
-        metrics = Metrics(lambda _, each: kept.append(each))
+        metrics = Metrics(lambda _facts, _sums: None)
         with generators.kept(), in_evaluation_mode(module), torch.no_grad():
             for number, batch in self._batches(group.rank(), group.size()):
                 if device.type != "cpu":
                     batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
                 generators.seed(derive(self.seed, "evaluation", self.step, number))
                 for name, (total, rows) in _checked(score(batch)).items():
-                    # Each as a mean over one item: the count may be on the device too.
-                    metrics.add(f"{name}/sum", total, 1.0)
-                    metrics.add(f"{name}/count", rows, 1.0)
+                    metrics.add_sum(name, total, rows)
                 metrics.end_step({})
-            metrics.flush(wait=True)
-        mine: Sums = {}
-        for each in kept:
-            names = [key.removesuffix("/sum") for key in each if key.endswith("/sum")]
-            merge(mine, {n: [each[f"{n}/sum"][0], each[f"{n}/count"][0]] for n in names})
-        return gather(group, mine, word_device, "Adding up the evaluation")
+        return gather(group, metrics.take_epoch(), word_device, "Adding up the evaluation")
 
     def _batches(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         """One worker's batches of the dataset in its own order, each with its number."""

@@ -115,10 +115,10 @@ class Run:
     def shards(self) -> int:
         return self._parts.shop.shards
 
-    def log(self, name: str, value: float | Tensor, weight: float = 1.0) -> None:
+    def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Keep a metric of the current step: a mean over `weight` items.
 
-        A tensor stays on its device until the step is long over.
+        Tensors stay on their device until the step is long over.
         """
         self._parts.shop.metrics.add(name, value, weight)
 
@@ -145,7 +145,7 @@ class Run:
         parts, shop, begin_s = self._parts, self._parts.shop, time.perf_counter()
         task = Evaluation(
             dataset=parts.dataset if dataset is None else dataset,
-            batch=batch or -(-parts.record.info.global_batch // shop.shards),
+            batch=-(-parts.record.info.global_batch // shop.shards) if batch is None else batch,
             collate_fn=collate_fn or self.options.collate_fn,
             loading=loading_options(
                 workers=workers,

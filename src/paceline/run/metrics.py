@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,20 +26,26 @@ _MOST_PENDING = 64
 
 
 @dataclass(slots=True)
-class _Entry:
-    """One metric of one step, numbers and tensors apart."""
+class _Part:
+    """The sum, or the count, of one metric of one step: numbers and tensors apart."""
 
     number: float = 0.0
-    count: float = 0.0
     tensors: list[Tensor] = field(default_factory=list)
+
+    def add(self, value: float | Tensor) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append(value.detach())
+        else:
+            self.number += float(value)
 
 
 @dataclass(slots=True)
 class _Pending:
     facts: dict[str, Any]
-    entries: dict[str, _Entry]
+    entries: dict[str, tuple[_Part, _Part]]
+    """Name to sum and count."""
     values: Late | None
-    owners: list[str]
+    """Those of all tensors, in the order of the entries."""
 
 
 class Metrics:
@@ -50,31 +57,26 @@ class Metrics:
         self.last: Sums = {}
         """Those of the newest step whose numbers have arrived."""
         self._write = write
-        self._now: dict[str, _Entry] = {}
+        self._now: dict[str, tuple[_Part, _Part]] = {}
         self._pending: deque[_Pending] = deque()
 
-    def add(self, name: str, value: float | Tensor, weight: float) -> None:
+    def add(self, name: str, value: float | Tensor, weight: float | Tensor) -> None:
         """Add a mean over `weight` items."""
+        is_plain = not isinstance(weight, Tensor) and weight == 1
+        self.add_sum(name, value if is_plain else value * weight, weight)
+
+    def add_sum(self, name: str, value: float | Tensor, count: float | Tensor) -> None:
+        """Add a sum over `count` items."""
         entry = self._now.get(name)
         if entry is None:
-            entry = self._now[_checked(name)] = _Entry()
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
+            entry = self._now[_checked(name)] = _Part(), _Part()
+        for part, each in zip(entry, (value, count), strict=True):
+            if isinstance(each, Tensor) and each.numel() != 1:
                 raise UsageError(
-                    f"The metric {name!r} has {value.numel()} elements.",
+                    f"The metric {name!r} has {each.numel()} elements.",
                     advice="Log one number: a mean, and over how many items as weight=.",
                 )
-            value = value.detach()
-            entry.tensors.append(value if weight == 1 else value * weight)
-        else:
-            entry.number += float(value) * weight
-        entry.count += weight
-
-    def add_sum(self, name: str, value: Tensor, count: float) -> None:
-        """Add a sum over `count` items."""
-        entry = self._now.setdefault(name, _Entry())
-        entry.tensors.append(value.detach())
-        entry.count += count
+            part.add(each)
 
     def forget(self) -> None:
         """The step under way will not be finished."""
@@ -83,9 +85,8 @@ class Metrics:
     def end_step(self, facts: dict[str, Any]) -> None:
         """Close the step under way; write those that have arrived."""
         entries, self._now = self._now, {}
-        owners = [name for name, entry in entries.items() for _ in entry.tensors]
-        tensors = [tensor for entry in entries.values() for tensor in entry.tensors]
-        self._pending.append(_Pending(facts, entries, _together(tensors), owners))
+        tensors = [each for entry in entries.values() for part in entry for each in part.tensors]
+        self._pending.append(_Pending(facts, entries, _together(tensors)))
         self.flush(wait=len(self._pending) > _MOST_PENDING)
 
     def flush(self, *, wait: bool) -> None:
@@ -129,11 +130,11 @@ def _together(tensors: list[Tensor]) -> Late | None:
 
 
 def _sums(pending: _Pending) -> Sums:
-    sums = {name: [entry.number, entry.count] for name, entry in pending.entries.items()}
-    if pending.values is not None:
-        for name, value in zip(pending.owners, pending.values.read().tolist(), strict=True):
-            sums[name][0] += value
-    return sums
+    values = iter([] if pending.values is None else pending.values.read().tolist())
+    return {
+        name: [part.number + sum(islice(values, len(part.tensors))) for part in entry]
+        for name, entry in pending.entries.items()
+    }
 
 
 def _checked(name: str) -> str:
