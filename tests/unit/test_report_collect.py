@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -354,12 +355,49 @@ def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> None:
-    assert how_far(story_of(tmp_path, status=status)).startswith(words)
+    story = story_of(tmp_path, status=status)
+    story.read_t = story.last_t + 1
+    assert how_far(story).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "pid", "status"),
+    [
+        (1.0, os.getpid(), "running"),
+        (200.0, os.getpid(), "running"),
+        (2000.0, os.getpid(), "silent"),
+        (1.0, 2**22 + 1, "running"),
+        (10.0, 2**22 + 1, "silent"),
+    ],
+    ids=["just now", "a long step", "hung", "about to end", "killed"],
+)
+def test_a_run_that_was_killed_is_not_called_running_for_ever(
+    silence_s: float, pid: int, status: str, tmp_path: Path
+) -> None:
+    story = story_of(tmp_path, status="running")
+    for rank in story.ranks.values():
+        rank.host, rank.pid = socket.gethostname(), pid
+    story.read_t = story.last_t + silence_s
+    assert story.status == status
+    said = how_far(story)
+    assert ("probably killed, after 60 steps in 2 epochs" in said) == (status == "silent")
+    assert ("are training" in what_it_was(story)) == (status == "running")
+
+
+def test_of_another_machine_only_silence_is_known(tmp_path: Path) -> None:
+    story = story_of(tmp_path, status="running")
+    for rank in story.ranks.values():
+        rank.host, rank.pid = "elsewhere.example", 1
+    story.read_t = story.last_t + 60
+    assert story.status == "running"
+    story.read_t = story.last_t + 3600
+    assert story.status == "silent"
 
 
 def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> None:
     story = story_of(tmp_path, status="running")
     assert story.info is not None
+    story.read_t = story.last_t + 1
     story.info = replace(story.info, steps=120)
     assert "60 of 120 steps (50\N{NO-BREAK SPACE}%)" in how_far(story)
     assert what_it_was(story) == "4 workers are training DigitsNet (52,650 weights) on cpu."

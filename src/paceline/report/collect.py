@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,10 @@ ROWS_LIMIT = 2000
 """The most epochs, checkpoints and so on that are kept; the oldest leave first."""
 MESSAGES_LIMIT = 200
 PIPELINES_LIMIT = 4
+GONE_S = 5.0
+"""Silence after which a run of this machine whose processes are gone has ended."""
+SILENT_S, SILENT_STEPS = 300.0, 50
+"""Silence, in seconds and in usual steps, after which a run is not taken to be running."""
 NO_INFO = "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
 NO_EVENTS = "No worker has written events, so there are no curves and no times."
 NO_RUN = "This folder holds no run: there is neither run.json nor a file of events in it."
@@ -47,6 +53,7 @@ class Rank:
 
     rank: int
     host: str = ""
+    pid: int = 0
     device: str = ""
     starts: int = 0
     size: int = 1
@@ -103,6 +110,8 @@ class Story:
     last_t: float = -math.inf
     least_waits: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: the shortest wait of any rank, and how many ranks have told theirs."""
+    read_t: float = field(default_factory=time.time)
+    """When the folder was read."""
     left_out: set[str] = field(default_factory=set)
     """Metrics beyond the limit."""
     redone: int = 0
@@ -129,7 +138,22 @@ class Story:
     @property
     def status(self) -> str:
         known = ("running", "finished", "stopped", "failed")
-        return next((each for each in known if self.info and self.info.status == each), "unknown")
+        said = next((each for each in known if self.info and self.info.status == each), "unknown")
+        return "silent" if said == "running" and self.is_silent else said
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing had been written when the folder was read."""
+        return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a run that never said that it ended has probably ended all the same."""
+        mine = [rank for rank in self.ranks.values() if rank.host == socket.gethostname()]
+        if mine and len(mine) == len(self.ranks) and not any(map(_is_alive, mine)):
+            return self.silent_s > GONE_S
+        steps_s = [rank.seconds / rank.steps for rank in self.ranks.values() if rank.steps]
+        return self.silent_s > max(SILENT_S, SILENT_STEPS * max(steps_s, default=0.0))
 
     @property
     def has_run(self) -> bool:
@@ -138,6 +162,10 @@ class Story:
     @property
     def is_empty(self) -> bool:
         return not (self.has_run or self.pipelines or self.scaling)
+
+
+def _is_alive(rank: Rank) -> bool:
+    return os.path.exists(f"/proc/{rank.pid}") or not os.path.isdir("/proc/self")
 
 
 def collect(path: Path) -> Story:
@@ -257,6 +285,7 @@ def _take_event(story: Story, number: int, event: Event, starts: list[tuple[floa
     if kind == "start":
         rank.starts += 1
         rank.host, rank.device = text(event.get("host", ""), 80), text(event.get("device", ""), 40)
+        rank.pid = pid if type(pid := event.get("pid")) is int else 0
         rank.size = max(1, size) if isinstance(size := event.get("size"), int) else rank.size
         return
     if kind == "message":

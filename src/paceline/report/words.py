@@ -15,6 +15,7 @@ from paceline.report.markup import as_number, count, duration, figure, listing, 
 
 STATUS = {
     "running": "running",
+    "silent": "silent",
     "finished": "finished",
     "stopped": "stopped early",
     "failed": "failed",
@@ -83,6 +84,12 @@ def how_far(story: Story) -> str:
     match story.status:
         case "running":
             return f"It was still running when this page was made: {done}{epochs}{took} so far."
+        case "silent":
+            silence = f"Nothing had been written for {duration(story.silent_s)}"
+            return (
+                f"{silence} when this page was made, and it did not say that it ended: it was "
+                f"probably killed, after {done}{epochs}{took}."
+            )
         case "finished":
             return f"It finished: {done}{epochs}{took}."
         case "stopped":
