@@ -8,6 +8,8 @@ an observer tests one attribute and goes on.
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,6 +162,9 @@ def _never() -> bool:
 def begin(group: Group, device: torch.device) -> Observer | None:
     """Observe a model of this rank in `group`, as far as anybody wants to know."""
     wishes = env.read_observation()
+    if wishes.trace_step and group.rank() == 0 and not _asked_in_vain:
+        _asked_in_vain.append(True)
+        atexit.register(_say_what_was_not_recorded, wishes.trace_step)
     if wishes.timeline and not spans.is_on():
         place = env.read_placement()
         spans.start(wishes.timeline, group.rank() if place is None else place.rank)
@@ -175,3 +180,17 @@ def begin(group: Group, device: torch.device) -> Observer | None:
     if wishes.stall_s and not is_alone:
         stall.begin(group, observer.watch, wishes.stall_s)
     return observer
+
+
+_asked_in_vain: list[bool] = []
+
+
+def _say_what_was_not_recorded(step: int) -> None:
+    """Nobody records a step of a loop that is all the script's own; it must not be silent."""
+    if not {"paceline.run", "paceline.pipeline.recording"} & set(sys.modules):
+        print(
+            f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
+            f"paceline.Run. Here, put paceline.trace.record_step(model, optimizer, step={step}, "
+            "folder=...) around a step.",
+            file=sys.stderr,
+        )

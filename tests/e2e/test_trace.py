@@ -166,6 +166,25 @@ def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(
     assert "this machine has none" in capsys.readouterr().err
 
 
+PLAIN_SCRIPT = """
+import torch, paceline
+from torch import nn
+with paceline.init_process_group():
+    model = paceline.DistributedDataParallel(nn.Linear(3, 1))
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+"""
+
+
+def test_a_script_without_run_is_told_that_its_step_was_not_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN_SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--trace-step", "2"]
+    ended = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0
+    assert ended.stderr.count("Step 2 was not recorded: --trace-step is for scripts with") == 1
+
+
 def test_values_of_a_users_model_are_kept_when_asked(
     users_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
