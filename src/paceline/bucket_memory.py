@@ -7,6 +7,8 @@ overwritten (Note [Whose memory]), and a gradient tensor that somebody else owns
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from paceline.errors import DeviceError
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
 _LARGE_NUMEL = 32_768
+_WORTH_GIVING_BACK_BYTES = 2**20
 
 
 class ParamRef:
@@ -73,6 +76,9 @@ class Bucket:
         self._is_plain = False
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
+        is_worth_it = plan.numel * plan.dtype.itemsize >= _WORTH_GIVING_BACK_BYTES
+        self._is_new = plan.device.type == "cpu" and is_worth_it
+        """Whether its memory is used for the first time; see Note [The first fill]."""
 
     @property
     def params(self) -> list[Parameter | None]:
@@ -105,6 +111,9 @@ class Bucket:
             self._copy(grads, self.views, scale)
             del grads
             self._hand_out_all()
+            if self._is_new:
+                self._is_new = False
+                give_back_freed_memory()
             return []
         if self._is_watched(grads):
             self._allocate()
@@ -304,6 +313,22 @@ def _storage_uses(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def give_back_freed_memory() -> None:
+    """Return to the system what this process has freed, where the C library can."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return trim
+
+
 def _count_references() -> tuple[int, int]:
     """What `sys.getrefcount` says here of a gradient nobody else knows, and of a cached view."""
     param = Parameter(torch.zeros(1))
@@ -322,3 +347,10 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
 # a home (shared memory) comes back to it when its holders have let go.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.
+
+# Note [The first fill]
+# Before the first backward nobody knows how gradients come, so that all of them are there when the
+# first bucket is filled, and memory for the buckets comes on top. The allocator would keep what the
+# gradients leave behind, for steps in which only a few are alive at a time. So each bucket's first
+# fill gives that back to the system: the peak is the gradients and one bucket, not twice the
+# gradients. Later fills leave it to the allocator, since the next layer's gradients want it.
