@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,71 @@ def test_streams_of_different_lengths_are_told_by_every_worker(
     for error in run_ranks(2, body, return_exceptions=True):
         assert isinstance(error, DesyncError), error
         assert message in str(error)
+
+
+def habits(
+    habit: Callable[[Any, Any, Any], None], *, between: bool = False, size: int = 1
+) -> list[Any]:
+    """What becomes of a run whose loop has a line more, in the block or behind it."""
+
+    def body(world: World) -> int:
+        net = mlp()
+        optimizer = sgd(net)
+        scheduler = StepLR(optimizer, 2)
+        run = Run(
+            net,
+            optimizer,
+            Rows(16),
+            global_batch=8,
+            epochs=1,
+            shards=4,
+            scheduler=scheduler,
+            world=world,
+            options=QUIET,
+        )
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    if not between:
+                        habit(net, optimizer, scheduler)
+            if between:
+                habit(net, optimizer, scheduler)
+        return run.step
+
+    return run_ranks(size, body, return_exceptions=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("habit", "message"),
+    [
+        (lambda net, optimizer, _: optimizer.zero_grad(), "changed or cleared"),
+        (
+            lambda net, optimizer, _: optimizer.zero_grad(set_to_none=False),
+            "changed or cleared",
+        ),
+        (
+            lambda net, *_: torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+            "changed or cleared",
+        ),
+        (lambda net, optimizer, _: optimizer.step(), r"optimizer.step\(\) was called inside"),
+    ],
+)
+def test_what_a_loop_for_torch_does_in_every_batch_is_refused(
+    habit: Any, message: str, size: int
+) -> None:
+    for error in habits(habit, size=size):
+        assert isinstance(error, UsageError), error
+        assert re.search(message, str(error))
+        assert error.advice
+
+
+def test_a_scheduler_that_is_stepped_twice_is_refused() -> None:
+    (error,) = habits(lambda net, optimizer, scheduler: scheduler.step(), between=True)
+    assert isinstance(error, UsageError)
+    assert "scheduler was stepped between two steps" in str(error)
+
+
+def test_clearing_gradients_between_two_steps_does_no_harm() -> None:
+    assert habits(lambda net, optimizer, _: optimizer.zero_grad(), between=True) == [2]

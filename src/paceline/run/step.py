@@ -79,10 +79,10 @@ class Step:
                 advice="Take steps from the run: `for step in run: with step: ...`.",
             )
         shop = self._shop
+        shop.update.begin()
         self.state = "open"
         self._begin_s = time.perf_counter()
         self._before = shop.generators.state()
-        shop.update.zero_grads()
         if shop.recorder is not None:
             indices = [index for shard in self._portion.shards for index in shard.indices]
             recorder = shop.recorder.around(self.number, indices)
@@ -154,6 +154,13 @@ class Step:
                 f"Step {self.number}: the loss has {loss.numel()} elements.",
                 advice='Use reduction="sum", and pass over how many items as weight=.',
             )
+        if not shop.update.has_noted_grads:
+            raise UsageError(
+                f"Step {self.number}: the gradients of the shards before shard {shard.number} were "
+                "changed or cleared.",
+                advice="Leave zero_grad() and clipping to the run: it clears gradients itself, and "
+                "clips those of the whole batch with clip_norm=.",
+            )
         self._lap("forward")
         count = len(shard.indices) if weight is None else _number(weight)
         self._note_weight(is_given=weight is not None)
@@ -162,6 +169,7 @@ class Step:
         with self._weighted(count):
             scaled = shop.finite.poisoned(loss, self._scale)
             shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
+        shop.update.note_grads()
         self._done += 1
         self._losses.append(Loss(shard, loss.detach()))
         self._weight += count
@@ -186,6 +194,7 @@ class Step:
         finally:
             if self.state != "applied":
                 self._put_back()
+            self._shop.update.end()
             self.seconds = time.perf_counter() - self._begin_s
             self._on_end(self)
 

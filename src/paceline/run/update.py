@@ -7,6 +7,7 @@ have the same gradients have the same state afterwards.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,13 @@ from paceline.errors import UsageError
 
 
 class Update:
-    """The objects that a commit changes."""
+    """The objects that a commit changes.
+
+        begin --> (note_grads, after each backward) --> apply --> end; or end alone
+
+    Invariant: between `begin` and `end` nobody else changes gradients or calls the optimizer, as a
+    loop that was written for torch would; it is refused.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,47 @@ class Update:
         self._clip_norm = clip_norm
         self._params = [param for _, param in named]
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._is_open = self._is_committing = False
+        self._noted: tuple[Parameter, int, int] | None = None
+        self._schedule_at: Any = None
+        itself = weakref.ref(self)
+        hook = optimizer.register_step_pre_hook(lambda *_: _refuse_foreign_step(itself()))
+        weakref.finalize(self, hook.remove)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._schedule_at != self._schedule_now():
+            self._schedule_at = self._schedule_now()
+            raise UsageError(
+                "The scheduler was stepped between two steps.",
+                advice="A run steps it itself, once per step: leave scheduler.step() out.",
+            )
+        self.zero_grads()
+        self._is_open, self._noted = True, None
+
+    def end(self) -> None:
+        """The step is over, whether it is applied or failed."""
+        self._is_open, self._noted = False, None
+
+    def note_grads(self) -> None:
+        """Remember what the gradients are like; one of them tells of all."""
+        param = next((each for each in self._params if each.grad is not None), None)
+        if param is not None and param.grad is not None:
+            # Not the gradient itself: whoever holds one keeps the engine from using its memory.
+            self._noted = param, id(param.grad), param.grad._version
+
+    @property
+    def has_noted_grads(self) -> bool:
+        """Whether the gradients are as they were noted, or nothing was."""
+        if self._noted is None:
+            return True
+        param, grad, version = self._noted
+        now = param.grad
+        return now is not None and (id(now), now._version) == (grad, version)
+
+    def _schedule_now(self) -> Any:
+        """How far the scheduler is, where a commit has already stepped it."""
+        return None if self._schedule_at is None else self.scheduler.last_epoch
 
     def zero_grads(self) -> None:
         for param in self._params:
@@ -74,6 +122,13 @@ class Update:
 
     def apply(self, norm: Tensor | None) -> None:
         """Commit."""
+        self._is_committing = True
+        try:
+            self._apply(norm)
+        finally:
+            self._is_committing = False
+
+    def _apply(self, norm: Tensor | None) -> None:
         if norm is not None and self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
         if self.scaler is None:
@@ -83,10 +138,21 @@ class Update:
             self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+            self._schedule_at = getattr(self.scheduler, "last_epoch", None)
 
     @staticmethod
     def _grads(params: Sequence[Tensor]) -> list[Tensor]:
         return [param.grad for param in params if param.grad is not None]
+
+
+def _refuse_foreign_step(update: Update | None) -> None:
+    """Raise if the optimizer is called in a step, and not by its commit."""
+    if update is not None and update._is_open and not update._is_committing:
+        raise UsageError(
+            "optimizer.step() was called inside a step, which calls it when all gradients are "
+            "there.",
+            advice="Leave it out: inside the block only step.backward() is called.",
+        )
 
 
 def _check_optimizer(named: Sequence[tuple[str, Parameter]], optimizer: Optimizer) -> None:
