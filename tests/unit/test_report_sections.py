@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
 from paceline import report
+from paceline.pipeline.schema import read as read_trace
 from paceline.pipeline.schema import to_json
 from paceline.pipeline.stages import Check, Part, Stage, TensorFacts, Trace
 from paceline.report import pipeline, ranks, scaling
@@ -71,6 +72,15 @@ def test_rows_are_joined_lane_by_lane_or_all_to_all(before: int, after: int, lin
 def test_shapes_are_said_as_people_say_them(sizes: list[int], said: str) -> None:
     facts = TensorFacts(name="x", shape=sizes, dtype="float32", device="cpu", bytes=4)
     assert shape(facts) == said
+
+
+def test_boxes_say_what_their_numbers_are() -> None:
+    recorded = read_trace(Path(__file__).parents[1] / "data" / "pipeline-ddp.json")
+    shown = pipeline.section([recorded], None)
+    assert shown is not None
+    assert re.search(r"\d+ rows<", shown)
+    assert re.search(r"\d+ gradients<", shown)
+    assert re.search(r"\d+ weights<", shown)
 
 
 @pytest.mark.parametrize("engine", ["DataParallel", "DistributedDataParallel"])

@@ -44,10 +44,20 @@ class Box:
         return self.x + self.width / 2
 
 
+NOUN_BY_NAME = {
+    "row numbers": "row",
+    "own gradients": "gradient",
+    "averaged gradients": "gradient",
+    "gradients": "gradient",
+    "weights": "weight",
+}
+"""What the numbers of a list are, where a tensor's name says so."""
+
+
 def shape(tensor: TensorFacts) -> str:
-    """A shape as people say it: `50 x 10`."""
+    """A shape as people say it: `50 x 10`, `385 gradients`."""
     if len(tensor.shape) == 1:
-        return count(tensor.shape[0], "value")
+        return count(tensor.shape[0], NOUN_BY_NAME.get(tensor.name, "value"))
     if tensor.shape:
         return " \N{MULTIPLICATION SIGN} ".join(f"{each:,}" for each in tensor.shape)
     return "one number" if tensor.dtype else f"{text(tensor.name, 40)}, {size(tensor.bytes)}"
