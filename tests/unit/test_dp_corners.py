@@ -298,3 +298,22 @@ def test_whole_goes_on_where_one_replica_has_no_rows_left_for_a_layer() -> None:
     (output.square() * output).sum().backward()
     (expected.square() * expected).sum().backward()
     torch.testing.assert_close(together.norm.weight.grad, alone.norm.weight.grad)
+
+
+@pytest.mark.parametrize("batch_norm", ["first", "whole"])
+def test_statistics_are_kept_where_the_first_device_gets_no_rows(batch_norm: Any) -> None:
+    norm = nn.BatchNorm1d(3)
+    options = DPOptions(batch_norm=batch_norm)
+    model = DataParallel(norm, TWO, split=[1, 9], options=options)
+    alone = nn.BatchNorm1d(3)
+    few, many = torch.rand(3, 3), torch.rand(30, 3)
+    model(few)
+    alone(few)
+    torch.testing.assert_close(norm.running_mean, alone.running_mean)
+    model(many)
+    alone(many if batch_norm == "whole" else many[:3])
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+    model.backward(lambda output: output.sum(), few)
+    alone(few)
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+    assert norm.num_batches_tracked == 3

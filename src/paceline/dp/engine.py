@@ -66,7 +66,7 @@ class Engine:
 
     def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
         """The replicas' outputs, in the order of the chunks."""
-        with self._turn() as params:
+        with self._turn(chunks) as params:
             usual = partial(self._run_forward, chunks, params)
             if self._replayer is None:
                 return usual(call)
@@ -90,7 +90,7 @@ class Engine:
                 "backward() was called where gradients are switched off.",
                 advice="Call it outside torch.no_grad() and torch.inference_mode().",
             )
-        with self._turn() as params:
+        with self._turn(chunks) as params:
             usual = partial(self._run_loss, chunks, factors, params)
             if self._replayer is None:
                 return usual(partial(compute_loss, loss_fn=loss_fn))
@@ -124,7 +124,7 @@ class Engine:
         return losses
 
     @contextmanager
-    def _turn(self) -> Iterator[list[Tensor]]:
+    def _turn(self, chunks: Sequence[Chunk]) -> Iterator[list[Tensor]]:
         """One call's time with the replicas, to itself; the parameters that it is about."""
         crew = self._crew
         if crew is not None:
@@ -138,7 +138,15 @@ class Engine:
         with self._lock:
             if crew is not None and crew.finish_interrupted():
                 self._parameters.forget_gradients()  # those of a backward() that was broken off
+            self._share_buffers([chunk.replica for chunk in chunks])
             yield self._check_home()
+
+    def _share_buffers(self, used: Sequence[int]) -> None:
+        """Let the first replica that has rows, in the module's memory, write to its buffers."""
+        home = self._places[0].device
+        writer = next((number for number in used if self._places[number].device == home), None)
+        for number in used:
+            self._replicas[number].has_own_buffers = number != writer
 
     def _check_home(self) -> list[Tensor]:
         """The parameters, which all lie where the first replica is, or it is an error."""
@@ -195,7 +203,7 @@ class Engine:
 
         specialise = as_it_is if meeting is None else meet
         place = self._places[number]
-        return Replica(self._source, place, is_first=number == 0, specialise=specialise)
+        return Replica(self._source, place, specialise)
 
     def _hire(self, cpu_threads: int | None) -> Crew:
         cpu_lanes = sum(place.device.type == "cpu" for place in self._places)

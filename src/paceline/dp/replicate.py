@@ -5,8 +5,8 @@ hold the module's own parameters where both are in one memory: nothing is copied
 reach the parameters by autograd alone. In another memory they hold views of one flat buffer per
 dtype; see `flat`.
 
-Buffers are written to in forward passes. The first replica has the module's own, so that they are
-updated once, as by `nn.DataParallel`; every other replica has copies.
+Buffers are written to in forward passes. The first replica that has rows has the module's own, so
+that they are updated once, as by `nn.DataParallel`; every other replica has copies.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ class Replica:
         self,
         source: nn.Module,
         place: Place,
-        *,
-        is_first: bool,
         specialise: Specialise = as_it_is,
     ) -> None:
         self.place = place
-        self._is_first = is_first
+        self.has_own_buffers = True
+        """Whether it gets copies of the source's buffers, from the next refresh on."""
         self._links = _link(source, specialise)
         self._buffers_seen: list[Stamp] | None = None
 
@@ -101,9 +100,9 @@ class Replica:
     def refresh(self, parameters: Parameters | None) -> None:
         """Take over the source's attributes, buffers, and parameters or what stands for them."""
         for link in self._links:
-            # The first has the dictionary of buffers itself: what is assigned in forward counts.
-            link.refresh(parameters, link.source._buffers if self._is_first else {})
-        if not self._is_first:
+            # One replica has the source's dictionary itself: what is assigned in forward counts.
+            link.refresh(parameters, {} if self.has_own_buffers else link.source._buffers)
+        if self.has_own_buffers:
             self._refresh_buffers(parameters or {})
         for link in self._links:
             if link.bound:
