@@ -3,7 +3,8 @@
 Resident memory counts a page that ranks share once for each of them. The proportional size divides
 it by the number of processes that have it mapped, so that the sum over the ranks is what the
 machine really gives. Both are read with gradients alive, and counted from just before the model is
-built, with everything imported; the peak is the kernel's.
+built, with everything imported. The peak is the kernel's, which knows no proportional one; so
+what the ranks share, and count twice, when the last step has ended is taken off it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def measure(world: World, name: str, contestant: str, steps: int) -> Any:
         trainer.step(loss)
     world.barrier()
     share = _read_kib(*_SHARE) - share
+    twice = _read_kib("/proc/self/status", "RssShmem") - _read_kib(_SHARE[0], "Pss_Shmem")
     world.barrier()  # a rank that has left no longer shares
     return {
-        "peak": _read_kib("/proc/self/status", "VmHWM") - peak,
+        "peak": _read_kib("/proc/self/status", "VmHWM") - peak - twice,
         "share": share,
         "gradients": sum(p.numel() * p.element_size() for p in trainer.module.parameters()),
     }
