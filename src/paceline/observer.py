@@ -130,25 +130,28 @@ class _Transfers:
 
     def __init__(self) -> None:
         self.began: list[int] = []
-        self._ended: dict[int, int] = {}
+        self._ended: list[int] = []
+        """Of the first buckets, as far as they are known to have arrived."""
 
     def clear(self) -> None:
         self.began.clear()
         self._ended.clear()
 
     def look(self, in_flight: Sequence[Reduction], now_ns: int) -> None:
-        """Notice which earlier sums have arrived meanwhile."""
-        for number, reduction in enumerate(in_flight):
-            if number not in self._ended and getattr(reduction, "is_completed", _never)():
-                self._ended[number] = now_ns
+        """Notice which earlier sums have arrived meanwhile, up to the first that has not."""
+        for reduction in in_flight[len(self._ended) :]:
+            if not getattr(reduction, "is_completed", _never)():
+                return
+            self._ended.append(now_ns)
 
     def arrived(self, number: int, now_ns: int) -> None:
-        self._ended.setdefault(number, now_ns)
+        if number == len(self._ended):
+            self._ended.append(now_ns)
 
     def write(self, recorder: spans.Recorder, step: int) -> None:
         before = 0
         for number, began in enumerate(self.began):
-            ended = max(before, self._ended.get(number, began))
+            ended = max(before, self._ended[number] if number < len(self._ended) else began)
             facts = {"step": step, "bucket": number}
             recorder.add("transfer", max(before, began), ended, facts)
             before = ended
