@@ -18,6 +18,7 @@ MEASUREMENTS = [
     "memory",
     "allreduce",
     "startup",
+    "allocation",
     "overhead",
     "run_overhead",
     "checkpoints",
@@ -32,6 +33,7 @@ CPU_RESULTS = {
     "memory": "memory --ranks 2",
     "allreduce": "allreduce --ranks 2",
     "startup": "startup --ranks 2",
+    "allocation": "allocation",
     "overhead": "overhead",
     "run-overhead": "run_overhead --ranks 2",
 }

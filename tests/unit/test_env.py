@@ -221,6 +221,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "OMP_NUM_THREADS": "4",
         "MALLOC_MMAP_THRESHOLD_": "33554432",
         "MALLOC_TRIM_THRESHOLD_": "4294967296",
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
 
 
@@ -234,6 +235,7 @@ def test_what_the_user_has_set_is_left_alone() -> None:
         "OMP_NUM_THREADS": "7",
         "GLOO_SOCKET_IFNAME": "eth0",
         "MALLOC_TRIM_THRESHOLD_": "65536",
+        "THP_MEM_ALLOC_ENABLE": "0",
     }
     ours = written(environ, cores=8, loopback="lo")
     assert ours.keys().isdisjoint({*environ, "MALLOC_MMAP_THRESHOLD_"})
