@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from ctypes import c_byte
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
@@ -21,31 +22,40 @@ from paceline.run.signals import SAME_PRESS_S
 class Lifeline:
     """One byte that a training shares with its loaders: whether it needs them.
 
-        cut --tie, when the loop begins--> held --cut, when it ends--> cut
+        cut --tie, when the loop begins--> tied --cut, when it ends--> cut
 
     It is also cut when the training's process exits, before that waits for its children.
     """
 
     def __init__(self) -> None:
-        self._is_held = RawValue(c_byte, 0)
-        self.on_start = partial(_hold, self._is_held, os.getpid())
+        self._is_tied = False
+        self._shared: c_byte | None = None
+
+    @property
+    def on_start(self) -> Callable[[int], None]:
         """What a loader does first: a `DataLoader`'s `worker_init_fn`."""
-        Finalize(self, _cut, args=(self._is_held,), exitpriority=0)
+        if self._shared is None:  # shared memory is a file: without loaders nobody needs one
+            self._shared = RawValue(c_byte, self._is_tied)
+            Finalize(self, _set, args=(self._shared, False), exitpriority=0)
+        return partial(_hold, self._shared, os.getpid())
 
     def tie(self) -> None:
         """From now on a loader leaves the first SIGTERM to the training."""
-        self._is_held.value = 1
+        self._is_tied = True
+        _set(self._shared, True)
 
     def cut(self) -> None:
         """From now on the first SIGTERM ends a loader."""
-        _cut(self._is_held)
+        self._is_tied = False
+        _set(self._shared, False)
 
 
-def _cut(is_held: c_byte) -> None:
-    is_held.value = 0
+def _set(shared: c_byte | None, is_tied: bool) -> None:
+    if shared is not None:
+        shared.value = is_tied
 
 
-def _hold(is_held: c_byte, training: int, _number: int) -> None:
+def _hold(is_tied: c_byte, training: int, _number: int) -> None:
     """In a loader: leave the first signal to the training, and obey the second."""
     first_s: float | None = None
 
@@ -53,7 +63,7 @@ def _hold(is_held: c_byte, training: int, _number: int) -> None:
         nonlocal first_s
         now_s = time.monotonic()
         first_s = now_s if first_s is None else first_s
-        if not is_held.value or os.getppid() != training or now_s - first_s > SAME_PRESS_S:
+        if not is_tied.value or os.getppid() != training or now_s - first_s > SAME_PRESS_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -1,0 +1,46 @@
+"""Processes that load data and SIGTERM: they outlive the first while a training needs them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import pytest
+
+from paceline.run.lifeline import Lifeline
+
+
+def load(on_start: Callable[[int], None], wire: Connection) -> None:
+    """As a loader: start, then answer whatever comes."""
+    on_start(0)
+    wire.send("started")
+    while True:
+        wire.send(wire.recv())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_first_sigterm_ends_a_loader_only_if_nobody_needs_it(
+    method: str, is_tied: bool
+) -> None:
+    context = multiprocessing.get_context(method)
+    lifeline = Lifeline()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=load, args=(lifeline.on_start, theirs), daemon=True)
+    lifeline.tie()
+    process.start()
+    assert ours.recv() == "started"
+    if not is_tied:
+        lifeline.cut()
+    os.kill(process.pid or 0, signal.SIGTERM)
+    if is_tied:
+        ours.send("still there?")
+        assert ours.recv() == "still there?"
+        lifeline.cut()
+        os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    process.close()
