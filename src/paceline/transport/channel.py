@@ -6,23 +6,32 @@ read. So a rank that has something to tell does not wait for those that listen l
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.buckets import BucketPlan, Slot
+from paceline.comm import Group
 from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, FAILED, Segment
 
 SLOT_BYTES = 2**20
 SLOTS = 2
 
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+"""All of this process: a model has one, and ranks can be threads."""
+_lock = threading.Lock()
+
 
 class Channel:
     """The slots of all ranks of a host; every rank writes into its own only."""
 
-    def __init__(self, segment: Segment, ranks: Sequence[int], position: int, peers: Peers) -> None:
+    def __init__(
+        self, group: Group, segment: Segment, ranks: Sequence[int], position: int, peers: Peers
+    ) -> None:
         places, positions = segment.places, range(len(ranks))
         plan = BucketPlan(torch.uint8, torch.device("cpu"), (Slot(0, 0, SLOT_BYTES),))
         self._slots = [[segment.bucket(p, slot, plan) for slot in range(SLOTS)] for p in positions]
@@ -40,6 +49,9 @@ class Channel:
         self._last_written = [0] * SLOTS
         """By slot, the turn in which this rank wrote into it."""
         segment.leave_with(self, position)
+        self._group = group
+        with _lock:
+            _channels.add(self)
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
         """Overwrite `tensor`, flat bytes, with that of rank `root` of this host."""
@@ -54,12 +66,16 @@ class Channel:
                 self._take(piece, source, slot, what)
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks of this host have called it as often as this one has.
+        """Wait until all ranks of this host have met as often as this one has, for any model.
 
+        Ranks that are at different models must not wait for each other here: they find out next.
         To be called before waiting in a process group, which does not notice a stopped rank.
         """
-        self._meetings += 1
-        self._words[self._met[self._position]] = self._meetings
+        with _lock:
+            ours = [channel for channel in _channels if channel._group is self._group]
+        for channel in ours:
+            channel._meetings += 1
+            channel._words[channel._met[channel._position]] = channel._meetings
         self._wait([(p, self._met[p], self._meetings) for p in self._others], what)
 
     def _write(self, piece: Tensor, slot: int, what: str) -> None:

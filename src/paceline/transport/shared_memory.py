@@ -87,4 +87,4 @@ def open_channel(group: Group, hosts: Hosts, peers: Peers) -> tuple[Channel | No
     if segment is None:
         return None, problem
     ranks = hosts.neighbours
-    return Channel(segment, ranks, ranks.index(group.rank()), peers), ""
+    return Channel(group, segment, ranks, ranks.index(group.rank()), peers), ""
