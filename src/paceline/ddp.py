@@ -56,9 +56,14 @@ class DDPOptions:
         check_kind(self.transport)
         if self.compression is not None:
             compress.parse(self.compression)
-        if self.check_every < 0:
+        if type(self.check_every) is not int or self.check_every < 0:
             raise UsageError(
-                f"check_every is {self.check_every}.", advice="Use 0 for never, or a step count."
+                f"check_every is {self.check_every!r}.", advice="Use 0 for never, or a step count."
+            )
+        if self.tune_buckets not in (None, True, False):
+            raise UsageError(
+                f"tune_buckets is {self.tune_buckets!r}.",
+                advice="Use True, False, or None for where the result does not depend on it.",
             )
 
 
@@ -508,9 +513,9 @@ def _bucket_capacities(
         capacities = [cap_mb]
     else:
         return (CPU_CANDIDATES_BYTES if device.type == "cpu" else GPU_CANDIDATES_BYTES)[0]
-    if not all(cap > 0 for cap in capacities):
+    if not all(0 < cap < float("inf") for cap in capacities):
         raise UsageError(
-            f"Bucket capacities must be positive, not {capacities} MiB.",
+            f"Bucket capacities must be positive and finite, not {capacities} MiB.",
             advice="Leave bucket_cap_mb out to get the default.",
         )
     return [max(1, int(cap * 2**20)) for cap in capacities]

@@ -243,3 +243,12 @@ def test_where_processes_cannot_be_watched_memory_is_not_shared(
     assert why_memory_cannot_be_shared() is None
     monkeypatch.setattr("os.pidfd_open", forbid)
     assert "cannot be watched" in (why_memory_cannot_be_shared() or "")
+
+
+@pytest.mark.parametrize("capacity", [0, -1, float("nan"), float("inf")])
+def test_a_capacity_that_no_bucket_can_have_is_refused(capacity: float) -> None:
+    def body(world: World) -> None:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=world.group, bucket_cap_mb=capacity)
+
+    with pytest.raises(UsageError, match="positive and finite"):
+        run_ranks(2, body)

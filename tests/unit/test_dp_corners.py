@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from paceline.ddp import DDPOptions
 from paceline.dp import DataParallel, DPOptions
 from paceline.errors import UsageError
 
@@ -233,6 +234,30 @@ def test_a_split_that_is_no_list_of_numbers_is_refused(kwargs: Any) -> None:
 def test_a_dim_that_is_no_whole_number_is_refused(dim: Any) -> None:
     with pytest.raises(UsageError, match="dim"):
         DataParallel(nn.Linear(3, 3), TWO, dim=dim)
+
+
+@pytest.mark.parametrize("threads", [0, 1.5, "2", True])
+def test_a_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
+    with pytest.raises(UsageError, match="cpu_threads"):
+        DPOptions(cpu_threads=threads)
+
+
+@pytest.mark.parametrize("options", [{"check_every": "1"}, {"tune_buckets": "yes"}])
+def test_options_of_ranks_that_make_no_sense_are_refused(options: Any) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        DDPOptions(**options)
+
+
+def test_a_count_that_is_no_number_is_refused() -> None:
+    model = parallel(lambda module, x: x * module.weight)
+    x = torch.rand(4, 3)
+    with pytest.raises(UsageError, match=r"count returned a tensor of shape \(2,\)"):
+        model.backward(lambda output, _: output.sum(), x, x, count=lambda part: part[:, 0])
+
+
+def test_devices_may_come_from_a_generator() -> None:
+    model = DataParallel(nn.Linear(3, 3), (f"cpu:{number}" for number in range(2)))  # type: ignore[arg-type]
+    assert len(model.device_ids) == 2
 
 
 def test_what_is_no_module_is_refused() -> None:

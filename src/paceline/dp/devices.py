@@ -42,7 +42,8 @@ def find_places(device_ids: Sequence[Device] | None) -> list[Place]:
             f"device_ids is {device_ids!r}, which is not a list.",
             advice=f"Pass [{device_ids!r}, ...], one entry per replica.",
         )
-    if len(device_ids) == 0:
+    device_ids = list(device_ids)
+    if not device_ids:
         raise DeviceError(
             "device_ids is empty, so there would be no replica.",
             advice='Leave it out to use every accelerator, or pass ["cpu:0", "cpu:1"].',

@@ -35,13 +35,23 @@ def plan_factors(
     if count is None:
         return _by_rows([chunk.rows for chunk in chunks], devices)
     counts = [
-        torch.as_tensor(count(chunk.targets), device=device).detach().to(torch.float64)
+        _as_count(count(chunk.targets), device)
         for chunk, device in zip(chunks, devices, strict=True)
     ]
     total = torch.stack([own.to(devices[0]) for own in counts]).sum()
     if reduction == "sum":
         return [total.reciprocal().to(device) for device in devices]
     return [own / total.to(device) for own, device in zip(counts, devices, strict=True)]
+
+
+def _as_count(value: Tensor | float, device: torch.device) -> Tensor:
+    own = torch.as_tensor(value, device=device).detach().to(torch.float64)
+    if own.dim() != 0:
+        raise UsageError(
+            f"count returned a tensor of shape {tuple(own.shape)}, but a count is one number.",
+            advice="Return how many items of the chunk count, such as `(targets != -100).sum()`.",
+        )
+    return own
 
 
 def _by_rows(rows: Sequence[int], devices: Sequence[torch.device]) -> list[Tensor]:

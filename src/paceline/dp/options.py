@@ -42,10 +42,9 @@ class DPOptions:
             raise UsageError(
                 f"batch_norm is {self.batch_norm!r}.", advice="Use 'first' or 'whole'."
             )
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise UsageError(
-                f"cpu_threads is {self.cpu_threads}.", advice="Use a whole number from 1 up."
-            )
+        threads = self.cpu_threads
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise UsageError(f"cpu_threads is {threads!r}.", advice="Use a whole number from 1 up.")
 
 
 DEFAULT_OPTIONS = DPOptions()
