@@ -5,6 +5,7 @@ All of it is decided without a GPU. A pass is watched as `DataParallel` watches 
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import re
@@ -300,6 +301,25 @@ def test_a_loss_that_learns_or_keeps_statistics_is_refused() -> None:
     for layer in (with_weights, with_buffers):
         refusal = pass_of(Deep(), lambda output, target, layer=layer: layer(output).sum())
         assert isinstance(refusal, str)
+
+
+def test_a_garbage_collection_in_the_middle_is_no_part_of_the_pass() -> None:
+    calls: list[float] = []
+
+    def on_collection(_phase: str, _facts: dict[str, int]) -> None:
+        calls.append(time.perf_counter())  # as Hypothesis and many monitors do
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(on_collection)
+    gc.set_threshold(1, 1, 1)
+    try:
+        proof = pass_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(20))))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(on_collection)
+    assert calls
+    assert gc.isenabled()
+    assert isinstance(proof, Proof), proof
 
 
 def test_a_profiler_that_looks_on_is_left_alone() -> None:

@@ -8,6 +8,7 @@ once, by lists of what is known to be harmless; see Note [What makes a pass repe
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -119,7 +120,7 @@ class Watch:
             return function(*args, **kwargs)
         versions = [tensor._version for tensor in unwritten]
         cpu_random, random = torch.get_rng_state(), _random_state(self.device)
-        with self._warnings(), _Uses(self):
+        with self._warnings(), _Uses(self), _no_collection():
             sys.setprofile(self._on_event)
             try:
                 result = function(*args, **kwargs)
@@ -190,6 +191,18 @@ class Watch:
         if known is None:
             known = self._is_trusted[code] = _is_trusted(code)
         return known
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage: whoever is called back then would seem to be a part of the pass."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Uses(TorchFunctionMode):
