@@ -52,30 +52,6 @@ def test_no_two_ranks_write_to_the_same_cache_line_of_words(ranks: int, sizes: l
     assert (max(set().union(*lines)) + 1) * LINE_BYTES <= places.control_bytes
 
 
-@given(RANKS, SIZES, st.sampled_from([4096, 16_384, 2**21]))
-def test_ranks_make_huge_pages_of_all_that_is_surely_used_each_page_by_one(
-    ranks: int, sizes: list[int], page: int
-) -> None:
-    places = SegmentMap(ranks, tuple(sizes))
-    spans = [places.huge_pages(rank, page, min_bytes=0) for rank in range(ranks)]
-    pages = [start for span in spans for start in range(*span, page)]
-    assert pages == list(range(0, places.used_bytes - page + 1, page))
-
-
-def test_huge_pages_of_a_rank_begin_with_its_own_buckets() -> None:
-    places = SegmentMap(3, (10 * 2**20,))
-    for rank in range(1, 3):
-        start, stop = places.huge_pages(rank, 2**21, min_bytes=2**22)
-        own = places.bucket_offset(rank, 0, spare=False)
-        assert own <= start < own + 2**21
-        assert 4 * 2**21 <= stop - start <= 6 * 2**21
-
-
-def test_small_buckets_get_no_huge_pages_however_many_ranks_there_are() -> None:
-    places = SegmentMap(64, (2**20, 2**20))
-    assert {places.huge_pages(rank, 2**21, min_bytes=2**22) for rank in range(64)} == {(0, 0)}
-
-
 @given(st.integers(0, 300_000), RANKS, st.integers(0, 20))
 def test_every_element_is_summed_by_exactly_one_rank(numel: int, ranks: int, bucket: int) -> None:
     slices = sorted(part for part in plan_slices(numel, ranks, bucket) if part[0] < part[1])

@@ -8,6 +8,7 @@ a rank ends. A random number at its beginning proves that it is the right one.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import secrets
 import weakref
@@ -20,7 +21,6 @@ from torch import Tensor
 from paceline import comm
 from paceline.buckets import BucketPlan
 from paceline.comm import Group
-from paceline.transport import huge_pages
 from paceline.transport.hosts import Hosts
 from paceline.transport.memory_limits import available_bytes
 from paceline.transport.segment_map import NONCE_BYTES, SegmentMap, has_room
@@ -34,10 +34,10 @@ _CPU = torch.device("cpu")
 class Segment:
     """The mapped memory, with its words and its buckets as tensors."""
 
-    def __init__(self, memory: memoryview, places: SegmentMap) -> None:
+    def __init__(self, memory: mmap.mmap, places: SegmentMap) -> None:
         self.places = places
-        self.words = memory[: places.control_bytes].cast("Q")
-        self.weights = memory[: places.control_bytes].cast("d")
+        self.words = memoryview(memory)[: places.control_bytes].cast("Q")
+        self.weights = memoryview(memory)[: places.control_bytes].cast("d")
         self._memory = memory
 
     def bucket(self, rank: int, number: int, plan: BucketPlan, *, spare: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ def share_segment(
     """Map one segment per host, on all ranks of the group or on none; if none, say why."""
     places = SegmentMap(len(hosts.neighbours), tuple(buckets_bytes))
     is_leader = group.rank() == hosts.neighbours[0]
-    memory: memoryview | None = None
+    memory: mmap.mmap | None = None
     offer, problem, descriptor = None, "", -1
     if is_leader:
         try:
@@ -87,7 +87,7 @@ def share_segment(
         theirs = offers[hosts.neighbours[0]]
         if not is_leader and theirs is not None:
             try:
-                memory = _open(_Offer(*theirs), places)
+                memory = _open(_Offer(*theirs), places.total_bytes)
             except OSError as error:
                 problem = f"rank {group.rank()} cannot open its leader's memory: {error}"
         problems = comm.exchange(group, problem, _CPU, what)
@@ -97,23 +97,20 @@ def share_segment(
     found = next((text for text in problems if text), "")
     if found or memory is None:
         return None, found
-    position = hosts.neighbours.index(group.rank())
-    start, stop = places.huge_pages(position, huge_pages.PAGE_BYTES, huge_pages.MIN_BYTES)
-    huge_pages.use_huge_pages(memory, start, stop)
     return Segment(memory, places), ""
 
 
-def _create(places: SegmentMap) -> tuple[int, memoryview, _Offer]:
+def _create(places: SegmentMap) -> tuple[int, mmap.mmap, _Offer]:
     if not has_room(places.used_bytes, limits := available_bytes()):
         raise OSError(f"only {min(limits):,} are free, and half of them stay free")
     descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, _file_bytes(places))
+        os.ftruncate(descriptor, places.total_bytes)
         # Nobody may shrink it under the others: touching what is gone kills a process.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        memory = huge_pages.map_aligned(descriptor, places.total_bytes)
+        memory = mmap.mmap(descriptor, places.total_bytes)
     except BaseException:
         os.close(descriptor)
         raise
@@ -122,21 +119,17 @@ def _create(places: SegmentMap) -> tuple[int, memoryview, _Offer]:
     return descriptor, memory, _Offer(os.getpid(), descriptor, nonce.hex())
 
 
-def _open(offer: _Offer, places: SegmentMap) -> memoryview:
+def _open(offer: _Offer, size_bytes: int) -> mmap.mmap:
     descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(descriptor).st_size != _file_bytes(places):
+        if os.fstat(descriptor).st_size != size_bytes:
             raise OSError("it is not the memory that was offered")
-        memory = huge_pages.map_aligned(descriptor, places.total_bytes)
+        memory = mmap.mmap(descriptor, size_bytes)
     finally:
         os.close(descriptor)
     if memory[:NONCE_BYTES] != bytes.fromhex(offer.nonce):
         raise OSError("it is not the memory that was offered")
     return memory
-
-
-def _file_bytes(places: SegmentMap) -> int:
-    return places.total_bytes + huge_pages.PAGE_BYTES
 
 
 def _leave(words: memoryview, status: int, pid: int) -> None:

@@ -87,18 +87,6 @@ class SegmentMap:
     def total_bytes(self) -> int:
         return self.control_bytes + 2 * self.ranks * self._rank_bytes
 
-    def huge_pages(self, rank: int, page_bytes: int, min_bytes: int) -> tuple[int, int]:
-        """From where to where a rank has larger pages made, if its buckets have `min_bytes`.
-
-        All pages that will surely be touched everywhere, each by the rank that it begins with.
-        """
-        if self._rank_bytes < min_bytes:
-            return 0, 0
-        begin = self.bucket_offset(rank, 0, spare=False) if rank else 0
-        end = self.control_bytes + (rank + 1) * self._rank_bytes
-        stop = min(_round_up(end, page_bytes), self.used_bytes // page_bytes * page_bytes)
-        return _round_up(begin, page_bytes), stop
-
 
 def plan_slices(numel: int, ranks: int, bucket: int) -> list[tuple[int, int]]:
     """By rank, the elements of a bucket that it sums for all.

@@ -1,12 +1,9 @@
-"""Large buckets in shared memory: in huge pages on every rank, and given back when replaced."""
+"""The memory of layouts: given back when they are replaced, and nobody else's."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import re
-import resource
 from pathlib import Path
 
 import pytest
@@ -18,30 +15,20 @@ from paceline.bucket_tuning import SCORED_STEPS, WARM_UP_STEPS
 from paceline.buckets import BucketPlan, Slot
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice
-from paceline.transport.huge_pages import PAGE_BYTES, map_aligned, use_huge_pages
 
 CPU = torch.device("cpu")
 NUMEL = 4 * 2**20
 """Elements of a bucket that has 16 MiB."""
 
 
-def mapped() -> tuple[int, int, int]:
-    """Segments mapped by this process, what of them is in memory, what of that in huge pages."""
-    inodes, resident, huge, is_ours = set(), 0, 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_ours = "memfd:paceline" in line
-            if is_ours:
-                inodes.add(line.split()[4])
-        elif is_ours and line.startswith("Rss:"):
-            resident += int(line.split()[1]) * 1024
-        elif is_ours and line.startswith("ShmemPmdMapped:"):
-            huge += int(line.split()[1]) * 1024
-    return len(inodes), resident, huge
+def mapped() -> int:
+    """How many segments this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "memfd:paceline" in line})
 
 
-def sum_in_many_layouts(world: World, layouts: int) -> list[tuple[int, int, int]]:
-    """What is mapped after the sums of each layout, all with as many bytes."""
+def sum_in_many_layouts(world: World, layouts: int) -> list[int]:
+    """How many segments are mapped after the sums of each layout, all with as many bytes."""
     torch.set_num_threads(1)
     transport = TransportChoice(world.group, [CPU], "shared_memory").get()
     found = []
@@ -67,43 +54,7 @@ def sum_in_many_layouts(world: World, layouts: int) -> list[tuple[int, int, int]
 def test_only_the_last_layout_stays_mapped(size: int) -> None:
     for found in run_processes(size, sum_in_many_layouts, 4):
         # The other one is the channel, through which parameters are copied.
-        assert [segments for segments, _, _ in found] == [2] * 4
-
-
-def kernel_makes_huge_pages() -> bool:
-    descriptor = os.memfd_create("probe", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, 2 * PAGE_BYTES)
-    memory = map_aligned(descriptor, PAGE_BYTES)
-    os.close(descriptor)
-    use_huge_pages(memory, 0, PAGE_BYTES)
-    return bool(re.search(r"ShmemPmdMapped: +[1-9]", Path("/proc/self/smaps").read_text()))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_has_the_buckets_of_all_mapped_in_huge_pages(size: int) -> None:
-    if not kernel_makes_huge_pages():
-        pytest.skip("This kernel makes no huge pages of shared memory")
-    for found in run_processes(size, sum_in_many_layouts, 3):
-        # Now and then the kernel is using a page; it does not refuse most of them, in any layout.
-        assert max(huge / resident for _, resident, huge in found) > 0.8
-
-
-def map_without_room(_world: World, size_bytes: int) -> tuple[int | None, int]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + size_bytes, resource.RLIM_INFINITY))
-    descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size_bytes + PAGE_BYTES)
-    code = None
-    try:
-        map_aligned(descriptor, size_bytes)
-    except OSError as error:
-        code = error.errno
-    os.close(descriptor)
-    return code, mapped()[0]
-
-
-def test_without_room_for_addresses_there_is_an_os_error_and_no_mapping() -> None:
-    assert run_processes(1, map_without_room, 2**32) == [(errno.ENOMEM, 0)]
+        assert found == [2] * 4
 
 
 def train_until_tuned(world: World) -> tuple[str, int, list[str]]:
@@ -115,7 +66,7 @@ def train_until_tuned(world: World) -> tuple[str, int, list[str]]:
         model.zero_grad()
         model(torch.full((1, 1100), world.rank + 1.0)).sum().backward()
     links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if link.is_symlink()]
-    return model.bucket_tuning, mapped()[0], [link for link in links if "memfd:paceline" in link]
+    return model.bucket_tuning, mapped(), [link for link in links if "memfd:paceline" in link]
 
 
 def test_a_search_for_the_best_capacity_leaves_only_the_memory_of_what_it_chose() -> None:
