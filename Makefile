@@ -31,7 +31,7 @@ types: $(VENV)/.installed-dev  ## mypy --strict
 unit: $(VENV)/.installed-dev  ## the tests that need no second rank: seconds
 	$(BIN)/pytest -q tests/unit
 
-bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 8 minutes, keep quiet
+bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
 	$(PIP) --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m benchmarks all --out build/benchmarks
 

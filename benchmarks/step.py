@@ -180,12 +180,12 @@ def _take_turns(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "--models", default="all", help="names with commas, or all")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds after the warm-up")
     parser.add_argument(
-        "--block-ms", type=float, default=100, help="about so long a contestant is in turn"
+        "--block-ms", type=float, default=300, help="about so long a contestant is in turn"
     )
     parser.add_argument(
-        "--budget-s", type=float, default=30, help="no new round of a model after so long"
+        "--budget-s", type=float, default=60, help="no new round of a model after so long"
     )
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds of few steps, torch's options not screened"
