@@ -229,14 +229,13 @@ def worker_environment(
     max_restarts: int = 0,
     cores: int = 1,
     threads: int | None = None,
-    loopback: str | None = None,
+    interface: str | None = None,
     virtual_local_rank: bool = False,
 ) -> dict[str, str]:
     """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
 
-    torchrun's variables, plus two of ours. `loopback` is the interface Gloo is kept on when
-    the whole world is on one machine. What the user has set for threads, memory and Gloo is left
-    alone.
+    torchrun's variables, plus two of ours. `interface` is the one that Gloo is told to use. What
+    the user has set for threads, memory and Gloo is left alone.
     """
     ours = {
         "RANK": str(place.rank),
@@ -268,8 +267,8 @@ def worker_environment(
         ours |= KEEP_FREED_MEMORY
     if HUGE_PAGES.keys().isdisjoint(environ):
         ours |= HUGE_PAGES
-    if loopback is not None and "GLOO_SOCKET_IFNAME" not in environ:
-        ours["GLOO_SOCKET_IFNAME"] = loopback
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in environ:
+        ours["GLOO_SOCKET_IFNAME"] = interface
     if virtual_local_rank:
         ours["LOCAL_RANK"] = "0"
         ours["CUDA_VISIBLE_DEVICES"] = _visible_device(environ, place.local_rank)

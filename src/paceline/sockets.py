@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import socket
 import struct
 from typing import Any
 
 from paceline.errors import UsageError
+
+_ANY_PORT = 9
+_SIOCGIFADDR = 0x8915  # Linux: an interface's address
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,6 +51,35 @@ def is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
         return False
     except OSError:
         return True
+
+
+def interface_towards(host: str, own_name: str | None = None) -> str | None:
+    """The interface that leads to another machine; None if this machine's name says it already.
+
+    Gloo tells the others the address that the machine's own name resolves to. As Debian sets that
+    up it is loopback, where they meet themselves.
+    """
+    name = socket.gethostname() if own_name is None else own_name
+    with contextlib.suppress(OSError):
+        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+            return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((_spelled(host), _ANY_PORT))  # nothing is sent
+            address = route.getsockname()[0]
+            interfaces = [name for _, name in socket.if_nameindex()]
+            return next((n for n in interfaces if _address_of(n, route) == address), None)
+    except OSError:
+        return None
+
+
+def _address_of(interface: str, any_socket: socket.socket) -> str:
+    """The IPv4 address of an interface, or nothing."""
+    try:
+        found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(found[20:24])
 
 
 def _spelled(host: str) -> str | bytes:

@@ -91,7 +91,8 @@ def stopped_at(
         output, errors = process.communicate(timeout=60)
     assert "finished" not in output.splitlines()
     assert "Traceback" not in errors
-    assert f"{signal.Signals(number).name}: finishing the step" in output
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"{name}: finishing the step" in output
     assert_all_stopped_together(folder, ranks)
     return process.returncode
 

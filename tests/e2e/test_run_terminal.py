@@ -274,7 +274,7 @@ def test_the_first_ctrl_c_finishes_the_step_and_saves_and_the_bar_says_so(tmp_pa
     assert info.step >= 1
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert "  stopping, once more kills" in session.raw
-    assert "SIGINT: finishing the step and saving; once more ends it at once." in lines
+    assert "Ctrl-C: finishing the step and saving; once more ends it at once." in lines
     assert any(line.startswith("run stopped on 2 workers") for line in lines)
     assert lines[-1] == "paceline: ended by SIGINT."
     assert session.glass.bottom == ""

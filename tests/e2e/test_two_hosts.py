@@ -88,7 +88,7 @@ class Host:
     """One host, which waits until its cable is plugged in and then runs the script."""
 
     def __init__(self, number: int, folder: Path, workers: int) -> None:
-        names = folder / "hosts"
+        names = folder / f"hosts{number}"
         order = folder / "nsswitch.conf"  # a host that asks no network for names
         setup = f"""
             mount --bind {names} /etc/hosts && mount --bind {order} /etc/nsswitch.conf || exit 90
@@ -123,8 +123,8 @@ def connect(one: Host, other: Host) -> None:
 @pytest.fixture
 def hosts(_namespaces: None, tmp_path: Path) -> Iterator[list[Host]]:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    lines = [f"{address} host{number}" for number, address in enumerate(ADDRESSES)]
-    (tmp_path / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+    for number in range(len(ADDRESSES)):  # as Debian does: nobody else could reach that address
+        (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n127.0.1.1 host{number}\n")
     (tmp_path / "nsswitch.conf").write_text("hosts: files\npasswd: files\n")
     started: list[Host] = []
     try:

@@ -237,7 +237,7 @@ def test_what_the_user_has_set_is_left_alone() -> None:
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "THP_MEM_ALLOC_ENABLE": "0",
     }
-    ours = written(environ, cores=8, loopback="lo")
+    ours = written(environ, cores=8, interface="lo")
     assert ours.keys().isdisjoint({*environ, "MALLOC_MMAP_THRESHOLD_"})
 
 
@@ -246,7 +246,7 @@ def test_a_flag_for_threads_wins_over_the_environment() -> None:
 
 
 def test_gloo_is_kept_on_loopback_when_asked() -> None:
-    assert written(loopback="lo")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert written(interface="lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in written()
 
 

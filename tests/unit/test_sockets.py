@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from datetime import timedelta
 
-from paceline.sockets import is_served, listen
+from paceline.sockets import interface_towards, is_served, listen
 from paceline.world import _wait_until_served
 
 
@@ -57,3 +58,16 @@ def test_waiting_ends_with_its_patience() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         _wait_until_served("127.0.0.1", server.getsockname()[1], timedelta(milliseconds=5))
+
+
+def test_gloo_is_shown_the_way_where_the_own_name_is_loopback() -> None:
+    found = interface_towards("127.0.0.1", own_name="localhost")
+    assert found == ("lo" if sys.platform == "linux" else None)
+
+
+def test_gloo_is_left_alone_where_the_own_name_is_an_address() -> None:
+    assert interface_towards("127.0.0.1", own_name="192.0.2.7") is None
+
+
+def test_a_machine_that_cannot_be_reached_is_no_error() -> None:
+    assert interface_towards("no.such.host.invalid", own_name="localhost") is None

@@ -35,6 +35,7 @@ from paceline.launcher.sentinel import Sentinel
 from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreDoor
 from paceline.launcher.watch import OtherMachines, SignalInbox, end_now, watch
 from paceline.launcher.worker import Orders
+from paceline.sockets import interface_towards
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Site:
             cores=count_cores(),
             environ=os.environ,
             loopback=env.loopback_interface(),
+            outward=None if meeting.is_on_loopback else interface_towards(meeting.host),
             attempt=attempt,
         )
         specs = plan_workers(self.options, meeting, facts)

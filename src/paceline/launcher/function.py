@@ -248,7 +248,7 @@ def _work(party: _Party, seat: _Seat, parent: int) -> None:
             environ=os.environ,
             cores=count_cores(),
             threads=party.threads,
-            loopback=env.loopback_interface(),
+            interface=env.loopback_interface(),
         )
     )
     if rank == 0:

@@ -57,6 +57,8 @@ class Facts:
     cores: int
     environ: Mapping[str, str]
     loopback: str | None = None
+    outward: str | None = None
+    """The interface that leads to other machines, where Gloo would not find it by itself."""
     attempt: int = 0
     log_folder: str = ""
     """Where this attempt's log files go, if any are written."""
@@ -132,7 +134,7 @@ def _plan_worker(
         max_restarts=options.max_restarts,
         cores=facts.cores,
         threads=options.threads,
-        loopback=facts.loopback if meeting.is_on_loopback else None,
+        interface=facts.loopback if meeting.is_on_loopback else facts.outward,
         virtual_local_rank=options.virtual_local_rank,
     )
     ours |= observation_environment(

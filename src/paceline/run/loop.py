@@ -22,7 +22,7 @@ from paceline.run.evaluation import Evaluation, Score
 from paceline.run.loader import loading_options
 from paceline.run.metrics import means
 from paceline.run.options import RunOptions
-from paceline.run.signals import StopRequest
+from paceline.run.signals import StopRequest, name_signal
 from paceline.run.step import Step
 from paceline.run.wanted import Wanted
 from paceline.world import World
@@ -198,7 +198,7 @@ class Run:
                     portions = parts.shop.loader.portions(self._between.position)
                     continue
                 if number := self._between.after(step):
-                    status, reason = "stopped", f"signal {number}"
+                    status, reason = "stopped", f"stopped by {name_signal(number)}"
                     self._between.leave_together()
                     break
             else:

@@ -15,6 +15,11 @@ SAME_PRESS_S = 0.5
 """A terminal and a launcher may both pass one Ctrl-C on; so soon after the first it is the same."""
 
 
+def name_signal(number: int) -> str:
+    """What a person calls it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 class StopRequest:
     """Whether somebody has asked this worker to stop, and with which signal."""
 
@@ -44,8 +49,9 @@ class StopRequest:
         now_s = time.monotonic()
         if not self.signal:
             self.signal, self._since_s = number, now_s
-            name = signal.Signals(number).name
-            self._say(f"{name}: finishing the step and saving; once more ends it at once.")
+            self._say(
+                f"{name_signal(number)}: finishing the step and saving; once more ends it at once."
+            )
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:
             self.ignore()
             # Nobody's handler: whatever hangs, this ends it, with the right exit code.
