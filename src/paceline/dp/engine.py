@@ -210,7 +210,7 @@ class Engine:
         available = torch.get_num_threads()
         share = max(1, available // cpu_lanes) if cpu_lanes else available
         names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
-        return Crew(names, cpu_threads or share)
+        return Crew(names, cpu_threads or share, shares_processors=cpu_lanes > 1)
 
 
 def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch.autograd import forward_ad
 
 from paceline.dp.devices import Place
+from paceline.dp.spinning import send_helpers_away
 from paceline.errors import UsageError
 
 Job = Callable[[], Any]
@@ -46,7 +47,10 @@ class Crew:
     while threads wait, and that ends them.
     """
 
-    def __init__(self, names: Sequence[str], cpu_threads: int) -> None:
+    def __init__(
+        self, names: Sequence[str], cpu_threads: int, *, shares_processors: bool = False
+    ) -> None:
+        self._shares_processors = shares_processors
         self._pid = os.getpid()
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
         self._underway: list[_Errand] = []
@@ -73,6 +77,8 @@ class Crew:
     def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
         """Do one job per lane, all at once; their outcomes in the order of the lanes."""
         self.finish_interrupted()
+        if self._shares_processors:
+            send_helpers_away()
         errands: list[_Errand | None] = []
         for job, inbox in zip(jobs, self._inboxes, strict=True):
             errand = None if job is None else _Errand(job)
