@@ -18,7 +18,7 @@ from benchmarks.contestants import has_transports
 from benchmarks.spread import ratio, rotated, slowest, spread
 from benchmarks.tables import print_table
 from paceline import World, comm
-from paceline.buckets import BucketPlan, Slot
+from paceline.gradients.plan import BucketPlan, Slot
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.comm.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import seeded
-from paceline.world import World
 
 WIDTH, CLASSES = 6, 3
 QUIET = RunOptions(progress="quiet")

@@ -1,6 +1,6 @@
 """Run folders without a run: what training would have written, made up from a seed.
 
-Everything goes through `paceline.run_folder`'s own writers, so a folder here has the form of a real
+Everything goes through the writers of `observe.run_folder`, so a folder here has the form of a real
 one. Times and losses follow simple laws: a loss that falls, a slow rank that the others wait for.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.pipeline.schema import write as write_trace
-from paceline.pipeline.stages import (
+from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, make_private, write_info
+from paceline.record.schema import write as write_trace
+from paceline.record.stages import (
     Answer,
     Check,
     Engine,
@@ -34,7 +35,6 @@ from paceline.pipeline.stages import (
     Weight,
     WeightStop,
 )
-from paceline.run_folder import EventWriter, RunFolder, RunInfo, make_private, write_info
 
 BEGAN = 1_700_000_000.0
 BATCH = 128
@@ -211,7 +211,7 @@ def _write_rank_0(
 def _write_timeline(
     folder: RunFolder, rank: int, steps: int, slow_rank: int | None, rng: random.Random
 ) -> None:
-    """A Chrome trace as `paceline.spans` writes it: one event a line, no closing bracket."""
+    """A Chrome trace as `observe.spans` writes it: one event a line, no closing bracket."""
     make_private(folder.timeline)
     lines = ["["]
 

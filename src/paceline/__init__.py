@@ -15,40 +15,42 @@ _HOME_BY_NAME = {
     "DDPOptions": "paceline.ddp",
     "DPOptions": "paceline.dp",
     "DataParallel": "paceline.dp",
-    "DistributedBatchSampler": "paceline.sampler",
+    "DistributedBatchSampler": "paceline.data",
     "DistributedDataParallel": "paceline.ddp",
-    "DistributedSampler": "paceline.sampler",
-    "EpochNotSetWarning": "paceline.sampler",
+    "DistributedSampler": "paceline.data",
+    "EpochNotSetWarning": "paceline.data",
     "Run": "paceline.run",
     "RunOptions": "paceline.run",
-    "SyncBatchNorm": "paceline.sync_batch_norm",
-    "World": "paceline.world",
-    "compare": "paceline.comparison",
-    "init_process_group": "paceline.world",
+    "SyncBatchNorm": "paceline.ddp.sync_batch_norm",
+    "World": "paceline.comm.world",
+    "compare": "paceline.explain.compare",
+    "init_process_group": "paceline.comm.world",
     "launch": "paceline.launcher",
     "load_weights": "paceline.checkpoint",
-    "speedup": "paceline.scaling",
+    "record_step": "paceline.record",
+    "speedup": "paceline.explain.scaling",
 }
 
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
     from paceline.checkpoint import load_weights as load_weights
-    from paceline.comparison import compare as compare
+    from paceline.comm.world import World as World
+    from paceline.comm.world import init_process_group as init_process_group
+    from paceline.data import DistributedBatchSampler as DistributedBatchSampler
+    from paceline.data import DistributedSampler as DistributedSampler
+    from paceline.data import EpochNotSetWarning as EpochNotSetWarning
     from paceline.ddp import DDPOptions as DDPOptions
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
+    from paceline.ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from paceline.dp import DataParallel as DataParallel
     from paceline.dp import DPOptions as DPOptions
+    from paceline.explain.compare import compare as compare
+    from paceline.explain.scaling import speedup as speedup
     from paceline.launcher import launch as launch
+    from paceline.record import record_step as record_step
     from paceline.run import Run as Run
     from paceline.run import RunOptions as RunOptions
-    from paceline.sampler import DistributedBatchSampler as DistributedBatchSampler
-    from paceline.sampler import DistributedSampler as DistributedSampler
-    from paceline.sampler import EpochNotSetWarning as EpochNotSetWarning
-    from paceline.scaling import speedup as speedup
-    from paceline.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from paceline.world import World as World
-    from paceline.world import init_process_group as init_process_group
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)
 

@@ -24,22 +24,22 @@ BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: the module that does it, and a line of help."""
+    """One command: the module of this package that does it, and a line of help."""
 
     module: str
     summary: str
 
 
 COMMANDS = {
-    "demo": Command("paceline.demo", "train, resume and report a small model on two workers"),
-    "run": Command("paceline.launcher.run", "run a training script on several workers"),
-    "ckpt": Command("paceline.checkpoint.command", "list, verify, compare and clean checkpoints"),
-    "doctor": Command("paceline.doctor", "describe this machine and check that training works"),
-    "timeline": Command("paceline.timeline", "show where each worker's time went, step by step"),
-    "scale": Command("paceline.scaling.command", "say where the speed-up of more workers went"),
-    "compare": Command("paceline.comparison", "time DataParallel and DistributedDataParallel here"),
-    "trace": Command("paceline.trace.command", "follow one batch through a training step"),
-    "report": Command("paceline.report.command", "write a run as one HTML file"),
+    "demo": Command("demo", "train, resume and report a small model on two workers"),
+    "run": Command("launcher.run", "run a training script on several workers"),
+    "ckpt": Command("checkpoint.command", "list, verify, compare and clean checkpoints"),
+    "doctor": Command("doctor", "describe this machine and check that training works"),
+    "timeline": Command("observe.timeline", "show where each worker's time went, step by step"),
+    "scale": Command("explain.scaling.command", "say where the speed-up of more workers went"),
+    "compare": Command("explain.compare", "time DataParallel and DistributedDataParallel here"),
+    "trace": Command("explain.trace.command", "follow one batch through a training step"),
+    "report": Command("explain.report.command", "write a run as one HTML file"),
 }
 
 
@@ -140,7 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
             f"There is no command {name!r}" + (f"; did you mean {near[0]}?" if near else "."),
             advice=f"The commands are {', '.join(COMMANDS)}.",
         )
-    module = import_module(COMMANDS[name].module)
+    module = import_module(f"paceline.{COMMANDS[name].module}")
     parser = Parser(prog=f"paceline {name}", description=f"{COMMANDS[name].summary}.")
     module.add_arguments(parser)
     code: int = module.main(parser.parse_args(rest)) or 0

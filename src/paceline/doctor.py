@@ -165,7 +165,7 @@ def _sum_ranks() -> float:
     import torch
     import torch.distributed as dist
 
-    from paceline.world import init_process_group
+    from paceline.comm.world import init_process_group
 
     # A check that hangs says where, and ends.
     faulthandler.dump_traceback_later(TEST_TIMEOUT_S, exit=True)

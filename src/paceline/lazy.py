@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,8 @@ def load_names(package: str, home_by_name: Mapping[str, str]) -> Callable[[str],
         home = home_by_name.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(home), name)
+        value = getattr(import_module(home), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     return load

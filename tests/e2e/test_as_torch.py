@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from paceline.as_torch import OURS_BY_TORCHS
+from paceline.launcher.as_torch import OURS_BY_TORCHS
 
 SCRIPT = """
     import torch
@@ -129,7 +129,7 @@ def test_torchs_own_code_keeps_torchs_classes() -> None:
     table = repr(sorted({(module, name) for module, name in OURS_BY_TORCHS}))
     code = f"""
     import importlib, sys, torch
-    from paceline.as_torch import swap_classes
+    from paceline.launcher.as_torch import swap_classes
     table = {table}
     originals = [getattr(importlib.import_module(m), n) for m, n in table]
     swap_classes()

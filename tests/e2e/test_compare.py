@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline import comparison
-from paceline.comparison import compare
 from paceline.errors import UsageError
+from paceline.explain import compare as command
+from paceline.explain.compare import compare
 
 NAMES = ["bare", "DataParallel", "DataParallel, loss on replicas", "DistributedDataParallel"]
 
@@ -55,17 +55,17 @@ def test_a_batch_without_targets_and_a_model_of_containers_will_do() -> None:
 
 def test_the_command_loads_what_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    comparison.add_arguments(parser)
+    command.add_arguments(parser)
     args = parser.parse_args([f"{__name__}:made_here", "--steps", "1", "--devices", "cpu:0,cpu:1"])
-    assert comparison.main(args) == 0
+    assert command.main(args) == 0
     assert "DistributedDataParallel" in capsys.readouterr().out
 
 
 def test_mistakes_are_answered() -> None:
     parser = argparse.ArgumentParser()
-    comparison.add_arguments(parser)
+    command.add_arguments(parser)
     with pytest.raises(UsageError, match="cannot be loaded"):
-        comparison.main(parser.parse_args(["nowhere:nothing"]))
+        command.main(parser.parse_args(["nowhere:nothing"]))
     with pytest.raises(UsageError, match="a pair of inputs and targets"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)
     with pytest.raises(UsageError, match="steps is 0"):

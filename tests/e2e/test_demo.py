@@ -17,7 +17,7 @@ from paceline.cli import main
 from paceline.demo import words
 from paceline.demo.options import BATCH_ROWS, Options
 from paceline.demo.outcome import Epoch, Outcome, Resumed
-from paceline.run_folder import RunFolder, read_events, read_info
+from paceline.observe.run_folder import RunFolder, read_events, read_info
 
 # As many as two workers and three make of them.
 SHARDS = 6

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
-from paceline import report
+from paceline.explain import report
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install playwright"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run_folder import EventReader, RunFolder, read_events, read_info, still_valid
+from paceline.observe.run_folder import EventReader, RunFolder, read_events, read_info, still_valid
 
 SCRIPT = """
 import sys, time, torch

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run_folder import RunFolder, read_info
+from paceline.observe.run_folder import RunFolder, read_info
 from tests.terminals import PATIENCE_S, Glass, Session
 
 pytest.importorskip("rich")

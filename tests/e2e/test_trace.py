@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from paceline.cli import main
-from paceline.pipeline import schema, validate
-from paceline.trace import task
+from paceline.explain.trace import task
+from paceline.record import schema, validate
 
 USERS_FILE = """
 import torch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import CASES, Case
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp import DataParallel, DPOptions
 from paceline.errors import DeviceError, UsageError
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import CASES, Case
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp import DataParallel, DPOptions
 from paceline.dp import pace as pace_of_calls
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import DistributedDataParallel, World, init_process_group, spans, timeline
-from paceline.pace import Comparison
-from paceline.stopwatch import DeviceStopwatch
+from paceline import DistributedDataParallel, World, init_process_group
+from paceline.observe import spans, timeline
+from paceline.observe.pace import Comparison
+from paceline.observe.stopwatch import DeviceStopwatch
 from paceline.testing import Faults, run_processes, seeded
 
 pytestmark = pytest.mark.gpu

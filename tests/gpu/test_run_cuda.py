@@ -11,11 +11,11 @@ from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.comm.world import World
 from paceline.errors import NotFiniteError
+from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_processes, seeded
-from paceline.world import World
 
 SHARDS = 4
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.sync_batch_norm import SyncBatchNorm
+from paceline.comm.world import World
+from paceline.ddp.sync_batch_norm import SyncBatchNorm
 from paceline.testing import run_processes
-from paceline.world import World
 
 SPLITS = [[8, 8], [13, 3], [16, 0]]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.01}

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline import DataParallel, DistributedDataParallel
-from paceline.pipeline import from_json, record_step, to_json
-from paceline.pipeline.stages import Trace
+from paceline.comm.world import World
+from paceline.record import from_json, record_step, to_json
+from paceline.record.stages import Trace
 from paceline.testing import run_processes, run_ranks, seeded
-from paceline.world import World
 
 ROWS = 100
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoints, CheckpointWarning
-from paceline.checkpoint.shelf import list_entries, verify
+from paceline.checkpoint.directory import list_entries, verify
+from paceline.comm.world import World
 from paceline.testing import run_processes
-from paceline.world import World
 
 KILLS = 20
 # What a save does to the disk, in the modules that do it.

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from updates import update
 
-from paceline import DDPOptions, DistributedDataParallel, spans, timeline
+from paceline import DDPOptions, DistributedDataParallel
+from paceline.comm.world import World
+from paceline.observe import spans, timeline
+from paceline.observe.timeline import Recording
 from paceline.testing import run_processes, seeded
-from paceline.timeline import Recording
-from paceline.world import World
 
 SIZE, STEPS = 3, 6
 TRANSPORTS = ("shared_memory", "c10d")

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from paceline.run.lifeline import Lifeline
+from paceline.run.loader_signals import Lifeline
 
 
 def load(on_start: Callable[[int], None], wire: Connection) -> None:

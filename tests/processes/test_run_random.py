@@ -17,8 +17,8 @@ import torch.distributed as dist
 from runs import CLASSES, WIDTH, Rows, assert_same, train
 from torch import Tensor, nn
 
+from paceline.comm.world import World
 from paceline.testing import run_processes, seeded
-from paceline.world import World
 
 SHARDS = 4
 SIZES = (2, 3, 4)

@@ -12,12 +12,13 @@ import torch
 from runs import Rows, mlp
 from torch.nn import functional as F
 
-from paceline import pace, report, spans
-from paceline.blame import Blame
+from paceline.comm.world import World
+from paceline.explain import report
+from paceline.observe import pace, spans
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stragglers import Blame
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder
 from paceline.testing import run_processes
-from paceline.world import World
 
 
 def train(world: World, folder: str) -> bool:

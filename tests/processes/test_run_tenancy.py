@@ -12,13 +12,13 @@ import pytest
 from runs import train
 
 from paceline.errors import UsageError
-from paceline.run.tenancy import FILE_NAME, Tenancy
-from paceline.run_folder import RunFolder
+from paceline.observe.run_folder import RunFolder
+from paceline.run.folder_lock import FILE_NAME, Tenancy
 
 HOLD = """
 import os, sys
-from paceline.run.tenancy import Tenancy
-from paceline.run_folder import RunFolder
+from paceline.run.folder_lock import Tenancy
+from paceline.observe.run_folder import RunFolder
 
 folder = RunFolder(sys.argv[1])
 folder.create()
@@ -55,8 +55,8 @@ def test_a_folder_that_another_process_trains_in_is_refused_until_that_is_gone(
 def test_a_run_that_is_over_gives_its_folder_up(tmp_path: Path) -> None:
     train(folder=tmp_path / "run")
     other = f"""
-from paceline.run.tenancy import Tenancy
-from paceline.run_folder import RunFolder
+from paceline.run.folder_lock import Tenancy
+from paceline.observe.run_folder import RunFolder
 Tenancy(RunFolder({str(tmp_path / "run")!r})).take()
 """
     subprocess.run([sys.executable, "-c", other], check=True)

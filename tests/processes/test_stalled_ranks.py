@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import DDPOptions, DistributedDataParallel, comm, stall, stopwatch
+from paceline import DDPOptions, DistributedDataParallel, comm
+from paceline.comm.world import World
+from paceline.observe import stall, stopwatch
 from paceline.testing import run_processes
-from paceline.world import World
 
 
 def stop_one(world: World, culprit: int) -> list[str]:

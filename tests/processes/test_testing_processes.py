@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from paceline import comm
+from paceline.comm.world import World
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.testing import Faults, run_processes
-from paceline.world import World
 
 FAST_S = 10.0
 """Far below the timeout of run_processes, far above what a loaded machine needs."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel, World
-from paceline.bucket_tuning import SCORED_STEPS, WARM_UP_STEPS
-from paceline.buckets import BucketPlan, Slot
+from paceline.gradients.plan import BucketPlan, Slot
+from paceline.gradients.tuning import SCORED_STEPS, WARM_UP_STEPS
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice
 

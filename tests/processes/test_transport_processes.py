@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.buckets import BucketPlan, Slot
 from paceline.errors import PeerError
+from paceline.gradients.plan import BucketPlan, Slot
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, peers
 

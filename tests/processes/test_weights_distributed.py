@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import DistributedDataParallel, load_weights
+from paceline.comm.world import World
 from paceline.testing import run_processes, seeded
-from paceline.world import World
 
 
 def build(seed: int) -> nn.Module:

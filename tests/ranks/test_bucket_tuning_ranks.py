@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.bucket_tuning import CPU_CANDIDATES_BYTES, SCORED_STEPS, WARM_UP_STEPS
+from paceline.gradients.tuning import CPU_CANDIDATES_BYTES, SCORED_STEPS, WARM_UP_STEPS
 from paceline.testing import run_ranks
 
 STEPS = 2 + len(CPU_CANDIDATES_BYTES) * (WARM_UP_STEPS + SCORED_STEPS)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import DistributedDataParallel, World, compress
-from paceline.compress import BF16, FP16, BucketTraffic, Compression, PowerSGD
-from paceline.compress.power_sgd import orthonormal
+from paceline import DistributedDataParallel, World
 from paceline.errors import UsageError
+from paceline.gradients import compress
+from paceline.gradients.compress import BF16, FP16, BucketTraffic, Compression, PowerSGD
+from paceline.gradients.compress.power_sgd import orthonormal
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 
 FULL = PowerSGD(rank=64, start_step=0, min_ratio=0)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from paceline import DistributedDataParallel, World, tree
+from paceline import DistributedDataParallel, World
+from paceline.comm import tree
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.testing import gradients, run_ranks, seeded
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline import comm
+from paceline.comm.world import World
 from paceline.testing import run_ranks
-from paceline.world import World
 
 
 def explain(world: World, words_by_rank: dict[int, tuple[str, str]]) -> str:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from updates import update
 
-from paceline import DistributedDataParallel, SyncBatchNorm, stopwatch
-from paceline.stopwatch import PHASES
+from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline.comm.world import World
+from paceline.observe import stopwatch
+from paceline.observe.stopwatch import PHASES
 from paceline.testing import Faults, run_ranks, seeded
-from paceline.world import World
 
 STEPS = 20
 DELAY_S = 0.03

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.blame import Blame
-from paceline.pace import (
+from paceline.comm.world import World
+from paceline.observe.pace import (
     LEAST_PERIOD,
     MOST_PERIOD,
     Comparison,
@@ -19,9 +19,9 @@ from paceline.pace import (
     clock_offset,
     next_period,
 )
-from paceline.stopwatch import Stopwatch
+from paceline.observe.stopwatch import Stopwatch
+from paceline.observe.stragglers import Blame
 from paceline.testing import run_ranks
-from paceline.world import World
 
 CPU = torch.device("cpu")
 STEP_MS = {"data": 2, "forward": 5, "other": 1, "backward": 10}

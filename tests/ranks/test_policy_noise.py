@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, World
 from paceline.errors import UsageError
+from paceline.observe.run_folder import RunFolder, read_events
 from paceline.policy import NoiseEstimate, NoiseMeter
 from paceline.policy.noise import from_shards
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_ranks, seeded
 
 ROWS = [7, 2, 5, 6]  # of each shard

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline import DataParallel, DistributedDataParallel, report
-from paceline.pipeline import record_step
+from paceline import DataParallel, DistributedDataParallel
+from paceline.comm.world import World
+from paceline.explain import report
+from paceline.record import record_step
 from paceline.testing import run_ranks, seeded
-from paceline.world import World
 
 DATA = torch.linspace(-1, 1, 10_000).view(1000, 10)
 TIMES = "\N{MULTIPLICATION SIGN}"

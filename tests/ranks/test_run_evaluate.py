@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from paceline.comm.world import World
 from paceline.errors import UsageError
+from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_ranks, seeded
-from paceline.world import World
 
 
 def make(net: nn.Module, world: World | None = None, **arguments: Any) -> Run:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import DataParallel, DistributedDataParallel, DistributedSampler
+from paceline.comm.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
-from paceline.world import World
 
 SHARDS = 4
 

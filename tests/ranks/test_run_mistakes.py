@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from paceline.checkpoint import Checkpoints
+from paceline.comm.world import World
 from paceline.errors import DesyncError, UsageError
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks
-from paceline.world import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 

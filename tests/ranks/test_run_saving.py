@@ -11,12 +11,12 @@ import torch
 from runs import Rows, mlp, train
 from torch.nn import functional as F
 
-from paceline.checkpoint.shelf import list_entries, opened
+from paceline.checkpoint.directory import list_entries, opened
+from paceline.comm.world import World
 from paceline.errors import UsageError
+from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder, read_events
 from paceline.testing import run_ranks
-from paceline.world import World
 
 
 def make_run(world: World | None, folder: Path, **options: Any) -> Run:

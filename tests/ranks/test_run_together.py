@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import SyncBatchNorm
+from paceline.comm.world import World
 from paceline.errors import CheckpointError, DesyncError, NotFiniteError, UsageError
+from paceline.observe.run_folder import RunFolder, read_events, read_info, still_valid
 from paceline.run import Run, RunOptions
-from paceline.run_folder import RunFolder, read_events, read_info, still_valid
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
-from paceline.world import World
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -12,15 +12,15 @@ from runs import QUIET, Rows, assert_same, mlp, train
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from paceline import pace, spans
-from paceline.blame import Blame
+from paceline.comm.world import World
 from paceline.errors import DesyncError
-from paceline.pipeline import read
+from paceline.observe import pace, spans
+from paceline.observe.run_folder import RunFolder, read_events, read_info
+from paceline.observe.stragglers import Blame
+from paceline.record import read
 from paceline.run import Run, RunOptions
-from paceline.run.wanted import batch_sentence
-from paceline.run_folder import RunFolder, read_events, read_info
+from paceline.run.config import batch_sentence
 from paceline.testing import run_ranks
-from paceline.world import World
 
 BLAME = Blame(rank=1, phase="data", slower_by_s=0.2, phase_s=0.21, others_phase_s=0.01, steps=8)
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from updates import update
 
-from paceline import DistributedDataParallel, spans
-from paceline.scaling.profile import OWN, RankSteps, read_rank
+from paceline import DistributedDataParallel
+from paceline.comm.world import World
+from paceline.explain.scaling.profile import OWN, RankSteps, read_rank
+from paceline.observe import spans
+from paceline.observe.timeline import read_events
 from paceline.testing import run_ranks, seeded
-from paceline.timeline import read_events
-from paceline.world import World
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.comm.world import World
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.sync_batch_norm import SyncBatchNorm
 from paceline.errors import PeerError, UsageError
-from paceline.sync_batch_norm import SyncBatchNorm
 from paceline.testing import gradients, run_ranks, seeded
-from paceline.world import World
 
 CHANNELS = 4
 # Rows per rank: equal, uneven, one rank without any.

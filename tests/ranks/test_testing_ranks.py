@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import comm
+from paceline.comm.world import World
 from paceline.errors import PeerError, UsageError, WorkerError
 from paceline.testing import Faults, PlannedFault, assert_replicas_equal, run_ranks, seeded
-from paceline.world import World
 
 FAST_S = 5.0
 """Far below the timeout of run_ranks, far above what a loaded machine needs."""

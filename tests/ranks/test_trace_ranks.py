@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, SyncBatchNorm
-from paceline.pipeline import ranks, record_step, schema, to_json, validate
-from paceline.pipeline.stages import Check, Stage, Trace
+from paceline.comm.world import World
+from paceline.record import ranks, record_step, schema, to_json, validate
+from paceline.record.stages import Check, Stage, Trace
 from paceline.testing import run_ranks, seeded
-from paceline.world import World
 
 X = torch.randn(1_000, 10, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1, keepdim=True) > 0).float()

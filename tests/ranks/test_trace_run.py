@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.pipeline import read, record_step
-from paceline.pipeline.stages import Trace
+from paceline.comm.world import World
+from paceline.record import read, record_step
+from paceline.record.stages import Trace
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks, seeded
-from paceline.world import World
 
 X = torch.randn(50, 6, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()

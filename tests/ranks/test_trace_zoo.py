@@ -9,10 +9,10 @@ import torch
 from zoo import CASES, Case, shard
 
 from paceline import DataParallel, DistributedDataParallel
-from paceline.pipeline import record_step
-from paceline.pipeline.stages import Check
+from paceline.comm.world import World
+from paceline.record import record_step
+from paceline.record.stages import Check
 from paceline.testing import run_ranks
-from paceline.world import World
 
 ROWS = 12
 

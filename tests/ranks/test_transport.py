@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.buckets import BucketPlan, Slot
 from paceline.errors import PeerError, UsageError
+from paceline.gradients.plan import BucketPlan, Slot
 from paceline.testing import run_ranks
 from paceline.transport import Transport, TransportChoice
 

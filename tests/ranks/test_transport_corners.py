@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.bucket_tuning import SCORED_STEPS, WARM_UP_STEPS
 from paceline.errors import DesyncError, UsageError
+from paceline.gradients.tuning import SCORED_STEPS, WARM_UP_STEPS
 from paceline.testing import run_ranks
 from paceline.transport import TransportChoice
 from paceline.transport.hosts import why_memory_cannot_be_shared
@@ -132,7 +132,7 @@ def test_a_weighted_gradient_that_was_zeroed_in_place_need_not_be_used_again() -
 
 
 def test_a_bucket_does_not_start_while_others_may_still_write_its_last_sum() -> None:
-    from paceline.buckets import BucketPlan, Slot
+    from paceline.gradients.plan import BucketPlan, Slot
 
     def body(world: World) -> None:
         cpu = torch.device("cpu")

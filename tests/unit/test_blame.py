@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.blame import Blame, Pace, find_slow, summarise
-from paceline.stopwatch import OWN, PHASES, StepTimes
+from paceline.observe.stopwatch import OWN, PHASES, StepTimes
+from paceline.observe.stragglers import Blame, Pace, find_slow, summarise
 
 MS = 1_000_000
 WINDOW = 5

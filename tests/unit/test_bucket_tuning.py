@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bucket_tuning import (
+from paceline.gradients.tuning import (
     CPU_CANDIDATES_BYTES,
     SCORED_STEPS,
     WARM_UP_STEPS,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.buckets import CONTROL_WORDS, Gradient, plan_buckets
 from paceline.errors import UsageError
+from paceline.gradients.plan import CONTROL_WORDS, Gradient, plan_buckets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.command import VERBS
-from paceline.checkpoint.shelf import list_entries
+from paceline.checkpoint.directory import list_entries
 from paceline.cli import Parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()

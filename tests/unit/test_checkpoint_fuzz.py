@@ -16,10 +16,10 @@ from torch import nn
 
 from paceline import load_weights
 from paceline.checkpoint import Checkpoints
+from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.manifest import _hash
 from paceline.checkpoint.outline import verify_fully
-from paceline.checkpoint.series import read_entry
-from paceline.checkpoint.shelf import list_entries
+from paceline.checkpoint.saver import read_entry
 from paceline.errors import CheckpointError
 
 ROUNDS = 150

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import Checkpoints, CheckpointWarning, Saved
-from paceline.checkpoint.shelf import list_entries
+from paceline.checkpoint.directory import list_entries
 from paceline.errors import CheckpointError, UsageError
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.manifest import _hash, plain_facts
-from paceline.checkpoint.shelf import (
+from paceline.checkpoint.directory import (
     Entry,
     Standing,
     find_entry,
@@ -21,6 +20,7 @@ from paceline.checkpoint.shelf import (
     sweep,
     verify,
 )
+from paceline.checkpoint.manifest import _hash, plain_facts
 from paceline.errors import CheckpointError, UsageError
 
 NAN, INF = float("nan"), float("inf")

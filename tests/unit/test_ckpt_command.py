@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.checkpoint import Checkpoints, load_weights
 from paceline.checkpoint.command import VERBS
-from paceline.checkpoint.shelf import list_entries
+from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.tensors import read_tensors, write_tensors
 from paceline.cli import main
 
@@ -151,7 +151,7 @@ def test_verify_names_the_damaged_ones_and_fails(
 def test_verify_finds_a_tensor_that_nothing_speaks_of(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.checkpoint.shelf import publish
+    from paceline.checkpoint.directory import publish
 
     write_tensors(run / "x.safetensors", {"x": torch.ones(2)})
     files = {"state.safetensors": [(run / "x.safetensors").read_bytes()], "state.json": [b"{}"]}

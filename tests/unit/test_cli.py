@@ -104,7 +104,7 @@ SURFACE = {
 
 def parser_of(command: str) -> Parser:
     parser = Parser(prog=f"paceline {command}")
-    import_module(COMMANDS[command].module).add_arguments(parser)
+    import_module(f"paceline.{COMMANDS[command].module}").add_arguments(parser)
     return parser
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import compress
-from paceline.compress import BF16, FP16, PowerSGD
-from paceline.compress.deferred import Deferred
-from paceline.compress.power_sgd import first_directions, matrix_shape, orthonormal
-from paceline.compress.traffic import BucketTraffic, Traffic
 from paceline.errors import HookError, UsageError
+from paceline.gradients import compress
+from paceline.gradients.compress import BF16, FP16, PowerSGD
+from paceline.gradients.compress.deferred import Deferred
+from paceline.gradients.compress.power_sgd import first_directions, matrix_shape, orthonormal
+from paceline.gradients.compress.traffic import BucketTraffic, Traffic
 
 
 @pytest.mark.parametrize(

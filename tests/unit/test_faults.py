@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from paceline import wire
+from paceline.comm import codec
 from paceline.errors import UsageError
 from paceline.testing import Fault, Faults, PlannedFault
 
@@ -73,7 +73,7 @@ def everything() -> Faults:
 def test_a_plan_survives_json_and_the_wire() -> None:
     plan = everything()
     assert Faults.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert Faults.from_dict(wire.decode(wire.encode(plan.to_dict()))) == plan
+    assert Faults.from_dict(codec.decode(codec.encode(plan.to_dict()))) == plan
 
 
 def test_random_plans_repeat_with_their_seed_and_differ_without() -> None:

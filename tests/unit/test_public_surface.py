@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import paceline
 from paceline import DistributedDataParallel, DistributedSampler
+from paceline.ddp.torch_compat import TorchSurface
 from paceline.dp import DataParallel
-from paceline.torch_surface import TorchSurface
 
 # Change these on purpose only, together with CHANGELOG.md: programs of users depend on them.
 NAMES_BY_MODULE = {
@@ -40,6 +40,7 @@ NAMES_BY_MODULE = {
         "init_process_group",
         "launch",
         "load_weights",
+        "record_step",
         "speedup",
     ],
     "paceline.checkpoint": [
@@ -50,7 +51,7 @@ NAMES_BY_MODULE = {
         "Written",
         "load_weights",
     ],
-    "paceline.compress": [
+    "paceline.gradients.compress": [
         "BF16",
         "FP16",
         "BucketTraffic",
@@ -62,7 +63,7 @@ NAMES_BY_MODULE = {
         "parse",
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
-    "paceline.pipeline": [
+    "paceline.record": [
         "Recording",
         "Stage",
         "Trace",
@@ -84,15 +85,15 @@ NAMES_BY_MODULE = {
         "plan_global_batch",
     ],
     "paceline.progress": ["Progress"],
-    "paceline.report": ["write"],
+    "paceline.explain.report": ["write"],
     "paceline.run": ["Run", "RunOptions", "Step"],
-    "paceline.sampler": [
+    "paceline.data": [
         "DistributedBatchSampler",
         "DistributedSampler",
         "EpochNotSetWarning",
         "PaddedDistributedSampler",
     ],
-    "paceline.trace": [
+    "paceline.explain.trace": [
         "Recording",
         "Trace",
         "draw",

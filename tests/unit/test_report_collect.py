@@ -16,11 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
-from paceline import report
 from paceline.errors import UsageError
-from paceline.pipeline.schema import write as write_trace
-from paceline.report.collect import Story, collect
-from paceline.report.words import (
+from paceline.explain import report
+from paceline.explain.report.collect import Story, collect
+from paceline.explain.report.words import (
     find_slow,
     how_far,
     how_it_learned,
@@ -28,7 +27,8 @@ from paceline.report.words import (
     where_time_went,
     who_waited,
 )
-from paceline.run_folder import EventWriter, RunFolder, RunInfo, write_info
+from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, write_info
+from paceline.record.schema import write as write_trace
 
 INFO = RunInfo(name="small", created=1.0, updated=2.0, workers=2, global_batch=4)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.charts import Chart, Line, draw, ticks, value_range
-from paceline.report.markup import (
+from paceline.explain.report.charts import Chart, Line, draw, ticks, value_range
+from paceline.explain.report.markup import (
     Html,
     count,
     data_block,
@@ -25,7 +25,7 @@ from paceline.report.markup import (
     tag,
     text,
 )
-from paceline.report.series import Column, Point
+from paceline.explain.report.series import Column, Point
 
 
 class Reading(HTMLParser):

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
-from paceline import report
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.run_folder import RunFolder
+from paceline.explain import report
+from paceline.observe.run_folder import RunFolder
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 VOID = {"meta", "link", "br"}
@@ -216,8 +216,8 @@ def test_writing_a_report_loads_neither_torch_nor_anything_beyond_the_standard_l
     code = (
         "import sys\n"
         "before = set(sys.modules)\n"
-        "import paceline.report\n"
-        "paceline.report.write(sys.argv[1], sys.argv[2])\n"
+        "import paceline.explain.report\n"
+        "paceline.explain.report.write(sys.argv[1], sys.argv[2])\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new - sys.stdlib_module_names - {'paceline'}))"
     )

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
-from paceline import report
-from paceline.pipeline.schema import read as read_trace
-from paceline.pipeline.schema import to_json
-from paceline.pipeline.stages import Check, Part, Stage, TensorFacts, Trace
-from paceline.report import pipeline, ranks, scaling
-from paceline.report.collect import Rank, collect
-from paceline.report.picture import WIDTH, draw_row, lay_out, shape
-from paceline.report.window import Span, Window, covered, read_window
-from paceline.run_folder import RunInfo
+from paceline.explain import report
+from paceline.explain.report import pipeline, ranks, scaling
+from paceline.explain.report.collect import Rank, collect
+from paceline.explain.report.picture import WIDTH, draw_row, lay_out, shape
+from paceline.explain.report.window import Span, Window, covered, read_window
+from paceline.observe.run_folder import RunInfo
+from paceline.record.schema import read as read_trace
+from paceline.record.schema import to_json
+from paceline.record.stages import Check, Part, Stage, TensorFacts, Trace
 
 INFO = RunInfo(name="x", created=1.0, updated=1.0, global_batch=10, workers=3, device="cpu")
 

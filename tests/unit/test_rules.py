@@ -73,7 +73,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_scan_finds_the_source() -> None:
-    assert {"ddp.py", "reducer.py", "wire.py"} <= {path.name for path in FILES}
+    assert {"distributed.py", "reducer.py", "codec.py"} <= {path.name for path in FILES}
 
 
 @each_file

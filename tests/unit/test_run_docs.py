@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from paceline.observe.run_folder import RunFolder, read_events, read_info
 from paceline.run import RunOptions
-from paceline.run_folder import RunFolder, read_events, read_info
 
 PAGE = Path(__file__).parents[2] / "docs" / "run.md"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError, WireError
-from paceline.run_folder import (
+from paceline.observe.run_folder import (
     EventReader,
     EventWriter,
     RunFolder,
@@ -173,5 +173,5 @@ def test_events_have_a_time_that_clocks_agree_on(folder: RunFolder) -> None:
 
 
 def test_it_is_read_without_torch() -> None:
-    code = "import sys, paceline.run_folder; assert 'torch' not in sys.modules"
+    code = "import sys, paceline.observe.run_folder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

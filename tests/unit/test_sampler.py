@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from paceline.data import DistributedSampler, EpochNotSetWarning
 from paceline.errors import NotInitializedError, UsageError
-from paceline.sampler import DistributedSampler, EpochNotSetWarning
 
 SIZES = [1, 2, 3, 1024]
 

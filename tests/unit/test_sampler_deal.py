@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sampler.deal import Tail, deal, share
+from paceline.data.deal import Tail, deal, share
 
 totals = st.integers(0, 60)
 sizes = st.one_of(st.integers(1, 9), st.just(1024))

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from paceline.data import DistributedBatchSampler, DistributedSampler, EpochNotSetWarning
 from paceline.errors import UsageError
-from paceline.sampler import DistributedBatchSampler, DistributedSampler, EpochNotSetWarning
 
 DATA = range(23)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from paceline.sampler import DistributedBatchSampler, DistributedSampler
+from paceline.data import DistributedBatchSampler, DistributedSampler
 
 
 class Squares(Dataset[Tensor]):

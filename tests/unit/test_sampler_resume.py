@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
+from paceline.data import DistributedBatchSampler, DistributedSampler
+from paceline.data.dealer import Dealer
 from paceline.errors import UsageError
-from paceline.sampler import DistributedBatchSampler, DistributedSampler
-from paceline.sampler.dealer import Dealer
 
 
 def train_in_lock_step(samplers: list[Any], rounds: int, batch: int) -> list[list[Any]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scaling.attribution import (
+from paceline.explain.scaling.attribution import (
     PARTS,
     Machine,
     Mode,
@@ -16,7 +16,7 @@ from paceline.scaling.attribution import (
     detect_mode,
     percentages,
 )
-from paceline.scaling.profile import PHASES, Profile
+from paceline.explain.scaling.profile import PHASES, Profile
 
 JOB = {"data": 4.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 8.0}
 

@@ -9,15 +9,15 @@ import pytest
 
 from paceline.cli import Parser, main
 from paceline.errors import SettingError
-from paceline.scaling.command import (
+from paceline.explain.scaling.command import (
     add_arguments,
     choose_threads,
     read_networks,
     read_sizes,
     take_flags_behind,
 )
-from paceline.scaling.measure import Script, order, read_run_options, steps_made
-from paceline.spans import Recorder
+from paceline.explain.scaling.measure import Script, order, read_run_options, steps_made
+from paceline.observe.spans import Recorder
 
 
 def test_sizes_take_turns_forth_and_back() -> None:

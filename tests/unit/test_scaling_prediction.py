@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scaling.attribution import Machine, Mode, stretch_of
-from paceline.scaling.prediction import (
+from paceline.explain.scaling.attribution import Machine, Mode, stretch_of
+from paceline.explain.scaling.prediction import (
     HAND_OVER_S,
     Cost,
     check,
@@ -17,8 +17,8 @@ from paceline.scaling.prediction import (
     fit_cost,
     fit_network,
 )
-from paceline.scaling.profile import Profile
-from paceline.scaling.simulation import NETWORKS, Bucket, Network, exposed_s
+from paceline.explain.scaling.profile import Profile
+from paceline.explain.scaling.simulation import NETWORKS, Bucket, Network, exposed_s
 
 MACHINE = Machine(cores=64)
 COSTS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.scaling.profile import (
+from paceline.explain.scaling.profile import (
     PHASES,
     Run,
     combine,
@@ -19,8 +19,8 @@ from paceline.scaling.profile import (
     usual_steps,
     warm_up,
 )
-from paceline.scaling.simulation import Bucket
-from paceline.spans import COMMUNICATION, COMPUTE, Recorder
+from paceline.explain.scaling.simulation import Bucket
+from paceline.observe.spans import COMMUNICATION, COMPUTE, Recorder
 
 MS = 1_000_000
 

@@ -80,6 +80,6 @@ def test_impossible_values_are_named(wrong: dict[str, Any]) -> None:
 def test_it_needs_no_torch() -> None:
     program = (
         "import sys, paceline; print(paceline.speedup(before=4, after=2, workers=2));"
-        "import paceline.scaling.command; sys.exit('torch' in sys.modules)"
+        "import paceline.explain.scaling.command; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

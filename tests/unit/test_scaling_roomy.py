@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.scaling.attribution import Machine, Mode
-from paceline.scaling.prediction import Check, check, fit
-from paceline.scaling.profile import Profile, combine, read_run
-from paceline.scaling.simulation import Network, ring_s
-from paceline.spans import Recorder
+from paceline.explain.scaling.attribution import Machine, Mode
+from paceline.explain.scaling.prediction import Check, check, fit
+from paceline.explain.scaling.profile import Profile, combine, read_run
+from paceline.explain.scaling.simulation import Network, ring_s
+from paceline.observe.spans import Recorder
 
 STEPS = 160
 MACHINE = Machine(cores=64)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.scaling.simulation import NETWORKS, Bucket, Network, exposed_s, ring_s
+from paceline.explain.scaling.simulation import NETWORKS, Bucket, Network, exposed_s, ring_s
 
 SECOND = Network("a byte a second", 0.0, 1.0)
 

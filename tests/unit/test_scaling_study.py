@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from paceline import report
 from paceline.errors import UsageError
-from paceline.scaling import words
-from paceline.scaling.attribution import PARTS, Machine
-from paceline.scaling.profile import OWN, PHASES, Profile
-from paceline.scaling.simulation import NETWORKS, Bucket
-from paceline.scaling.study import Study, as_json, make_study, write
-from paceline.scaling.suggestion import halve
+from paceline.explain import report
+from paceline.explain.scaling import words
+from paceline.explain.scaling.attribution import PARTS, Machine
+from paceline.explain.scaling.profile import OWN, PHASES, Profile
+from paceline.explain.scaling.simulation import NETWORKS, Bucket
+from paceline.explain.scaling.study import Study, as_json, make_study, write
+from paceline.explain.scaling.suggestion import halve
 
 JOB = {"data": 0.001, "forward": 0.02, "backward": 0.04, "optimizer": 0.001, "other": 0.001}
 

@@ -7,8 +7,8 @@ import sys
 import threading
 from datetime import timedelta
 
-from paceline.sockets import interface_towards, is_served, listen
-from paceline.world import _wait_until_served
+from paceline.comm.sockets import interface_towards, is_served, listen
+from paceline.comm.world import _wait_until_served
 
 
 def test_a_port_is_served_from_listening_to_closing() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline import spans
 from paceline.errors import UsageError
-from paceline.spans import Recorder
+from paceline.observe import spans
+from paceline.observe.spans import Recorder
 
 
 def events(path: Path, kinds: str = "Xi") -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from paceline.stall import StallWatch, Status, accuse, place_of, say
-from paceline.stopwatch import Stopwatch
+from paceline.observe.stall import StallWatch, Status, accuse, place_of, say
+from paceline.observe.stopwatch import Stopwatch
 
 SECOND = 10**9
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from paceline import spans, stopwatch
-from paceline.stopwatch import PHASES, Stopwatch
+from paceline.observe import spans, stopwatch
+from paceline.observe.stopwatch import PHASES, Stopwatch
 
 
 class Clock:

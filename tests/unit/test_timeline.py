@@ -10,9 +10,9 @@ from typing import Any
 import chrome_trace
 import pytest
 
-from paceline import timeline
 from paceline.cli import main
-from paceline.spans import Recorder
+from paceline.observe import timeline
+from paceline.observe.spans import Recorder
 
 US = 1000
 # By rank: own work and wait of every step, in microseconds. Rank 1 is late; the sum takes 50.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DataParallel
-from paceline.pipeline import record_step
-from paceline.pipeline.distance import distance
-from paceline.pipeline.stages import Check
+from paceline.record import record_step
+from paceline.record.distance import distance
+from paceline.record.stages import Check
 from paceline.testing import seeded
 
 NAN, INF = math.nan, math.inf

@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.pipeline import schema
-from paceline.pipeline.stages import (
+from paceline.explain.trace.boxes import Box, connect, meet, side_by_side
+from paceline.explain.trace.command import _can_show, _show
+from paceline.explain.trace.drawing import draw
+from paceline.explain.trace.lines import Line
+from paceline.explain.trace.tables import draw_prediction, draw_training
+from paceline.record import schema
+from paceline.record.stages import (
     Answer,
     Check,
     Epoch,
@@ -31,11 +36,6 @@ from paceline.pipeline.stages import (
     Weight,
     WeightStop,
 )
-from paceline.trace.boxes import Box, connect, meet, side_by_side
-from paceline.trace.command import _can_show, _show
-from paceline.trace.drawing import draw
-from paceline.trace.lines import Line
-from paceline.trace.tables import draw_prediction, draw_training
 
 DATA = Path(__file__).parents[1] / "data"
 DP = schema.read(DATA / "pipeline-dp.json")

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from paceline.pipeline.stages import Epoch
-from paceline.trace.observation import observe
+from paceline.explain.trace.observation import observe
+from paceline.record.stages import Epoch
 
 
 def epochs(losses: list[float], new: list[float] | None = None) -> list[Epoch]:

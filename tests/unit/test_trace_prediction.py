@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from paceline import DataParallel
 from paceline.errors import UsageError
+from paceline.explain.trace import trace_prediction
+from paceline.explain.trace.prediction import answer_of
 from paceline.testing import seeded
-from paceline.trace import trace_prediction
-from paceline.trace.prediction import answer_of
 
 
 def test_every_layer_is_noted_in_the_order_of_the_calls() -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from paceline import DataParallel
 from paceline.errors import UsageError
-from paceline.pipeline import record_step, schema, to_json, validate
-from paceline.pipeline.stages import Stage, Trace
+from paceline.record import record_step, schema, to_json, validate
+from paceline.record.stages import Stage, Trace
 from paceline.testing import seeded
 
 X = torch.randn(1_000, 10, generator=torch.Generator().manual_seed(1))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import WireError
-from paceline.pipeline import schema
-from paceline.pipeline.stages import Epoch, Training
+from paceline.record import schema
+from paceline.record.stages import Epoch, Training
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = [DATA / "pipeline-dp.json", DATA / "pipeline-ddp.json"]

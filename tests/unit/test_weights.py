@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import paceline
 from paceline import load_weights
 from paceline.checkpoint import Checkpoints, CheckpointWarning
-from paceline.checkpoint.shelf import list_entries
+from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.tensors import write_tensors
 from paceline.errors import CheckpointError, UsageError, WeightsError
 

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import wire
+from paceline.comm import codec
 from paceline.errors import WireError
 
-DTYPES = sorted(wire._NAME_BY_DTYPE, key=str)
+DTYPES = sorted(codec._NAME_BY_DTYPE, key=str)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -42,7 +42,7 @@ def same(a: Any, b: Any) -> bool:
 
 def message(tree: Any, payload: bytes = b"") -> bytes:
     header = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
-    return wire.MAGIC + len(header).to_bytes(4, "little") + header + payload
+    return codec.MAGIC + len(header).to_bytes(4, "little") + header + payload
 
 
 tensors = st.builds(
@@ -84,7 +84,7 @@ values = st.recursive(
 
 @given(values)
 def test_every_value_comes_back_unchanged(value: Any) -> None:
-    assert same(wire.decode(wire.encode(value)), value)
+    assert same(codec.decode(codec.encode(value)), value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,20 +94,20 @@ def test_tensors_of_every_dtype_and_shape_come_back_bit_for_bit(
 ) -> None:
     raw = torch.arange(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
-    assert same(wire.decode(wire.encode(tensor)), tensor)
+    assert same(codec.decode(codec.encode(tensor)), tensor)
 
 
 def test_views_that_are_not_contiguous_come_back_as_what_they_show() -> None:
     base = torch.randn(4, 6, dtype=torch.complex64)
     for view in (base.t(), base[::2, 1::3], base.conj(), base.imag, base.conj().imag):
-        got = wire.decode(wire.encode(view))
+        got = codec.decode(codec.encode(view))
         assert torch.equal(got, view)
         assert not got.is_conj()
         assert not got.is_neg()
 
 
 def test_a_parameter_comes_back_as_a_plain_tensor_that_can_be_written_to() -> None:
-    got = wire.decode(wire.encode(torch.nn.Parameter(torch.ones(3))))
+    got = codec.decode(codec.encode(torch.nn.Parameter(torch.ones(3))))
     assert type(got) is torch.Tensor
     assert not got.requires_grad
     assert got.add_(1).tolist() == [2.0, 2.0, 2.0]
@@ -116,15 +116,15 @@ def test_a_parameter_comes_back_as_a_plain_tensor_that_can_be_written_to() -> No
 def test_a_state_dict_comes_back_as_a_dict_that_loads() -> None:
     source, target = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
     source.running_mean.fill_(7.0)
-    state = wire.decode(wire.encode(OrderedDict(source.state_dict())))
+    state = codec.decode(codec.encode(OrderedDict(source.state_dict())))
     target.load_state_dict(state)
     assert target.running_mean.tolist() == [7.0, 7.0, 7.0]
 
 
 def test_decoding_leaves_the_sent_bytes_alone() -> None:
-    data = wire.encode(torch.zeros(4))
-    wire.decode(data).fill_(1.0)
-    assert torch.equal(wire.decode(data), torch.zeros(4))
+    data = codec.encode(torch.zeros(4))
+    codec.decode(data).fill_(1.0)
+    assert torch.equal(codec.decode(data), torch.zeros(4))
 
 
 class Colour(IntEnum):
@@ -165,40 +165,40 @@ Pair = namedtuple("Pair", "a b")
 )
 def test_anything_else_is_refused_and_not_turned_into_something_near_it(value: Any) -> None:
     with pytest.raises(WireError):
-        wire.encode(value)
+        codec.encode(value)
 
 
 def test_a_refusal_names_the_type_and_the_place() -> None:
     with pytest.raises(WireError, match=r"value\['a'\]\[1\] is a .*Point"):
-        wire.encode({"a": [0, Point(1)]})
+        codec.encode({"a": [0, Point(1)]})
 
 
 def test_a_container_that_holds_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(WireError, match="nested deeper than 64"):
-        wire.encode(loop)
+        codec.encode(loop)
 
 
 def test_the_deepest_nesting_that_is_written_is_also_read() -> None:
     value: Any = 0
-    for _ in range(wire.MAX_DEPTH):
+    for _ in range(codec.MAX_DEPTH):
         value = [value]
-    assert wire.decode(wire.encode(value)) == value
+    assert codec.decode(codec.encode(value)) == value
     with pytest.raises(WireError):
-        wire.encode([value])
+        codec.encode([value])
 
 
 def test_a_header_over_the_limit_is_refused_by_the_writer() -> None:
     with pytest.raises(WireError, match="into a tensor"):
-        wire.encode("x" * (wire.MAX_HEADER_BYTES + 1))
+        codec.encode("x" * (codec.MAX_HEADER_BYTES + 1))
 
 
 MALFORMED = {
     "nothing": b"",
-    "too short": wire.MAGIC,
+    "too short": codec.MAGIC,
     "other magic": b"PK\3\4" + bytes(8),
-    "header longer than the message": wire.MAGIC + b"\xff\xff\xff\xff{}",
+    "header longer than the message": codec.MAGIC + b"\xff\xff\xff\xff{}",
     "not JSON": message(b"[1,"),
     "not text": message(b"\xff\xfe"),
     "NaN": message(b"NaN"),
@@ -241,7 +241,7 @@ def test_malformed_bytes_are_an_error_at_once_and_with_flat_memory(data: bytes) 
     started = time.monotonic()
     try:
         with pytest.raises(WireError) as caught:
-            wire.decode(data)
+            codec.decode(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -254,29 +254,29 @@ def test_a_hostile_key_costs_its_length_once_and_not_once_per_item() -> None:
     data = message(["dict", ["k" * 2**20, ["list", *range(50_000), ["no kind"]]]])
     started = time.monotonic()
     with pytest.raises(WireError, match="no kind") as caught:
-        wire.decode(data)
+        codec.decode(data)
     assert time.monotonic() - started < 2.0
     assert len(str(caught.value)) < 500
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
-    for candidate in (data, wire.MAGIC + data, message(data)):
+    for candidate in (data, codec.MAGIC + data, message(data)):
         with suppress(WireError):
-            wire.decode(candidate)
+            codec.decode(candidate)
 
 
 @given(values, st.data())
 @settings(max_examples=200)
 def test_a_damaged_message_is_read_or_refused_and_nothing_else(value: Any, data: Any) -> None:
-    sound = wire.encode(value)
+    sound = codec.encode(value)
     cut = data.draw(st.integers(0, len(sound)))
     place = data.draw(st.integers(0, len(sound) - 1))
     flipped = bytearray(sound)
     flipped[place] ^= data.draw(st.integers(1, 255))
     for damaged in (sound[:cut], bytes(flipped), sound + b"x"):
         with suppress(WireError):
-            wire.decode(damaged)
+            codec.decode(damaged)
 
 
 json_trees = st.recursive(
@@ -293,4 +293,4 @@ json_trees = st.recursive(
 @given(json_trees, st.binary(max_size=16))
 def test_a_crafted_header_is_read_or_refused_and_nothing_else(tree: Any, payload: bytes) -> None:
     with suppress(WireError):
-        wire.decode(message(tree, payload))
+        codec.decode(message(tree, payload))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.wrapper import Wrapper, bare, without_prefixes
+from paceline.ddp.wrapper import Wrapper, bare, without_prefixes
 
 
 class Passing(Wrapper):

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
-    "CheckpointWarning": "paceline.checkpoint.series",
-    "Checkpoints": "paceline.checkpoint.series",
-    "Saved": "paceline.checkpoint.series",
+    "CheckpointWarning": "paceline.checkpoint.saver",
+    "Checkpoints": "paceline.checkpoint.saver",
+    "Saved": "paceline.checkpoint.saver",
     "WeightsReport": "paceline.checkpoint.weights",
-    "Written": "paceline.checkpoint.series",
+    "Written": "paceline.checkpoint.saver",
     "load_weights": "paceline.checkpoint.weights",
 }
 
 __all__ = [*_HOME_BY_NAME]
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.series import Checkpoints as Checkpoints
-    from paceline.checkpoint.series import CheckpointWarning as CheckpointWarning
-    from paceline.checkpoint.series import Saved as Saved
-    from paceline.checkpoint.series import Written as Written
+    from paceline.checkpoint.saver import Checkpoints as Checkpoints
+    from paceline.checkpoint.saver import CheckpointWarning as CheckpointWarning
+    from paceline.checkpoint.saver import Saved as Saved
+    from paceline.checkpoint.saver import Written as Written
     from paceline.checkpoint.weights import WeightsReport as WeightsReport
     from paceline.checkpoint.weights import load_weights as load_weights
 

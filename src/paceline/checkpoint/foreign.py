@@ -19,11 +19,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.directory import find_entry, find_folder
 from paceline.checkpoint.files import open_plain, read_up_to
 from paceline.checkpoint.header import LENGTH_BYTES
 from paceline.checkpoint.names import match_names
-from paceline.checkpoint.series import Checkpoints, read_entry
-from paceline.checkpoint.shelf import find_entry, find_folder
+from paceline.checkpoint.saver import Checkpoints, read_entry
 from paceline.checkpoint.tensors import read_tensors
 from paceline.errors import CheckpointError
 

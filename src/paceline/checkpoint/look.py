@@ -11,6 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.directory import (
+    TEMPORARY,
+    Entry,
+    find_entry,
+    find_folder,
+    list_entries,
+    opened,
+)
 from paceline.checkpoint.header import Header
 from paceline.checkpoint.manifest import FILE_NAME
 from paceline.checkpoint.outline import (
@@ -31,14 +39,6 @@ from paceline.checkpoint.printing import (
     print_values,
     printable,
     size_of,
-)
-from paceline.checkpoint.shelf import (
-    TEMPORARY,
-    Entry,
-    find_entry,
-    find_folder,
-    list_entries,
-    opened,
 )
 from paceline.errors import CheckpointError, UsageError
 

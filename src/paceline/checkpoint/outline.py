@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.directory import Entry, opened, opened_file, verify
 from paceline.checkpoint.files import open_plain, read_bounded, read_up_to
 from paceline.checkpoint.header import LENGTH_BYTES, Header, header_bytes, read_header
 from paceline.checkpoint.manifest import MAX_DEPTH, MAX_SKELETON_BYTES, SKELETON, TENSORS, Manifest
-from paceline.checkpoint.shelf import Entry, opened, opened_file, verify
 from paceline.errors import CheckpointError
 
 

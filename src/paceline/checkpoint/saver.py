@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.files import read_bounded
-from paceline.checkpoint.manifest import MAX_SKELETON_BYTES, SKELETON, TENSORS, plain_facts
-from paceline.checkpoint.shelf import (
+from paceline.checkpoint.directory import (
     Entry,
     check_hash,
     list_entries,
@@ -34,6 +32,8 @@ from paceline.checkpoint.shelf import (
     standings,
     sweep,
 )
+from paceline.checkpoint.files import read_bounded
+from paceline.checkpoint.manifest import MAX_SKELETON_BYTES, SKELETON, TENSORS, plain_facts
 from paceline.checkpoint.skeleton import put_together, take_apart
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensors import read_verifying

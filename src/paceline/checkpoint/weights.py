@@ -24,8 +24,8 @@ from paceline.checkpoint.names import (
     foreign_prefix,
     match_names,
 )
+from paceline.ddp.wrapper import Wrapper
 from paceline.errors import UsageError, WeightsError
-from paceline.wrapper import Wrapper
 
 _SHOWN = 3
 

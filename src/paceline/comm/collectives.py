@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from paceline.comm.quiet_exit import give_way_at_exit
 from paceline.errors import DesyncError, PeerError, name_ranks
-from paceline.quiet_exit import give_way_at_exit
-from paceline.stopwatch import waiting
+from paceline.observe.stopwatch import waiting
 
 Group = Any
 """A `torch.distributed.ProcessGroup`, whose methods torch does not type."""

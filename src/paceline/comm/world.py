@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import env
+from paceline.comm.quiet_exit import give_way_at_exit
+from paceline.comm.sockets import is_served, listen
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
-from paceline.quiet_exit import give_way_at_exit
-from paceline.sockets import is_served, listen
 
 CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=120)

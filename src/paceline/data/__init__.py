@@ -10,9 +10,9 @@ cards, and the only thing to remember is how many cards are gone:
     foreign    makes a sampler somebody else wrote draw the same order on every rank
 """
 
-from paceline.sampler.batches import DistributedBatchSampler
-from paceline.sampler.dealer import EpochNotSetWarning
-from paceline.sampler.samples import DistributedSampler, PaddedDistributedSampler
+from paceline.data.batch_sampler import DistributedBatchSampler
+from paceline.data.dealer import EpochNotSetWarning
+from paceline.data.sampler import DistributedSampler, PaddedDistributedSampler
 
 __all__ = [
     "DistributedBatchSampler",

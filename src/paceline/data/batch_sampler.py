@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
+from paceline.data import foreign
+from paceline.data.deal import Tail, deal, share
+from paceline.data.dealer import Dealer, whole_number
 from paceline.errors import UsageError
-from paceline.sampler import foreign
-from paceline.sampler.deal import Tail, deal, share
-from paceline.sampler.dealer import Dealer, whole_number
 
 
 class DistributedBatchSampler(Dealer[list[Any]]):

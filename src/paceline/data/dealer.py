@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from paceline import env
+from paceline.data.deal import Tail
 from paceline.errors import NotInitializedError, UsageError
-from paceline.sampler.deal import Tail
 
 T = TypeVar("T")
 

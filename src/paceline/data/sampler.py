@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from paceline.data import foreign
+from paceline.data.deal import Tail, deal, share
+from paceline.data.dealer import Dealer
 from paceline.errors import UsageError
-from paceline.sampler import foreign
-from paceline.sampler.deal import Tail, deal, share
-from paceline.sampler.dealer import Dealer
 
 
 class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):

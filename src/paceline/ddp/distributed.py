@@ -21,17 +21,21 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
-from paceline import agreement, comm, compress, observer, tree
-from paceline.bucket_tuning import CPU_CANDIDATES_BYTES, GPU_CANDIDATES_BYTES
-from paceline.comm_hook import Hook, check_hook
+from paceline import comm
+from paceline.comm import tree
+from paceline.comm.world import default_group
+from paceline.ddp import checks
+from paceline.ddp.low_precision import LowPrecision
+from paceline.ddp.torch_compat import TorchSurface
+from paceline.ddp.uneven import UnevenInputs
+from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
-from paceline.low_precision import LowPrecision
-from paceline.reducer import Reducer
-from paceline.torch_surface import TorchSurface
+from paceline.gradients import compress
+from paceline.gradients.hooks import Hook, check_hook
+from paceline.gradients.reducer import Reducer
+from paceline.gradients.tuning import CPU_CANDIDATES_BYTES, GPU_CANDIDATES_BYTES
+from paceline.observe import engine
 from paceline.transport import Kind, TransportChoice, check_kind
-from paceline.uneven import UnevenInputs
-from paceline.world import default_group
-from paceline.wrapper import Wrapper, bare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +130,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         number = 0
         if init_sync and group.size() > 1:
             buffers = _named_buffers(module) if sync_buffers_now else []
-            description = agreement.describe(named, buffers)
+            description = checks.describe(named, buffers)
             engine = [device.type, capacities, str(options.compression), options.tune_buckets]
-            number = agreement.verify_same_model(group, description, device, problem, engine)
+            number = checks.verify_same_model(group, description, device, problem, engine)
         elif problem is not None:
             raise problem
 
@@ -183,7 +187,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def _around_forward(self, function: Callable[..., None], *args: Any) -> None:
         if torch.compiler.is_compiling():
-            from paceline import uncompiled
+            from paceline.ddp import uncompiled
 
             uncompiled.call(function, *args)
         else:
@@ -245,7 +249,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
         if self.broadcast_buffers:
             named += _named_buffers(self.module)
-        agreement.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
+        checks.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
 
     def join(
         self,
@@ -374,7 +378,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             self._tune(reducer)
         self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
-        reducer.observer = observer.begin(group, self.device)
+        reducer.observer = engine.begin(group, self.device)
         self.__dict__["_reducer"] = reducer
         self.__dict__["_is_alone"] = group.size() == 1
         is_plain = group.size() == 1 and not self.device_ids and self._low_precision is None
@@ -428,9 +432,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
         is_root = self.process_group.rank() == root
-        agreement.broadcast_tensors(
-            self._transport.get(), tensors, what, root=root, is_root=is_root
-        )
+        checks.broadcast_tensors(self._transport.get(), tensors, what, root=root, is_root=is_root)
 
     def _mark_outputs(self, output: Any) -> None:
         """Let the backward of this forward pass know what the forward pass wanted."""

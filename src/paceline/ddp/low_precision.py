@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from paceline import tree
+from paceline.comm import tree
 
 
 class LowPrecision:

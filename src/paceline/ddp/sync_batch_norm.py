@@ -51,7 +51,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return plain
         if torch.compiler.is_compiling():
             # The collective is Python's to call, so a compiler has to step around it.
-            from paceline import uncompiled
+            from paceline.ddp import uncompiled
 
             outside: Tensor = uncompiled.call(self._normalize, input, group)
             return outside

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.reducer import Reducer
+    from paceline.gradients.reducer import Reducer
 
 
 class TorchSurface:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.data import DistributedSampler
 from paceline.demo.options import (
     BATCH_ROWS,
     CLASSES,
@@ -17,7 +18,6 @@ from paceline.demo.options import (
     ROWS,
     Options,
 )
-from paceline.sampler import DistributedSampler
 
 NOISE = 0.1
 

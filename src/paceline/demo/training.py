@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from paceline import report, spans
+from paceline.comm.world import init_process_group
 from paceline.demo.options import BATCH_ROWS, RECORDED_STEP, Options
 from paceline.demo.outcome import Epoch, Outcome, Resumed
 from paceline.demo.task import (
@@ -25,11 +25,12 @@ from paceline.demo.task import (
     train_alone,
 )
 from paceline.demo.words import policy
+from paceline.explain import report
 from paceline.launcher import launch
-from paceline.pipeline.recording import record_step
+from paceline.observe import spans
+from paceline.observe.run_folder import Event, RunFolder, read_events
+from paceline.record.step import record_step
 from paceline.run import Run, RunOptions
-from paceline.run_folder import Event, RunFolder, read_events
-from paceline.world import init_process_group
 
 
 def train(options: Options, folder: Path) -> Outcome:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline import tree
+from paceline.comm import tree
+from paceline.ddp.wrapper import Wrapper
 from paceline.dp.devices import Device, find_place, find_places, move
 from paceline.dp.engine import Engine
 from paceline.dp.gather import gather
@@ -21,7 +22,6 @@ from paceline.dp.loss import Count, Reduction, plan_factors, total_loss
 from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_graphs, check_split
 from paceline.dp.scatter import scatter
 from paceline.errors import UsageError
-from paceline.wrapper import Wrapper
 
 
 class DataParallel(Wrapper):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk
 

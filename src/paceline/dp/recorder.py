@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp.loss import check_loss, compute_loss
 from paceline.dp.pace import Pace
 from paceline.dp.repeat import Proof, Snapshots, freeze, place_of, prove

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp.devices import Place
 from paceline.dp.loss import compute_loss, differentiate
 from paceline.dp.options import DPOptions, can_replay

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from paceline.ddp.wrapper import Wrapper
 from paceline.dp.devices import Place
 from paceline.dp.flat import copy_flat
 from paceline.errors import UsageError
-from paceline.wrapper import Wrapper
 
 Parameters = Mapping[int, Tensor]
 """What a replica uses in place of a parameter, by the parameter's `id`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.dp.devices import Place, move
 from paceline.errors import UsageError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.pipeline.words import count_bytes
+from paceline.record.words import count_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -151,7 +151,7 @@ def _count_accelerators() -> int:
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
-    from paceline import tree
+    from paceline.comm import tree
 
     found = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
     if not found:
@@ -301,13 +301,13 @@ def _home(task: _Task) -> Any:
 
 
 def _on(device: Any, value: Any) -> Any:
-    from paceline import tree
+    from paceline.comm import tree
 
     return tree.map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def _bytes(value: Any) -> int:
-    from paceline import tree
+    from paceline.comm import tree
 
     return sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors(value))
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.buckets import BucketPlan
 from paceline.errors import DeviceError
+from paceline.gradients.plan import BucketPlan
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from paceline.bucket_memory import Bucket
 from paceline.errors import HookError
+from paceline.gradients.buffer import Bucket
 
 Hook = Callable[[Any, Any], Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.bucket_memory import Bucket, ParamRef
-from paceline.buckets import BucketPlan, Gradient, plan_buckets
-from paceline.trailer import Trailer
+from paceline.gradients.buffer import Bucket, ParamRef
+from paceline.gradients.plan import BucketPlan, Gradient, plan_buckets
+from paceline.gradients.trailer import Trailer
 
 _NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
 

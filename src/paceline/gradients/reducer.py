@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline import comm
-from paceline.backward import Backward, BackwardFollower, Reduction
-from paceline.bucket_layout import BucketLayout
-from paceline.bucket_memory import Bucket, ParamRef
-from paceline.bucket_tuning import BucketTuner, EngineClock, choose, report
 from paceline.comm import Group
-from paceline.comm_hook import Hook, HookCall
 from paceline.errors import DesyncError, PacelineError, UsageError
-from paceline.loss_weight import LossWeight
-from paceline.observer import Observer
-from paceline.sparse import sum_sparse
-from paceline.trailer import Words
+from paceline.gradients.backward import Backward, BackwardFollower, Reduction
+from paceline.gradients.buffer import Bucket, ParamRef
+from paceline.gradients.hooks import Hook, HookCall
+from paceline.gradients.layout import BucketLayout
+from paceline.gradients.sparse import sum_sparse
+from paceline.gradients.trailer import Words
+from paceline.gradients.tuning import BucketTuner, EngineClock, choose, report
+from paceline.gradients.weights import LossWeight
+from paceline.observe.engine import Observer
 from paceline.transport import Transport, TransportChoice
 
-log = logging.getLogger("paceline.buckets")
+log = logging.getLogger("paceline.gradients.plan")
 
 MODEL_CHECK_PERIOD = 25
 """Every so many steps the model is searched for parameters that nobody averages."""

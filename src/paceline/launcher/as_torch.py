@@ -21,10 +21,10 @@ OURS_BY_TORCHS = {
     ),
     ("torch.nn", "DataParallel"): ("paceline.dp", "DataParallel"),
     ("torch.nn.parallel", "DataParallel"): ("paceline.dp", "DataParallel"),
-    ("torch.nn", "SyncBatchNorm"): ("paceline.sync_batch_norm", "SyncBatchNorm"),
-    ("torch.utils.data", "DistributedSampler"): ("paceline.sampler", "PaddedDistributedSampler"),
+    ("torch.nn", "SyncBatchNorm"): ("paceline.ddp.sync_batch_norm", "SyncBatchNorm"),
+    ("torch.utils.data", "DistributedSampler"): ("paceline.data", "PaddedDistributedSampler"),
     ("torch.utils.data.distributed", "DistributedSampler"): (
-        "paceline.sampler",
+        "paceline.data",
         "PaddedDistributedSampler",
     ),
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from paceline import env
+from paceline.comm.sockets import interface_towards
 from paceline.errors import UsageError
 from paceline.launcher import output
 from paceline.launcher.ending import Ending
@@ -35,7 +36,6 @@ from paceline.launcher.sentinel import Sentinel
 from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreDoor
 from paceline.launcher.watch import OtherMachines, SignalInbox, end_now, watch
 from paceline.launcher.worker import Orders
-from paceline.sockets import interface_towards
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ def launch(
     fail ends all, and its traceback is in the `WorkerError` raised here.
     """
     _check(fn, workers, threads)
-    import paceline.wire  # noqa: F401  torch is loaded once here, not once per worker
+    import paceline.comm.codec  # noqa: F401  torch is loaded once here, not once per worker
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
@@ -316,7 +316,7 @@ def _set_threads() -> None:
 
 
 def _send(fd: int, result: object) -> None:
-    from paceline.wire import encode
+    from paceline.comm.codec import encode
 
     try:
         message = _VALUE + encode(result)
@@ -327,7 +327,7 @@ def _send(fd: int, result: object) -> None:
 
 
 def _results(party: _Party) -> list[Any]:
-    from paceline.wire import decode
+    from paceline.comm.codec import decode
 
     results: list[Any] = []
     refused: list[str] = []

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from paceline.comm.sockets import listen
 from paceline.env import is_loopback
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.launcher.attempt import Site
@@ -26,7 +27,6 @@ from paceline.launcher.options import RunOptions
 from paceline.launcher.plan import Meeting
 from paceline.launcher.run import restart_line, say, wants_restart
 from paceline.launcher.watch import OtherMachines, SignalInbox
-from paceline.sockets import listen
 
 STORE_TIMEOUT_S = 30.0
 BEAT_S = 1.0

@@ -31,7 +31,7 @@ def on_torch_imported(store_port: int, as_torch: bool) -> None:
         # An import statement would find the function of the same name.
         serve_other_stores(import_module("torch.distributed.rendezvous"), store_port)
     if as_torch:
-        from paceline.as_torch import swap_classes
+        from paceline.launcher.as_torch import swap_classes
 
         swap_classes()
 

@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 
+from paceline.comm.sockets import listen
 from paceline.env import LOOPBACK
 from paceline.launcher.worker import Orders, claim_store
-from paceline.sockets import listen
 
 # A rank 0 that is still importing torch must not lose the store to a keeper.
 SCRIPT_PATIENCE_S = 5.0

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import env, pace, spans, stall, stopwatch, tree
-from paceline.backward import Reduction
-from paceline.comm import Group
-from paceline.pace import Comparison
-from paceline.stopwatch import WAIT
+from paceline import env
+from paceline.comm import Group, tree
+from paceline.gradients.backward import Reduction
+from paceline.observe import pace, spans, stall, stopwatch
+from paceline.observe.pace import Comparison
+from paceline.observe.stopwatch import WAIT
 
 
 class Observer:
@@ -190,10 +191,10 @@ _asked_in_vain: list[bool] = []
 
 def _say_what_was_not_recorded(step: int) -> None:
     """Nobody records a step of a loop that is all the script's own; it must not be silent."""
-    if not {"paceline.run", "paceline.pipeline.recording"} & set(sys.modules):
+    if not {"paceline.run", "paceline.record.step"} & set(sys.modules):
         print(
             f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
-            f"paceline.Run. Here, put paceline.trace.record_step(model, optimizer, step={step}, "
+            f"paceline.Run. Here, put paceline.record_step(model, optimizer, step={step}, "
             "folder=...) around a step.",
             file=sys.stderr,
         )

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline import comm, spans, stopwatch
-from paceline.blame import WINDOWS, Blame, Pace, find_slow, summarise
+from paceline import comm
 from paceline.comm import Group
 from paceline.errors import PeerError
-from paceline.stopwatch import OWN, Stopwatch
+from paceline.observe import spans, stopwatch
+from paceline.observe.stopwatch import OWN, Stopwatch
+from paceline.observe.stragglers import WINDOWS, Blame, Pace, find_slow, summarise
 
 WARM_UP_STEPS = 2
 """The first steps allocate memory and learn the order of gradients; they compare with nothing."""

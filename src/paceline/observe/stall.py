@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from paceline import spans
 from paceline.errors import name_ranks
-from paceline.stopwatch import WAIT, Stopwatch
+from paceline.observe import spans
+from paceline.observe.stopwatch import WAIT, Stopwatch
 
 _KEY = "paceline/stalled/{rank}"
 _STATUS_LIMIT_BYTES = 4096

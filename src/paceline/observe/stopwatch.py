@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from paceline import spans
+from paceline.observe import spans
 
 OWN = ("data", "forward", "backward", "optimizer", "other")
 """Phases in which a rank waits for nobody."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from paceline.stopwatch import OWN, StepTimes
+from paceline.observe.stopwatch import OWN, StepTimes
 
 WINDOWS = 4
 """How many windows count at most: a rank that recovers is forgiven after so many."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import UsageError
-from paceline.spans import COMPUTE, SCHEMA
+from paceline.observe.spans import COMPUTE, SCHEMA
 
 PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other")
 WARM_UP_STEPS = 2

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
-    "Recording": "paceline.pipeline.recording",
-    "Stage": "paceline.pipeline.stages",
-    "Trace": "paceline.pipeline.stages",
-    "from_json": "paceline.pipeline.schema",
-    "read": "paceline.pipeline.schema",
-    "record_step": "paceline.pipeline.recording",
-    "to_json": "paceline.pipeline.schema",
-    "validate": "paceline.pipeline.schema",
-    "write": "paceline.pipeline.schema",
+    "Recording": "paceline.record.step",
+    "Stage": "paceline.record.stages",
+    "Trace": "paceline.record.stages",
+    "from_json": "paceline.record.schema",
+    "read": "paceline.record.schema",
+    "record_step": "paceline.record.step",
+    "to_json": "paceline.record.schema",
+    "validate": "paceline.record.schema",
+    "write": "paceline.record.schema",
 }
 
 __all__ = [*_HOME_BY_NAME]
 
 if TYPE_CHECKING:
-    from paceline.pipeline.recording import Recording as Recording
-    from paceline.pipeline.recording import record_step as record_step
-    from paceline.pipeline.schema import from_json as from_json
-    from paceline.pipeline.schema import read as read
-    from paceline.pipeline.schema import to_json as to_json
-    from paceline.pipeline.schema import validate as validate
-    from paceline.pipeline.schema import write as write
-    from paceline.pipeline.stages import Stage as Stage
-    from paceline.pipeline.stages import Trace as Trace
+    from paceline.record.schema import from_json as from_json
+    from paceline.record.schema import read as read
+    from paceline.record.schema import to_json as to_json
+    from paceline.record.schema import validate as validate
+    from paceline.record.schema import write as write
+    from paceline.record.stages import Stage as Stage
+    from paceline.record.stages import Trace as Trace
+    from paceline.record.step import Recording as Recording
+    from paceline.record.step import record_step as record_step
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)

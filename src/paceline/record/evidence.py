@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.pipeline.facts import bytes_of, facts_of
-from paceline.pipeline.follow import WeightRef
-from paceline.pipeline.reference import Outcome, Piece, Reference, Task, check_step, not_computed
-from paceline.pipeline.stages import Check, Model, TensorFacts
-from paceline.pipeline.watch import Call, Watch
-from paceline.wrapper import bare
+from paceline.ddp.wrapper import bare
+from paceline.record.facts import bytes_of, facts_of
+from paceline.record.follow import WeightRef
+from paceline.record.reference import Outcome, Piece, Reference, Task, check_step, not_computed
+from paceline.record.stages import Check, Model, TensorFacts
+from paceline.record.watch import Call, Watch
 
 INDIRECT = "the loss is computed from gradients, which are not recorded"
 OLDER = "gradients of an earlier backward pass were still there; call zero_grad() first"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import tree
-from paceline.pipeline.stages import FIRST_VALUES, Stats, TensorFacts
+from paceline.comm import tree
+from paceline.record.stages import FIRST_VALUES, Stats, TensorFacts
 
 FEWEST_FOR_STATS = 8
 """Statistics of fewer values would nearly be the values."""

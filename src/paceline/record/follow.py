@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.pipeline.facts import first_values
-from paceline.pipeline.watch import Call
+from paceline.record.facts import first_values
+from paceline.record.watch import Call
 
 
 @dataclass(frozen=True, slots=True)

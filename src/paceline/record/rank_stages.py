@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.pipeline.inside import BucketFacts
-from paceline.pipeline.stages import (
+from paceline.record.inside import BucketFacts
+from paceline.record.stages import (
     FIRST_VALUES,
     Part,
     Sample,
@@ -21,7 +21,7 @@ from paceline.pipeline.stages import (
     Weight,
     WeightStop,
 )
-from paceline.pipeline.words import count, count_bytes, shape_words
+from paceline.record.words import count, count_bytes, shape_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import comm, tree, wire
+from paceline import comm
+from paceline.comm import codec, tree
 from paceline.errors import ReplicaError, WireError
-from paceline.pipeline import rank_stages, schema
-from paceline.pipeline.evidence import INDIRECT, OLDER, Evidence, piece_of, span
-from paceline.pipeline.facts import bytes_of, tree_facts
-from paceline.pipeline.follow import find_sample, rows_of
-from paceline.pipeline.inside import buckets_of
-from paceline.pipeline.rank_stages import Seen
-from paceline.pipeline.reference import Piece, check_sums, not_computed
-from paceline.pipeline.stages import Check, TensorFacts, Trace
-from paceline.pipeline.watch import Call
+from paceline.record import rank_stages, schema
+from paceline.record.evidence import INDIRECT, OLDER, Evidence, piece_of, span
+from paceline.record.facts import bytes_of, tree_facts
+from paceline.record.follow import find_sample, rows_of
+from paceline.record.inside import buckets_of
+from paceline.record.rank_stages import Seen
+from paceline.record.reference import Piece, check_sums, not_computed
+from paceline.record.stages import Check, TensorFacts, Trace
+from paceline.record.watch import Call
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
@@ -183,7 +184,7 @@ def _gather_pieces(evidence: Evidence, group: Any) -> tuple[list[Piece], str]:
             for call, targets in zip_longest(evidence.watch.calls, evidence.notes.targets)
             if call is not None
         ]
-        data = wire.encode(told)
+        data = codec.encode(told)
     except WireError as error:
         data, trouble = b"", f"its inputs cannot be sent: {error.what}"
     else:
@@ -203,7 +204,7 @@ def _gather_pieces(evidence: Evidence, group: Any) -> tuple[list[Piece], str]:
     pieces = []
     for part, (length, _) in zip(parts, sizes, strict=True):
         here = part.cpu().contiguous()
-        for call in wire.decode(ctypes.string_at(here.data_ptr(), length)):
+        for call in codec.decode(ctypes.string_at(here.data_ptr(), length)):
             pieces.append(
                 Piece(*(call[k] for k in ("inputs", "outputs", "grads", "random", "targets")))
             )

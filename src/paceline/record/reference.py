@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from paceline import tree
-from paceline.pipeline.distance import (
+from paceline.comm import tree
+from paceline.ddp.sync_batch_norm import SyncBatchNorm
+from paceline.ddp.wrapper import bare
+from paceline.record.distance import (
     NEXT_TO_NOTHING,
     ROUNDING_OF_OTHERS,
     distance,
@@ -31,10 +33,8 @@ from paceline.pipeline.distance import (
     pair_up,
     rounding,
 )
-from paceline.pipeline.stages import Check
-from paceline.pipeline.words import join_words
-from paceline.sync_batch_norm import SyncBatchNorm
-from paceline.wrapper import bare
+from paceline.record.stages import Check
+from paceline.record.words import join_words
 
 
 @dataclass(frozen=True, slots=True)

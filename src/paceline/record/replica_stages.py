@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.pipeline.facts import tree_facts
-from paceline.pipeline.follow import rows_of
-from paceline.pipeline.rank_stages import data_stage
-from paceline.pipeline.stages import (
+from paceline.record.facts import tree_facts
+from paceline.record.follow import rows_of
+from paceline.record.rank_stages import data_stage
+from paceline.record.stages import (
     Part,
     Sample,
     SampleStop,
@@ -24,8 +24,8 @@ from paceline.pipeline.stages import (
     Weight,
     WeightStop,
 )
-from paceline.pipeline.watch import Call, Memory
-from paceline.pipeline.words import count, join_words
+from paceline.record.watch import Call, Memory
+from paceline.record.words import count, join_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

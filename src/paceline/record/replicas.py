@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 
-from paceline import tree
-from paceline.pipeline import replica_stages
-from paceline.pipeline.evidence import INDIRECT, OLDER, Evidence, piece_of, span
-from paceline.pipeline.facts import bytes_of
-from paceline.pipeline.follow import find_sample
-from paceline.pipeline.reference import contribution, not_computed
-from paceline.pipeline.stages import Check, Sample, Trace, Weight
-from paceline.pipeline.watch import Call, Memory
-from paceline.wrapper import bare
+from paceline.comm import tree
+from paceline.ddp.wrapper import bare
+from paceline.record import replica_stages
+from paceline.record.evidence import INDIRECT, OLDER, Evidence, piece_of, span
+from paceline.record.facts import bytes_of
+from paceline.record.follow import find_sample
+from paceline.record.reference import contribution, not_computed
+from paceline.record.stages import Check, Sample, Trace, Weight
+from paceline.record.watch import Call, Memory
 
 
 def trace_replicas(evidence: Evidence) -> Trace:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import WireError
-from paceline.pipeline.stages import Trace
+from paceline.record.stages import Trace
 
 SCHEMA = 1
 FILE_LIMIT_BYTES = 16 * 2**20

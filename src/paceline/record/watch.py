@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline import tree
-from paceline.pipeline.inside import BucketFacts, buckets_of, loss_weight_of
-from paceline.wrapper import bare
+from paceline.comm import tree
+from paceline.ddp.wrapper import bare
+from paceline.record.inside import BucketFacts, buckets_of, loss_weight_of
 
 
 @dataclass(frozen=True, slots=True)

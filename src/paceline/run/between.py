@@ -6,13 +6,13 @@ import signal
 import time
 from collections.abc import Mapping
 
-from paceline import stopwatch
+from paceline.observe import stopwatch
 from paceline.run.build import Parts
 from paceline.run.evaluation import gather
 from paceline.run.loader import Position
 from paceline.run.metrics import means
-from paceline.run.signals import StopRequest
 from paceline.run.step import Step
+from paceline.run.stop import StopRequest
 from paceline.run.vote import Wishes
 
 

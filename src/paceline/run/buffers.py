@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline import comm
-from paceline.run.handout import copy_from_rank_0
+from paceline.run.broadcast import copy_from_rank_0
 
 
 class Buffers:

@@ -13,13 +13,17 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from paceline import comm
+from paceline.comm.world import World
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.wrapper import bare
 from paceline.errors import DesyncError, UsageError
+from paceline.observe.run_folder import RunFolder
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
-from paceline.run.finite import FiniteCheck
-from paceline.run.lifeline import Lifeline
+from paceline.run.config import Wanted, describe, opening_lines, to_agree_on
+from paceline.run.context import Workshop
 from paceline.run.loader import MapLoader, Position, loading_options
+from paceline.run.loader_signals import Lifeline
 from paceline.run.metrics import Metrics
 from paceline.run.options import RunOptions
 from paceline.run.place import check_batch_norm, find_world, unwrapped
@@ -30,14 +34,10 @@ from paceline.run.saving import Saving
 from paceline.run.seeds import Generators, derive
 from paceline.run.state import RunState, describe_model
 from paceline.run.stream import StreamLoader
-from paceline.run.update import Update
 from paceline.run.vote import Vote, word_device
-from paceline.run.wanted import Wanted, describe, opening_lines, to_agree_on
 from paceline.run.watching import Watching
-from paceline.run.workshop import Workshop
-from paceline.run_folder import RunFolder
-from paceline.world import World
-from paceline.wrapper import bare
+from paceline.update.finite import FiniteCheck
+from paceline.update.whole import Update
 
 NO_NOISE = (
     "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "

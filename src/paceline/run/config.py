@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.comm.world import World
 from paceline.errors import UsageError
+from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.policy import plan_global_batch
 from paceline.run.loader import Position
 from paceline.run.options import RunOptions
 from paceline.run.plan import Plan
 from paceline.run.record import host
 from paceline.run.stream import STATEMENT
-from paceline.run_folder import RunFolder, RunInfo, read_info
-from paceline.world import World
 
 _AGREED_OPTIONS = (
     "clip_norm",

@@ -10,13 +10,13 @@ from torch import nn
 from paceline.ddp import DistributedDataParallel
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
-from paceline.run.finite import FiniteCheck
 from paceline.run.loader import MapLoader
 from paceline.run.metrics import Metrics
 from paceline.run.recorder import StepRecorder
 from paceline.run.seeds import Generators
 from paceline.run.stream import StreamLoader
-from paceline.run.update import Update
+from paceline.update.finite import FiniteCheck
+from paceline.update.whole import Update
 
 
 @dataclass(slots=True, kw_only=True)

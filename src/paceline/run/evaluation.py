@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from paceline import comm, tree
+from paceline import comm
+from paceline.comm import tree
 from paceline.errors import UsageError
 from paceline.run.loader import Collate, Shard, ShardFetcher, as_it_is
 from paceline.run.metrics import Metrics, Sums, merge

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 
 from paceline.errors import UsageError
-from paceline.run_folder import RunFolder
+from paceline.observe.run_folder import RunFolder
 
 FILE_NAME = ".lock"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

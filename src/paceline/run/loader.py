@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.errors import UsageError
-from paceline.run.lifeline import Lifeline
+from paceline.run.loader_signals import Lifeline
 from paceline.run.plan import Plan, shards_of
 from paceline.run.seeds import Generators, derive
 

@@ -16,7 +16,7 @@ from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from types import FrameType
 
-from paceline.run.signals import SAME_PRESS_S
+from paceline.run.stop import SAME_PRESS_S
 
 
 class Lifeline:

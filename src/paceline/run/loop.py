@@ -15,17 +15,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.world import World
 from paceline.errors import UsageError
 from paceline.run.between import Between
 from paceline.run.build import build
+from paceline.run.config import Wanted
 from paceline.run.evaluation import Evaluation, Score
 from paceline.run.loader import loading_options
 from paceline.run.metrics import means
 from paceline.run.options import RunOptions
-from paceline.run.signals import StopRequest, name_signal
 from paceline.run.step import Step
-from paceline.run.wanted import Wanted
-from paceline.world import World
+from paceline.run.stop import StopRequest, name_signal
 
 DEFAULT_OPTIONS = RunOptions()
 

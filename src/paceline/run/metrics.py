@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.run.late import Late
+from paceline.update.host_copy import Late
 
 Sums = dict[str, list[float]]
 """Name to [sum, count]."""

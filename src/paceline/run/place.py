@@ -9,10 +9,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from paceline import env
+from paceline.comm.world import World, current_world, init_process_group
+from paceline.ddp.wrapper import Wrapper
 from paceline.errors import UsageError
 from paceline.run.plan import Plan
-from paceline.world import World, current_world, init_process_group
-from paceline.wrapper import Wrapper
 
 
 def find_world() -> World:

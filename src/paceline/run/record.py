@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 import paceline
-from paceline.blame import Blame
 from paceline.checkpoint import Written
+from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, write_info
+from paceline.observe.stragglers import Blame
 from paceline.policy import NoiseEstimate
 from paceline.progress import Progress
 from paceline.run.metrics import Sums
-from paceline.run_folder import EventWriter, RunFolder, RunInfo, write_info
 
 INFO_PERIOD_S = 2.0
 """How old the step in `run.json` may be."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline import pipeline
+from paceline import record
 from paceline.ddp import DistributedDataParallel
-from paceline.pipeline import Recording
-from paceline.run_folder import RunFolder
+from paceline.observe.run_folder import RunFolder
+from paceline.record import Recording
 
 
 class StepRecorder:
@@ -44,7 +44,7 @@ class StepRecorder:
         if number != self._number:
             yield None
             return
-        with pipeline.record_step(
+        with record.record_step(
             self._model, self._optimizer, step=number, dataset=self._dataset
         ) as recording:
             if self._dataset is not None:
@@ -54,7 +54,7 @@ class StepRecorder:
             return
         path = self._folder.pipeline_of(number)
         try:
-            pipeline.write(recording.trace, path)
+            record.write(recording.trace, path)
         except OSError as error:
             self._say(f"Step {number} cannot be recorded in {path}: {error}.", "warning")
         else:

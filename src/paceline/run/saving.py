@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import Checkpoints, Saved
+from paceline.observe.run_folder import RunFolder, read_info
 from paceline.run.evaluation import gather
+from paceline.run.folder_lock import Tenancy
 from paceline.run.loader import Position
 from paceline.run.metrics import Sums
 from paceline.run.options import RunOptions
 from paceline.run.record import Record
 from paceline.run.state import RunState, hand_out, position_in, refuse_other_run
-from paceline.run.tenancy import Tenancy
-from paceline.run_folder import RunFolder, read_info
 
 
 class Saving:

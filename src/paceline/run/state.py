@@ -18,10 +18,10 @@ from paceline import comm
 from paceline.checkpoint import Saved
 from paceline.checkpoint.skeleton import put_together, take_apart
 from paceline.errors import CheckpointError, UsageError
-from paceline.run.handout import copy_from_rank_0
+from paceline.run.broadcast import copy_from_rank_0
 from paceline.run.loader import Position
 from paceline.run.metrics import Sums
-from paceline.run.update import Update
+from paceline.update.whole import Update
 
 MUST_BE_EQUAL = {
     "model": "the model",

@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.errors import UsageError
-from paceline.pipeline import Recording
-from paceline.run.finite import Loss
+from paceline.record import Recording
+from paceline.run.context import Workshop
 from paceline.run.loader import Portion, Shard
 from paceline.run.seeds import derive
-from paceline.run.workshop import Workshop
+from paceline.update.finite import Loss
 
 
 class Step:

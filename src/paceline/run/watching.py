@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline import env, pace, spans
-from paceline.blame import Blame
+from paceline import env
 from paceline.errors import UsageError
-from paceline.pace import Comparison
+from paceline.observe import pace, spans
+from paceline.observe.pace import Comparison
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stragglers import Blame
 from paceline.run.options import RunOptions
 from paceline.run.record import Record
-from paceline.run_folder import RunFolder
 
 Listener = Callable[[int, Blame], None]
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal, TypeVar, overload
 
-from paceline import wire
+from paceline.comm import codec
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import check_size
@@ -187,7 +187,7 @@ class _Worker:
     def _conclude(self, exitcode: int) -> None:
         self.ended_at = time.monotonic()
         try:
-            message = wire.decode(bytes(self._received))
+            message = codec.decode(bytes(self._received))
         except WireError:
             message = None  # killed before it could say how it ended, or while saying it
         if message is not None and not message["ok"]:
@@ -249,7 +249,7 @@ def _preload() -> list[str]:
 def _portable(arg: Any, what: str) -> Argument:
     if isinstance(arg, Faults):
         return arg
-    return _name_of(arg, what) if callable(arg) else wire.encode(arg)
+    return _name_of(arg, what) if callable(arg) else codec.encode(arg)
 
 
 def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from paceline.comm.world import World
 from paceline.errors import UsageError, WorkerError
 from paceline.testing.endings import (
     collect_garbage,
@@ -31,7 +32,6 @@ from paceline.testing.endings import (
     say_last_words,
     summary,
 )
-from paceline.world import World
 
 T = TypeVar("T")
 

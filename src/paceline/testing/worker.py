@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from paceline import env, wire
+from paceline import env
+from paceline.comm import codec
+from paceline.comm.world import World
 from paceline.testing.endings import is_secondary, say_last_words, summary
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected
-from paceline.world import World
 
 # A worker that gets this writes down where it is.
 STACK_SIGNAL = signal.SIGUSR1
@@ -93,10 +94,10 @@ def work(rank: int, call: Call, writer: Connection) -> None:
         )
         function, args = _find(call.function), [_unpacked(arg) for arg in call.args]
         result = function(world, *args)
-        message = wire.encode({"ok": True, "at": time.monotonic(), "result": result})
+        message = codec.encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)
     except BaseException as error:
-        message = wire.encode(
+        message = codec.encode(
             {
                 "ok": False,
                 "at": time.monotonic(),
@@ -116,7 +117,7 @@ def work(rank: int, call: Call, writer: Connection) -> None:
 def _unpacked(arg: Argument) -> Any:
     if isinstance(arg, Faults):
         return arg
-    return wire.decode(arg) if isinstance(arg, bytes) else _find(arg)
+    return codec.decode(arg) if isinstance(arg, bytes) else _find(arg)
 
 
 def _find(name: Name) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline import comm
-from paceline.buckets import BucketPlan
 from paceline.comm import Group
+from paceline.gradients.plan import BucketPlan
 from paceline.transport.channel import Channel
 from paceline.transport.hosts import Hosts
 from paceline.transport.peers import WORDS_EVERY_S, Peers

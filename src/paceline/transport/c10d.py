@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from paceline import comm
-from paceline.backward import Reduction
-from paceline.buckets import BucketPlan
 from paceline.comm import Group
+from paceline.gradients.backward import Reduction
+from paceline.gradients.plan import BucketPlan
 
 
 class C10d:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.buckets import BucketPlan, Slot
 from paceline.comm import Group
+from paceline.gradients.plan import BucketPlan, Slot
 from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, FAILED, Segment
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.backward import Reduction
-from paceline.buckets import BucketPlan
+from paceline.gradients.backward import Reduction
+from paceline.gradients.plan import BucketPlan
 
 
 class Transport(Protocol):

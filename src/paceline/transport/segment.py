@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paceline import comm
-from paceline.buckets import BucketPlan
 from paceline.comm import Group
+from paceline.gradients.plan import BucketPlan
 from paceline.transport.hosts import Hosts
 from paceline.transport.memory_limits import available_bytes
 from paceline.transport.segment_map import NONCE_BYTES, SegmentMap, has_room

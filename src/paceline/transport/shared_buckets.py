@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.buckets import BucketPlan
 from paceline.errors import DesyncError
+from paceline.gradients.plan import BucketPlan
 from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, FAILED, Segment
 from paceline.transport.segment_map import CHUNK_NUMEL, plan_chunks, plan_slices

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline import comm
-from paceline.backward import Reduction
-from paceline.buckets import BucketPlan
 from paceline.comm import Group
+from paceline.gradients.backward import Reduction
+from paceline.gradients.plan import BucketPlan
 from paceline.transport.channel import SLOT_BYTES, SLOTS, Channel
 from paceline.transport.hosts import Hosts
 from paceline.transport.peers import Peers

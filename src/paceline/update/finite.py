@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from paceline import comm
 from paceline.errors import NotFiniteError
-from paceline.run.late import Late
 from paceline.run.loader import Shard
+from paceline.update.host_copy import Late
 
 _MOST_LOOKED_AT = 128
 """So many gradients at most are looked at in a step, spread over the model."""

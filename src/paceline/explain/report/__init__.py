@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 from paceline.errors import UsageError, WireError
-from paceline.pipeline.schema import from_json
-from paceline.pipeline.stages import Trace
-from paceline.report.collect import Story, collect
-from paceline.report.files import opened
-from paceline.report.page import GENERATOR, render
-from paceline.report.window import read_window
+from paceline.explain.report.collect import Story, collect
+from paceline.explain.report.files import opened
+from paceline.explain.report.page import GENERATOR, render
+from paceline.explain.report.window import read_window
+from paceline.record.schema import from_json
+from paceline.record.stages import Trace
 
 __all__ = ["write"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.report.markup import Html, data_block, figure, number, tag, text
-from paceline.report.series import Point
+from paceline.explain.report.markup import Html, data_block, figure, number, tag, text
+from paceline.explain.report.series import Point
 
 WIDTH, HEIGHT = 360, 212
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 12, 34

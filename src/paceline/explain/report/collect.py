@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, WireError
-from paceline.report.files import lines_of, read_document
-from paceline.report.markup import as_number, count, text
-from paceline.report.series import Column
-from paceline.run_folder import Event, RunFolder, RunInfo, parse_event, read_info
+from paceline.explain.report.files import lines_of, read_document
+from paceline.explain.report.markup import as_number, count, text
+from paceline.explain.report.series import Column
+from paceline.observe.run_folder import Event, RunFolder, RunInfo, parse_event, read_info
 
 PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other")
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from paceline.report import write
-from paceline.report.markup import size
+from paceline.explain.report import write
+from paceline.explain.report.markup import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import WireError
-from paceline.run_folder import LINE_LIMIT_BYTES
+from paceline.observe.run_folder import LINE_LIMIT_BYTES
 
 DOCUMENT_LIMIT_BYTES = 8 * 2**20
 """The largest JSON document that is read as a whole."""

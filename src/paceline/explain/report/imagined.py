@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.pipeline.stages import Model, Part, Stage, Trace
-from paceline.report.markup import count
-from paceline.run_folder import RunInfo
+from paceline.explain.report.markup import count
+from paceline.observe.run_folder import RunInfo
+from paceline.record.stages import Model, Part, Stage, Trace
 
 
 def imagined(info: RunInfo) -> Trace:

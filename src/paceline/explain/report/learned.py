@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.pipeline.stages import Layer, Prediction, Stats, TensorFacts, Training
-from paceline.report.markup import (
+from paceline.explain.report.markup import (
     NOTHING,
     Html,
     duration,
@@ -17,7 +16,8 @@ from paceline.report.markup import (
     tag,
     text,
 )
-from paceline.report.picture import shape
+from paceline.explain.report.picture import shape
+from paceline.record.stages import Layer, Prediction, Stats, TensorFacts, Training
 
 LAYERS_LIMIT = 64
 

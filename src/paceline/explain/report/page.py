@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 from paceline import __version__
-from paceline.pipeline.stages import Trace
-from paceline.report import pipeline, ranks, scaling, tables, timeline
-from paceline.report.collect import Story
-from paceline.report.markup import Html, count, duration, figure, join, percent, tag, text
-from paceline.report.window import Window
-from paceline.report.words import (
+from paceline.explain.report import pipeline, ranks, scaling, tables, timeline
+from paceline.explain.report.collect import Story
+from paceline.explain.report.markup import Html, count, duration, figure, join, percent, tag, text
+from paceline.explain.report.window import Window
+from paceline.explain.report.words import (
     STATUS,
     best_accuracy,
     how_far,
@@ -29,6 +28,7 @@ from paceline.report.words import (
     where_time_went,
     who_waited,
 )
+from paceline.record.stages import Trace
 
 GENERATOR = "paceline report"
 """What the head of every report says, so that one can be told from other files."""
@@ -108,7 +108,7 @@ def render(story: Story, traces: Sequence[Trace], window: Window | None) -> Html
 
 
 def _asset(name: str) -> Html:
-    return Html(resources.files("paceline.report").joinpath("assets", name).read_text("utf-8"))
+    return Html(resources.files(__package__).joinpath("assets", name).read_text("utf-8"))
 
 
 def _style() -> Html:

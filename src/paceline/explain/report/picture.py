@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.pipeline.stages import Part, Stage, TensorFacts
-from paceline.report.markup import Html, count, duration, figure, size, tag, text
+from paceline.explain.report.markup import Html, count, duration, figure, size, tag, text
+from paceline.record.stages import Part, Stage, TensorFacts
 
 WIDTH = 380
 LANES = 4

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.pipeline.stages import (
-    Part,
-    Stage,
-    TensorFacts,
-    Trace,
-    Weight,
-)
-from paceline.report.imagined import imagined
-from paceline.report.learned import (
+from paceline.explain.report.imagined import imagined
+from paceline.explain.report.learned import (
     prediction_table,
     stats_in_words,
     training_table,
     values_in_words,
 )
-from paceline.report.markup import (
+from paceline.explain.report.markup import (
     NOTHING,
     Html,
     count,
@@ -36,11 +29,18 @@ from paceline.report.markup import (
     tag,
     text,
 )
-from paceline.report.picture import Box, draw_rest, draw_row, lay_out, shape
-from paceline.run_folder import RunInfo
+from paceline.explain.report.picture import Box, draw_rest, draw_row, lay_out, shape
+from paceline.observe.run_folder import RunInfo
+from paceline.record.stages import (
+    Part,
+    Stage,
+    TensorFacts,
+    Trace,
+    Weight,
+)
 
 PARTS_LIMIT = 16
-RECORD = "paceline.trace.record_step"
+RECORD = "paceline.explain.trace.record_step"
 PLAIN = {
     "data": "what there is to learn from",
     "sampler": "who gets which rows",

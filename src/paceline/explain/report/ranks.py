@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.charts import Share, share_bar, swatch
-from paceline.report.collect import OWN_PHASES, PHASES, Rank, Story
-from paceline.report.markup import Html, duration, figure, join, percent, table, tag
-from paceline.report.words import MEANT_BY_PHASE, find_slow, where_time_went, who_waited
+from paceline.explain.report.charts import Share, share_bar, swatch
+from paceline.explain.report.collect import OWN_PHASES, PHASES, Rank, Story
+from paceline.explain.report.markup import Html, duration, figure, join, percent, table, tag
+from paceline.explain.report.words import MEANT_BY_PHASE, find_slow, where_time_went, who_waited
 
 ROWS_LIMIT = 32
 """More workers than this are shown by their extremes."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.report.charts import Scale, Share, share_bar, swatch
-from paceline.report.markup import (
+from paceline.explain.report.charts import Scale, Share, share_bar, swatch
+from paceline.explain.report.markup import (
     Html,
     as_number,
     count,

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.report.charts import POINTS_LIMIT, Chart, Line, draw
-from paceline.report.collect import Story
-from paceline.report.markup import (
+from paceline.explain.report.charts import POINTS_LIMIT, Chart, Line, draw
+from paceline.explain.report.collect import Story
+from paceline.explain.report.markup import (
     Html,
     as_number,
     count,
@@ -22,8 +22,8 @@ from paceline.report.markup import (
     tag,
     text,
 )
-from paceline.report.series import Column, Point
-from paceline.report.words import metric_of
+from paceline.explain.report.series import Column, Point
+from paceline.explain.report.words import metric_of
 
 EPOCHS_LIMIT = 60
 CHECKPOINTS_LIMIT = 60

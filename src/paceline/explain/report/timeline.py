@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.report.charts import swatch, ticks
-from paceline.report.markup import (
+from paceline.explain.report.charts import swatch, ticks
+from paceline.explain.report.markup import (
     Html,
     count,
     data_block,
@@ -22,9 +22,9 @@ from paceline.report.markup import (
     table,
     tag,
 )
-from paceline.report.window import Span, Window, covered
-from paceline.report.words import MEANT_BY_PHASE
-from paceline.spans import LANES
+from paceline.explain.report.window import Span, Window, covered
+from paceline.explain.report.words import MEANT_BY_PHASE
+from paceline.observe.spans import LANES
 
 STATIC_LIMIT = 900
 """The most spans of the fixed picture."""

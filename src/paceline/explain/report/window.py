@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import WireError
-from paceline.report.files import opened, values_of
-from paceline.report.markup import as_number, text
-from paceline.run_folder import LINE_LIMIT_BYTES, RunFolder
-from paceline.spans import LANE_BY_NAME
+from paceline.explain.report.files import opened, values_of
+from paceline.explain.report.markup import as_number, text
+from paceline.observe.run_folder import LINE_LIMIT_BYTES, RunFolder
+from paceline.observe.spans import LANE_BY_NAME
 
 RANKS_LIMIT = 16
 STEPS = 10

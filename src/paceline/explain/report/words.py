@@ -10,8 +10,16 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 
-from paceline.report.collect import OWN_PHASES, Rank, Story
-from paceline.report.markup import as_number, count, duration, figure, listing, percent, text
+from paceline.explain.report.collect import OWN_PHASES, Rank, Story
+from paceline.explain.report.markup import (
+    as_number,
+    count,
+    duration,
+    figure,
+    listing,
+    percent,
+    text,
+)
 
 STATUS = {
     "running": "running",

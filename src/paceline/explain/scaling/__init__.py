@@ -7,6 +7,6 @@
 
 from __future__ import annotations
 
-from paceline.scaling.ratio import SpeedUp, speedup
+from paceline.explain.scaling.ratio import SpeedUp, speedup
 
 __all__ = ["SpeedUp", "speedup"]

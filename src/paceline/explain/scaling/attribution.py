@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.scaling.profile import Profile
+from paceline.explain.scaling.profile import Profile
 
 PARTS = ("sharing", "communication", "waiting", "data", "optimizer", "compute", "other")
 PART_BY_PHASE = {

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from paceline import env
 from paceline.errors import SettingError
+from paceline.explain.scaling import words
+from paceline.explain.scaling.attribution import Machine
+from paceline.explain.scaling.measure import Script, measure
+from paceline.explain.scaling.simulation import NETWORKS, Network
+from paceline.explain.scaling.study import Study, as_json, make_study, write
 from paceline.launcher.machine import count_cores
 from paceline.launcher.options import RunOptions
 from paceline.launcher.run import check_program
-from paceline.scaling import words
-from paceline.scaling.attribution import Machine
-from paceline.scaling.measure import Script, measure
-from paceline.scaling.simulation import NETWORKS, Network
-from paceline.scaling.study import Study, as_json, make_study, write
 
 _MOST_WORKERS = 10**6
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import WorkerError
+from paceline.explain.scaling.profile import Profile, Run, combine, read_run
 from paceline.launcher.attempt import Site
 from paceline.launcher.ending import Ending, report
 from paceline.launcher.flags import read_settings
@@ -28,7 +29,6 @@ from paceline.launcher.plan import Meeting
 from paceline.launcher.sentinel import Sentinel
 from paceline.launcher.store import StoreDoor
 from paceline.launcher.watch import OtherMachines, SignalInbox
-from paceline.scaling.profile import Profile, Run, combine, read_run
 
 ENOUGH = "enough steps were made"
 _LOOK_EVERY_S = 0.2

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from paceline.scaling.attribution import Machine, Mode, share_of_samples, stretch_of
-from paceline.scaling.profile import OWN, Profile
-from paceline.scaling.simulation import Bucket, Network, exposed_s
+from paceline.explain.scaling.attribution import Machine, Mode, share_of_samples, stretch_of
+from paceline.explain.scaling.profile import OWN, Profile
+from paceline.explain.scaling.simulation import Bucket, Network, exposed_s
 
 LOCAL = Network("this machine", 30e-6, 3e9)
 """What shared memory is like; how good it is here is fitted as one factor for both numbers."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.scaling.simulation import Bucket
-from paceline.spans import COMMUNICATION, COMPUTE
-from paceline.timeline import find_recordings, read_events
+from paceline.explain.scaling.simulation import Bucket
+from paceline.observe.spans import COMMUNICATION, COMPUTE
+from paceline.observe.timeline import find_recordings, read_events
 
 OWN = ("data", "forward", "backward", "optimizer", "other")
 PHASES = (*OWN, "waiting", "communication")

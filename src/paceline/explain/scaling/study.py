@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.run_folder import RunFolder
-from paceline.scaling.attribution import (
+from paceline.explain.scaling.attribution import (
     Machine,
     Mode,
     Result,
     attribute,
     detect_mode,
 )
-from paceline.scaling.prediction import Check, Prediction, check, fit
-from paceline.scaling.profile import Profile
-from paceline.scaling.simulation import Network
-from paceline.scaling.suggestion import Suggestion, suggest
+from paceline.explain.scaling.prediction import Check, Prediction, check, fit
+from paceline.explain.scaling.profile import Profile
+from paceline.explain.scaling.simulation import Network
+from paceline.explain.scaling.suggestion import Suggestion, suggest
+from paceline.observe.run_folder import RunFolder
 
 SCHEMA = 1
 GOOD_ERROR = 0.15

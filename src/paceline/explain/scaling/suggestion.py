@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.scaling.attribution import Machine, Result, stretch_of
-from paceline.scaling.prediction import Job
-from paceline.scaling.profile import OWN, Profile
-from paceline.scaling.simulation import Bucket, exposed_s
+from paceline.explain.scaling.attribution import Machine, Result, stretch_of
+from paceline.explain.scaling.prediction import Job
+from paceline.explain.scaling.profile import OWN, Profile
+from paceline.explain.scaling.simulation import Bucket, exposed_s
 
 LEAST_GAIN = 0.03
 """Less is not worth a person's time, and may be chance."""

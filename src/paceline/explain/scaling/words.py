@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from paceline.scaling.attribution import PARTS, percentages
+from paceline.explain.scaling.attribution import PARTS, percentages
 
 if TYPE_CHECKING:
-    from paceline.scaling.profile import Profile
-    from paceline.scaling.study import Study
+    from paceline.explain.scaling.profile import Profile
+    from paceline.explain.scaling.study import Study
 
 WIDTH = 80
 RESTLESS = 0.2

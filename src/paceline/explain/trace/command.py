@@ -16,11 +16,11 @@ from typing import IO
 
 from paceline import env
 from paceline.errors import UsageError, WireError
-from paceline.pipeline import schema
-from paceline.pipeline.stages import Trace
-from paceline.run_folder import RunFolder
-from paceline.trace.drawing import draw
-from paceline.trace.lines import WIDTH, Line, Style
+from paceline.explain.trace.drawing import draw
+from paceline.explain.trace.lines import WIDTH, Line, Style
+from paceline.observe.run_folder import RunFolder
+from paceline.record import schema
+from paceline.record.stages import Trace
 
 _COLOURS: dict[Style, str] = {
     "title": "1",
@@ -115,8 +115,8 @@ def _record(args: argparse.Namespace) -> Trace:
     with warnings.catch_warnings():
         # torch without NumPy says so once; nothing here needs it.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        from paceline.trace import task
-        from paceline.trace.training import Options, trace_task
+        from paceline.explain.trace import task
+        from paceline.explain.trace.training import Options, trace_task
 
         options = Options(
             engine=args.engine,

@@ -10,7 +10,10 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from paceline.pipeline.stages import (
+from paceline.explain.trace.boxes import Box, connect, meet, room_inside, side_by_side
+from paceline.explain.trace.lines import WIDTH, Line, Style, cut, paragraph, short_number
+from paceline.explain.trace.tables import draw_prediction, draw_training
+from paceline.record.stages import (
     Part,
     Sample,
     Stage,
@@ -18,10 +21,7 @@ from paceline.pipeline.stages import (
     Trace,
     Weight,
 )
-from paceline.pipeline.words import count, count_bytes, count_time, shape_words
-from paceline.trace.boxes import Box, connect, meet, room_inside, side_by_side
-from paceline.trace.lines import WIDTH, Line, Style, cut, paragraph, short_number
-from paceline.trace.tables import draw_prediction, draw_training
+from paceline.record.words import count, count_bytes, count_time, shape_words
 
 LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and

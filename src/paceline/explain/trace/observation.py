@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.pipeline.stages import Epoch, Training
+from paceline.record.stages import Epoch, Training
 
 FLAT = 0.02
 """A change of the loss by less than this share is none."""

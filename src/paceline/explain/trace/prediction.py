@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from paceline import tree
+from paceline.comm import tree
+from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import UsageError
-from paceline.pipeline.facts import facts_of, tree_facts
-from paceline.pipeline.stages import Answer, Layer, Prediction
-from paceline.wrapper import Wrapper, bare
+from paceline.record.facts import facts_of, tree_facts
+from paceline.record.stages import Answer, Layer, Prediction
 
 Kind = Literal["classes", "binary", "value"]
 """What an output means: a score for each class, one score for yes or no, or the value itself."""

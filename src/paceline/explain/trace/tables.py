@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from paceline.pipeline.stages import Prediction, Training
-from paceline.pipeline.words import shape_words
-from paceline.trace.lines import WIDTH, Line, cut, paragraph, short_number
+from paceline.explain.trace.lines import WIDTH, Line, cut, paragraph, short_number
+from paceline.record.stages import Prediction, Training
+from paceline.record.words import shape_words
 
 
 def draw_training(training: Training, width: int = WIDTH) -> list[Line]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from paceline.errors import UsageError
-from paceline.trace.prediction import Kind
+from paceline.explain.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.1

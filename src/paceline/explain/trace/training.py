@@ -18,20 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
-from paceline import comm, tree
+from paceline import comm
+from paceline.comm import tree
+from paceline.comm.world import init_process_group
+from paceline.data import DistributedBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
 from paceline.errors import UsageError
+from paceline.explain.trace.observation import observe
+from paceline.explain.trace.prediction import trace_prediction
+from paceline.explain.trace.task import Task, count_right
 from paceline.launcher import launch
-from paceline.pipeline.follow import find_weight
-from paceline.pipeline.recording import record_step
-from paceline.pipeline.schema import from_json, to_json
-from paceline.pipeline.stages import Epoch, Prediction, Trace
-from paceline.sampler import DistributedBatchSampler
-from paceline.trace.observation import observe
-from paceline.trace.prediction import trace_prediction
-from paceline.trace.task import Task, count_right
-from paceline.world import init_process_group
+from paceline.record.follow import find_weight
+from paceline.record.schema import from_json, to_json
+from paceline.record.stages import Epoch, Prediction, Trace
+from paceline.record.step import record_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,16 @@ counts the bytes.
 from __future__ import annotations
 
 from paceline.comm import Group
-from paceline.compress.cast import Cast
-from paceline.compress.codec import Compression as Compression
-from paceline.compress.codec import hook as hook
-from paceline.compress.power_sgd import LowRank
-from paceline.compress.spec import BF16 as BF16
-from paceline.compress.spec import FP16 as FP16
-from paceline.compress.spec import PowerSGD as PowerSGD
-from paceline.compress.spec import Spec as Spec
-from paceline.compress.spec import parse as parse
-from paceline.compress.traffic import BucketTraffic as BucketTraffic
+from paceline.gradients.compress.cast import Cast
+from paceline.gradients.compress.codec import Compression as Compression
+from paceline.gradients.compress.codec import hook as hook
+from paceline.gradients.compress.power_sgd import LowRank
+from paceline.gradients.compress.spec import BF16 as BF16
+from paceline.gradients.compress.spec import FP16 as FP16
+from paceline.gradients.compress.spec import PowerSGD as PowerSGD
+from paceline.gradients.compress.spec import Spec as Spec
+from paceline.gradients.compress.spec import parse as parse
+from paceline.gradients.compress.traffic import BucketTraffic as BucketTraffic
 
 __all__ = [
     "BF16",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.compress.codec import Compression, NamedBucket
-from paceline.compress.spec import BF16, FP16
+from paceline.gradients.compress.codec import Compression, NamedBucket
+from paceline.gradients.compress.spec import BF16, FP16
 
 
 class Cast(Compression):

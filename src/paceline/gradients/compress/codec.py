@@ -17,10 +17,10 @@ from torch import Tensor
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.compress.deferred import Deferred
-from paceline.compress.spec import Spec
-from paceline.compress.traffic import BucketTraffic, Traffic
 from paceline.errors import HookError
+from paceline.gradients.compress.deferred import Deferred
+from paceline.gradients.compress.spec import Spec
+from paceline.gradients.compress.traffic import BucketTraffic, Traffic
 
 
 class NamedBucket(Protocol):

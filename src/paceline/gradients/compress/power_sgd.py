@@ -23,9 +23,9 @@ from torch import Tensor
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.compress.codec import Compression, NamedBucket, Scale
-from paceline.compress.spec import PowerSGD
 from paceline.errors import UsageError
+from paceline.gradients.compress.codec import Compression, NamedBucket, Scale
+from paceline.gradients.compress.spec import PowerSGD
 
 
 @dataclass(slots=True)

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline import tree
+from paceline.comm import tree
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
 from paceline.errors import UsageError
-from paceline.pipeline import schema
-from paceline.pipeline.evidence import Evidence, Notes, first_line
-from paceline.pipeline.follow import find_weight
-from paceline.pipeline.ranks import trace_ranks
-from paceline.pipeline.reference import Reference
-from paceline.pipeline.replicas import trace_replicas
-from paceline.pipeline.stages import Trace
-from paceline.pipeline.watch import Watch
-from paceline.run_folder import NAME, RunFolder
-from paceline.wrapper import bare
+from paceline.observe.run_folder import NAME, RunFolder
+from paceline.record import schema
+from paceline.record.evidence import Evidence, Notes, first_line
+from paceline.record.follow import find_weight
+from paceline.record.ranks import trace_ranks
+from paceline.record.reference import Reference
+from paceline.record.replicas import trace_replicas
+from paceline.record.stages import Trace
+from paceline.record.watch import Watch
 
 
 class Recording:

@@ -1,0 +1,1 @@
+"""The pictures, and the numbers behind them: trace, report, scaling, comparison."""

@@ -1,0 +1,1 @@
+"""From "gradient ready" to averaged gradients: plan, buckets, hooks, reducer."""

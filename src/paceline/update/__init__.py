@@ -1,0 +1,1 @@
+"""Gradients to new parameters: what a step changes when it is applied."""
