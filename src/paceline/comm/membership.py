@@ -1,0 +1,52 @@
+"""Who takes part now: a generation and its process group.
+
+Whoever needs the group asks `Membership` each time and keeps nothing, so that a training can
+continue on another group, of the same ranks or of fewer, between two steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Membership:
+    """The only holder of a process group.
+
+        generation 0, group --(move_on)--> generation 1, another group --(move_on)--> ...
+
+    Invariant: between two calls of `move_on` everybody who asks gets the same group. It is called
+    between two steps, on every rank of the new group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.generation = 0
+        self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    @property
+    def rank(self) -> int:
+        """The position of this process in the group."""
+        return int(self.group.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.group.size())
+
+    def follow(self, on_generation: Callable[[], None]) -> None:
+        """Call this bound method at every new generation, in the order of following.
+
+        Its object is held weakly: who is gone is not called.
+        """
+        self._followers.append(weakref.WeakMethod(on_generation))
+
+    def move_on(self, group: Any) -> None:
+        """Continue with another group, between two steps."""
+        self.group = group
+        self.generation += 1
+        self._followers = [each for each in self._followers if each() is not None]
+        for follower in self._followers:
+            on_generation = follower()
+            if on_generation is not None:
+                on_generation()
