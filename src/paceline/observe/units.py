@@ -1,0 +1,65 @@
+"""Numbers as people read them: counts, bytes, times, shares, lists, tables; always in ASCII."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def count_text(number: int, thing: str) -> str:
+    """`1 row`, `1,000 rows`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def bytes_text(number: float) -> str:
+    """`400 B`, `4.0 kB`, `97.7 MB`: powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(number) < 999.95:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """`12 us`, `0.31 ms`, `1.25 s`, `17 s`, `3:05`, `2:00:09` or `4 d 03:12`; `?` if unknown."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if minutes == 0:
+        return f"{s} s"
+    if hours == 0:
+        return f"{m}:{s:02}"
+    return f"{hours}:{m:02}:{s:02}" if hours < 24 else f"{hours // 24} d {hours % 24:02}:{m:02}"
+
+
+def share_text(share: float, digits: int = 0) -> str:
+    """`83 %`."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`1,000 x 10`; a single number has no shape."""
+    return " x ".join(f"{extent:,}" for extent in shape) or "1 number"
+
+
+def list_text(words: Sequence[object], last: str = "and") -> str:
+    """`50, 30 and 20`."""
+    *most, end = [str(word) for word in words] or [""]
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def table_lines(rows: Sequence[Sequence[str]], align: str = "", gap: str = "  ") -> list[str]:
+    """Cells in columns; `align` has `<` or `>` for each, the last one for all that follow."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = (align or "<").ljust(len(widths), (align or "<")[-1])
+    return [
+        gap.join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
+        for cells in (zip(row, sides, widths, strict=True) for row in rows)
+    ]
