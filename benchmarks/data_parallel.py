@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from benchmarks.models import GPT, MODELS
 from benchmarks.tables import print_table
-from paceline.dp import DataParallel, DPOptions
+from paceline.dp import DataParallel
 
 Step = Callable[[], None]
 
 WARM_UP = 6
-"""Steps before the first that counts: recordings are made in the first few."""
+"""Steps before the first that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +59,6 @@ def _deep() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(300)))
 
 
-class Loop(nn.Module):
-    """300 layers once more, in a class as people write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(300))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.relu(layer(x))
-        return x
-
-
 def _rows(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     x = torch.randn(64, 64, generator=generator)
     return x, torch.randint(64, (64,), generator=generator)
@@ -91,7 +78,6 @@ TASKS = {
         "gpt2-124M": Task(_gpt2, _text, _token_loss, "bfloat16"),
         "gpt2-124M-autocast": Task(_gpt2, _text, _token_loss, "autocast"),
         "mlp-300x64": Task(_deep, _rows, F.cross_entropy),
-        "mlp-300x64-loop": Task(Loop, _rows, F.cross_entropy),
     },
     "cpu": {
         "conv-0.1M": Task(MODELS["conv-0.1M"].build, _images, F.cross_entropy),
@@ -105,29 +91,13 @@ TASKS = {
 def contestants(task: Task, device: str, replicas: int) -> dict[str, Callable[[], Step]]:
     """What builds each contestant's step."""
     ids: list[Any] = [0] * replicas if device == "cuda" else [f"cpu:{i}" for i in range(replicas)]
-    graphs, no_graphs = DPOptions(cuda_graphs=True), DPOptions(cuda_graphs=False)
     wraps: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
         "bare": (lambda m: m, False),
         "paceline": (lambda m: DataParallel(m, ids), False),
         "paceline, loss on replicas": (lambda m: DataParallel(m, ids), True),
     }
     if device == "cuda":
-        wraps |= {
-            "nn.DataParallel": (lambda m: nn.DataParallel(m, ids), False),
-            "paceline, cuda_graphs=False": (
-                lambda m: DataParallel(m, ids, options=no_graphs),
-                False,
-            ),
-            "paceline, cuda_graphs=False, loss on replicas": (
-                lambda m: DataParallel(m, ids, options=no_graphs),
-                True,
-            ),
-            "paceline, cuda_graphs=True": (lambda m: DataParallel(m, ids, options=graphs), False),
-            "paceline, cuda_graphs=True, loss on replicas": (
-                lambda m: DataParallel(m, ids, options=graphs),
-                True,
-            ),
-        }
+        wraps["nn.DataParallel"] = (lambda m: nn.DataParallel(m, ids), False)
     return {
         name: partial(_step, task, device, wrap, on_replicas)
         for name, (wrap, on_replicas) in wraps.items()
@@ -162,8 +132,7 @@ def _step(
 def peak_mib(build: Callable[[], Step]) -> tuple[int, int]:
     """The most memory that tensors need in a step, and that is reserved for them, on the GPU.
 
-    A CUDA graph reserves what its replays need, and none of that counts as allocated. Workspaces
-    of matrix kernels, of which threads and recordings have their own, are part of both.
+    Workspaces of matrix kernels, of which threads have their own, are part of both.
     """
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()  # or the first contestant would pay for all

@@ -15,11 +15,10 @@ from zoo import CASES, Case
 
 from paceline.comm import tree
 from paceline.dp import DataParallel, DPOptions
-from paceline.errors import DeviceError, UsageError
+from paceline.errors import DeviceError
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 ROWS = 11
-GRAPHS, PLAIN = DPOptions(cuda_graphs=True), DPOptions(cuda_graphs=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,11 +141,10 @@ def test_batch_norm_of_the_whole_batch_is_the_bare_models() -> None:
     torch.testing.assert_close(gradients(module), gradients(bare), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [DPOptions(), PLAIN, GRAPHS], ids=["auto", "plain", "graphs"])
-def test_a_step_never_waits_for_the_device(options: DPOptions) -> None:
+def test_a_step_never_waits_for_the_device() -> None:
     module = network()
     module[4].momentum = 0.1  # a cumulative average makes torch's own layer wait
-    model = DataParallel(module, [0, 0], options=options)
+    model = DataParallel(module, [0, 0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = images(), torch.arange(9, device="cuda") % 4
 
@@ -296,99 +294,3 @@ def test_a_single_gpu_takes_the_module_there() -> None:
     model = DataParallel(nn.Linear(3, 2))
     assert model.module.weight.is_cuda
     assert model(torch.zeros(4, 3)).shape == (4, 2)
-
-
-def train(model: nn.Module, case: Case, on_replicas: bool = False) -> list[Tensor]:
-    """Losses of a few steps: three are as usual, one records, two replay."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    losses = []
-    for step in range(6):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        inputs = on_gpu(tuple(part.roll(step, 0) for part in case.batch(ROWS)))
-        if on_replicas:
-            losses.append(model.backward(lambda output: output, inputs))
-        else:
-            losses.append(case.loss(model, inputs))
-            losses[-1].backward()
-        optimizer.step()
-    return [loss.detach() for loss in losses]
-
-
-# Last, because a recording that fails half-way is hard on what comes after it.
-@each_case
-@pytest.mark.parametrize("on_replicas", [False, True], ids=["forward", "loss"])
-def test_recorded_steps_are_the_bare_models_or_are_refused(case: Case, on_replicas: bool) -> None:
-    bare = WithLoss(case).cuda() if on_replicas else case.build().cuda()
-    wrapped = WithLoss(case).cuda() if on_replicas else case.build().cuda()
-    model = DataParallel(wrapped, [0, 0], options=GRAPHS)
-    try:
-        losses = train(model, case, on_replicas)
-    except UsageError as error:
-        pytest.skip(f"refused: {error.where[:100]}")
-    except RuntimeError as error:
-        if "replayed forward pass" not in str(error):
-            raise
-        pytest.skip("replays have no gradients of gradients")
-    torch.testing.assert_close(losses, train_bare(bare, case, on_replicas), **close(case))
-    torch.testing.assert_close(wrapped.state_dict(), bare.state_dict(), **close(case))
-
-
-def train_bare(bare: nn.Module, case: Case, on_replicas: bool) -> list[Tensor]:
-    if not on_replicas:
-        return train(bare, case)
-    whole = Case(case.name, case.build, case.batch, lambda model, inputs: model(*inputs))
-    return train(bare, whole)
-
-
-def test_recorded_batch_norm_keeps_the_statistics_of_torchs_class() -> None:
-    module = network()
-    module[4].momentum = 0.1
-    theirs = nn.DataParallel(copy.deepcopy(module), [0, 0])
-    ours = DataParallel(module, [0, 0], options=GRAPHS)
-    for rows in (9, 9, 9, 9, 6, 9, 9):
-        torch.testing.assert_close(ours(images(rows)), theirs(images(rows)))
-    torch.testing.assert_close(ours.state_dict(), theirs.module.state_dict())
-    with torch.no_grad():
-        for model in (ours.eval(), theirs.eval()):
-            for _ in range(4):
-                output = model(images())
-            if model is ours:
-                expected = output
-    torch.testing.assert_close(output, expected)
-
-
-def test_a_recording_sees_new_weights_and_adds_to_gradients() -> None:
-    bare, module = nn.Linear(4, 2).cuda(), nn.Linear(4, 2).cuda()
-    model = DataParallel(module, [0, 0], options=GRAPHS)
-    for step in range(6):
-        x = torch.full((4, 4), float(step + 1), device="cuda")
-        with torch.no_grad():
-            for each in (bare, module):
-                for param in each.parameters():
-                    param.fill_(0.1 * step)
-        bare(x).square().mean().backward()
-        model.backward(lambda output: output.square().mean(), x)
-    torch.testing.assert_close(gradients(module), gradients(bare))
-
-
-def test_a_model_that_waits_for_the_gpu_is_refused_when_recorded() -> None:
-    class Waits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(x.sum())
-
-    model = DataParallel(Waits(), [0, 0], options=GRAPHS)
-    for _ in range(2):
-        model(torch.ones(4, device="cuda"))
-    with pytest.raises(UsageError, match="cannot be recorded"):
-        model(torch.ones(4, device="cuda"))
-    assert torch.rand(3, device="cuda").sum() > 0  # random numbers survive it
-
-
-def test_dropout_draws_anew_in_every_replay() -> None:
-    model = DataParallel(nn.Dropout(0.5), [0, 0], options=GRAPHS)
-    outputs = [model(torch.ones(400, device="cuda")) for _ in range(6)]
-    assert not torch.equal(outputs[-1], outputs[-2])
-    torch.manual_seed(3)
-    first = model(torch.ones(400, device="cuda"))
-    torch.manual_seed(3)
-    assert torch.equal(model(torch.ones(400, device="cuda")), first)

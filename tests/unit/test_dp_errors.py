@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.dp import DataParallel, DPOptions
+from paceline.dp import DataParallel
 from paceline.errors import DeviceError, UsageError
 
 TWO = ["cpu:0", "cpu:1"]
@@ -112,11 +112,6 @@ def test_bad_inputs_and_outputs_leave_the_model_usable() -> None:
     with pytest.raises(UsageError, match="output differs between replicas"):
         model(torch.zeros(3))
     assert model(torch.zeros(4)) == 2
-
-
-def test_recording_needs_one_gpu() -> None:
-    with pytest.raises(UsageError, match="replicas are on cpu:0, cpu:1"):
-        DataParallel(nn.Linear(1, 1), device_ids=TWO, options=DPOptions(cuda_graphs=True))
 
 
 def test_a_script_is_refused_with_advice() -> None:

@@ -19,7 +19,7 @@ from paceline.dp.devices import Device, find_place, find_places, move
 from paceline.dp.engine import Engine
 from paceline.dp.gather import gather
 from paceline.dp.loss import Count, Reduction, plan_factors, total_loss
-from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_graphs, check_split
+from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_split
 from paceline.dp.scatter import scatter
 from paceline.errors import UsageError
 
@@ -45,7 +45,6 @@ class DataParallel(Wrapper):
         _check_arguments(module, dim)
         places = find_places(device_ids)
         check_split(split, len(places))
-        check_graphs(options, places)
         nn.Module.__init__(self)
         # Set before `module`: from then on, names that the module has are set on the module.
         self.dim = dim

@@ -7,9 +7,8 @@ forked without it, and build a new engine whenever this one no longer fits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from paceline.dp.loss import compute_loss, differentiate
 from paceline.dp.options import DPOptions
 from paceline.dp.parallel_apply import Climate, Crew, Outcome, blame, refuse_transforms
 from paceline.dp.parameters import ParameterSets
-from paceline.dp.replay import call, detach, make_replayer
-from paceline.dp.replicate import Replica, as_it_is
+from paceline.dp.replicate import Parameters, Replica, as_it_is
 from paceline.dp.scatter import Chunk
 from paceline.errors import UsageError
 
@@ -55,7 +53,6 @@ class Engine:
         self._parameters = ParameterSets(places, self._lanes, options.share_parameters)
         self._replicas = [self._build(number) for number in range(len(places))]
         self._crew = None if len(self._lanes) == 1 else self._hire(options.cpu_threads)
-        self._replayer = make_replayer(module, places, self._replicas, self._parameters, options)
         # Reentrant, because a hook on a parameter may call the model again.
         self._lock = threading.RLock()
 
@@ -67,19 +64,8 @@ class Engine:
     def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
         """The replicas' outputs, in the order of the chunks."""
         with self._turn(chunks) as params:
-            usual = partial(self._run_forward, chunks, params)
-            if self._replayer is None:
-                return usual(call)
-            return self._replayer.outputs(chunks, params, usual)
-
-    def _run_forward(
-        self, chunks: Sequence[Chunk], params: Sequence[Tensor], work: Work
-    ) -> list[Any]:
-        used = [chunk.replica for chunk in chunks]
-        tables = self._parameters.link(params, used)
-        for number in used:
-            self._replicas[number].refresh(tables[number])
-        return self._apply(chunks, work)
+            self._refresh(self._parameters.link(params, [chunk.replica for chunk in chunks]))
+            return self._apply(chunks, _call)
 
     def backward(
         self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Any]
@@ -91,27 +77,23 @@ class Engine:
                 advice="Call it outside torch.no_grad() and torch.inference_mode().",
             )
         with self._turn(chunks) as params:
-            usual = partial(self._run_loss, chunks, factors, params)
-            if self._replayer is None:
-                return usual(partial(compute_loss, loss_fn=loss_fn))
-            return self._replayer.losses(chunks, loss_fn, factors, params, usual)
+            return self._run_loss(chunks, loss_fn, factors, params)
 
     def _run_loss(
         self,
         chunks: Sequence[Chunk],
+        loss_fn: Callable[..., Tensor],
         factors: Sequence[Any],
         params: Sequence[Tensor],
-        compute: Callable[[Chunk, nn.Module], Tensor],
     ) -> list[Tensor]:
         factor_by_replica = {c.replica: factor for c, factor in zip(chunks, factors, strict=True)}
         is_joint = self._meeting is not None  # one graph for all replicas
 
         def work(chunk: Chunk, module: nn.Module) -> Tensor:
-            loss = compute(chunk, module)
+            loss = compute_loss(chunk, module, loss_fn)
             return loss if is_joint else differentiate(loss, factor_by_replica[chunk.replica])
 
-        used = [chunk.replica for chunk in chunks]
-        detach(params, used, self._parameters, self._replicas)
+        self._refresh(self._parameters.detach(params, [chunk.replica for chunk in chunks]))
         try:
             losses = self._apply(chunks, work)
             if is_joint:
@@ -122,6 +104,10 @@ class Engine:
             raise
         self._parameters.collect(params)
         return losses
+
+    def _refresh(self, tables: Mapping[int, Parameters | None]) -> None:
+        for number, table in tables.items():
+            self._replicas[number].refresh(table)
 
     @contextmanager
     def _turn(self, chunks: Sequence[Chunk]) -> Iterator[list[Tensor]]:
@@ -211,6 +197,10 @@ class Engine:
         share = max(1, available // cpu_lanes) if cpu_lanes else available
         names = [f"paceline replica {self._places[lane[0]].name}" for lane in self._lanes]
         return Crew(names, cpu_threads or share, shares_processors=cpu_lanes > 1)
+
+
+def _call(chunk: Chunk, module: nn.Module) -> Any:
+    return module(*chunk.args, **chunk.kwargs)
 
 
 def _merge(outcomes: Sequence[Outcome | None]) -> dict[int, Any]:

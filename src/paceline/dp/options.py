@@ -8,7 +8,6 @@ from math import isfinite
 from numbers import Real
 from typing import Literal, get_args
 
-from paceline.dp.devices import Place
 from paceline.errors import UsageError
 
 BatchNorm = Literal["first", "whole"]
@@ -31,12 +30,6 @@ class DPOptions:
     """Threads that operators of one CPU replica may use; by default the replicas share out those
     that the process has."""
 
-    cuda_graphs: bool | None = None
-    """Record the replicas' work on a GPU and replay it, for small models that keep a GPU waiting
-    for Python. By default that is done where a replay is proven to compute the same. With True it
-    is done without a proof: Python code in the module and the loss function then runs while
-    recording only; see docs/data_parallel.md. All replicas must be on one GPU."""
-
     def __post_init__(self) -> None:
         if self.batch_norm not in get_args(BatchNorm):
             raise UsageError(
@@ -48,31 +41,6 @@ class DPOptions:
 
 
 DEFAULT_OPTIONS = DPOptions()
-
-
-def can_replay(options: DPOptions, places: Sequence[Place]) -> bool:
-    """Whether recordings can be made with these options, of replicas at these places."""
-    return (
-        {place.device.type for place in places} == {"cuda"}
-        and len({place.device for place in places}) == 1
-        and options.batch_norm == "first"
-        and options.share_parameters
-    )
-
-
-def check_graphs(options: DPOptions, places: Sequence[Place]) -> None:
-    """Raise if recordings were asked for where they cannot be made."""
-    if not options.cuda_graphs or can_replay(options, places):
-        return
-    if options.batch_norm == "whole" or not options.share_parameters:
-        raise UsageError(
-            "cuda_graphs works with batch_norm='first' and share_parameters=True only.",
-            advice="Leave one of these options at its default.",
-        )
-    raise UsageError(
-        f"cuda_graphs is on, but the replicas are on {', '.join(p.name for p in places)}.",
-        advice="Put all replicas on one CUDA device, or leave cuda_graphs off.",
-    )
 
 
 def check_split(split: Sequence[float] | None, replicas: int) -> None:

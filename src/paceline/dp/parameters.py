@@ -70,16 +70,12 @@ class ParameterSets:
                 tables |= dict.fromkeys(used, _table(params, leaves))
         return tables
 
-    def leaves(self, lane: int) -> list[nn.Parameter]:
-        """What the lane's replicas were given by `detach`."""
-        return self._leaves[lane]
-
     def collect(self, params: Sequence[Tensor]) -> None:
         """Sum the leaves' gradients over the lanes and add them to the parameters' own."""
         grads = [[leaf.grad for leaf in leaves] for leaves in self._leaves if leaves]
         self.forget_gradients()
         with torch.no_grad():
-            deliver(params, sum_at_home(grads, self._home))
+            _deliver(params, sum_at_home(grads, self._home))
 
     def forget_gradients(self) -> None:
         for leaves in self._leaves:
@@ -93,7 +89,7 @@ class ParameterSets:
         return list(used.values())
 
 
-def deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Add gradients to the parameters as a backward pass would, which is what hooks expect."""
     hooked: list[tuple[Tensor, Tensor]] = []
     sums: list[Tensor] = []

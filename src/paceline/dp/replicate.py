@@ -84,15 +84,6 @@ class Replica:
         dictionaries = (link.source._buffers for link in self._with_buffers)
         return [b for buffers in dictionaries for b in buffers.values() if b is not None]
 
-    def copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of the replica's own buffer and the source's, where they are not the same."""
-        pairs = (
-            (link.copy._buffers.get(name), buffer)
-            for link in self._with_buffers
-            for name, buffer in link.source._buffers.items()
-        )
-        return [(own, b) for own, b in pairs if own is not None and b is not None and own is not b]
-
     def is_current(self) -> bool:
         """Whether the source still has the submodules that were copied."""
         return all(link.source._modules == link.children_seen for link in self._links)
@@ -107,10 +98,6 @@ class Replica:
         for link in self._links:
             if link.bound:
                 link.rebind(self._links)
-
-    def forget_buffers(self) -> None:
-        """Copy buffers anew in the next refresh: a replay writes to them without a trace."""
-        self._buffers_seen = None
 
     def _refresh_buffers(self, parameters: Parameters) -> None:
         links = self._with_buffers
