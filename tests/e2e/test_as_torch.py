@@ -76,7 +76,7 @@ def test_an_unmodified_script_trains_in_step_on_our_classes(tmp_path: Path) -> N
     done = run(tmp_path, "--as-torch")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] in sync paceline.ddp paceline" for rank in range(2)
+        f"[rank {rank}] in sync paceline.ddp.distributed paceline" for rank in range(2)
     ]
 
 
@@ -122,7 +122,9 @@ def test_a_script_that_spawns_its_own_world_gets_our_classes_there(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 of 2 paceline.ddp", "1 of 2 paceline.ddp"]
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} of 2 paceline.ddp.distributed" for rank in range(2)
+    ]
 
 
 def test_torchs_own_code_keeps_torchs_classes() -> None:
