@@ -34,9 +34,9 @@ from paceline.checkpoint.directory import (
 )
 from paceline.checkpoint.files import read_bounded
 from paceline.checkpoint.manifest import MAX_SKELETON_BYTES, SKELETON, TENSORS, plain_facts
-from paceline.checkpoint.skeleton import put_together, take_apart
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.tensors import read_verifying
+from paceline.comm.codec import put_together, take_apart
 from paceline.errors import CheckpointError, UsageError
 
 FEWEST_KEPT = 2
@@ -129,7 +129,7 @@ class Checkpoints:
             raise UsageError(f"The step {step} cannot be saved.", advice="Steps count from 0.")
         said = plain_facts(facts)
         self.wait()
-        tensors, skeleton = take_apart(state)
+        tensors, skeleton = take_apart(state, "state", UsageError)
         try:
             image = self._staging.fill(tensors)
         except MemoryError as error:
@@ -285,7 +285,7 @@ def _read_entry(entry: Entry) -> Saved:
             digest = hashlib.sha256()
             tensors = read_verifying(file, path, digest)
         check_hash(path, facts, digest.hexdigest())
-    state = put_together(skeleton, tensors, skeleton_path)
+    state = put_together(skeleton, tensors, skeleton_path, CheckpointError)
     return Saved(manifest.step, state, manifest.facts, entry.path, manifest.metric)
 
 

@@ -1,10 +1,16 @@
-"""Values as bytes and back, for pipes, stores and files: JSON plus raw tensor bytes, no pickle.
+"""Values as JSON and tensors, and back: for checkpoints, pipes and stores. Nothing is pickled.
 
-    magic (4) | header length (4) | header, JSON | raw bytes of every tensor and `bytes`, in order
+What is left of a value when its tensors are taken out is its skeleton. Scalars and strings stand
+for themselves in it; everything else is a list that begins with its kind, such as
+`["tensor", "model/head.weight"]` or `["dict", [0, ...], ["lr", 0.1]]`. What has no kind is refused
+with its path. A tensor that occurs twice is kept once and comes back as one tensor.
 
-Scalars and strings stand for themselves in the header; everything else is a list that begins with
-its kind, such as `["tensor", "float32", [2, 3]]`. A reader checks every size against the bytes that
-are really there before it allocates, so bad input costs an error and not the memory it claims.
+`encode` puts skeleton and tensors into one message:
+
+    magic (4) | two lengths (4 each) | skeleton | types and shapes, JSON | raw bytes of the tensors
+
+Readers compare every size with the bytes that are really there before they allocate, so bad input
+costs an error and not the memory it claims. torch is loaded with the first tensor.
 """
 
 from __future__ import annotations
@@ -12,108 +18,227 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
+from paceline.errors import PacelineError, WireError
 
-from paceline.errors import WireError
+if TYPE_CHECKING:
+    from torch import Tensor
 
-MAGIC = b"PLW1"
-MAX_HEADER_BYTES = 16 * 2**20
+MAX_SKELETON_BYTES = 64 * 2**20
 MAX_DEPTH = 64
-_PREFIX_BYTES = len(MAGIC) + 4
+MAX_DIMENSIONS = 64
+MAGIC = b"PLW2"
+DTYPES = frozenset(
+    [
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
+    ]
+)
+"""The names of torch's types whose tensors can be written."""
 
-_DTYPES = [
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    *(torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128),
-]
-_NAME_BY_DTYPE = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
-_DTYPE_BY_NAME = {name: dtype for dtype, name in _NAME_BY_DTYPE.items()}
+_LENGTHS = struct.Struct("<II")
+_MAX_NAME_LENGTH = 200
 _FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_DICT_BY_KIND: dict[str, type[dict[Any, Any]]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+}
+_KIND_BY_DICT = {dict: "dict", defaultdict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
 def encode(value: Any) -> bytes:
-    """The bytes of a value made of plain Python data and dense tensors.
-
-    Tensors lose `requires_grad` and their device; any other type is refused by name and place.
-    """
-    writer = _Writer()
-    tree = writer.tree(value)
-    try:
-        text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    except ValueError as error:  # an integer with more digits than Python converts
-        raise WireError(f"A value cannot be written: {error}.") from None
-    # Not escaped as ASCII: JSON would join two lone surrogates of a string into one character.
-    header = text.encode("utf-8", "surrogatepass")
-    if len(header) > MAX_HEADER_BYTES:
-        raise WireError(
-            f"The header takes {len(header):,} bytes, more than the {MAX_HEADER_BYTES:,} allowed.",
-            advice="Put long lists of numbers into a tensor, and long text into bytes.",
-        )
-    return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *writer.payload])
+    """One message with a value made of plain Python data and dense tensors."""
+    tensors, skeleton = take_apart(value)
+    layout = [[name, dtype_name(each), list(each.shape)] for name, each in tensors.items()]
+    text = json.dumps(layout).encode()
+    plain = [as_plain(each) for each in tensors.values()]
+    lengths = _LENGTHS.pack(len(skeleton), len(text))
+    return b"".join([MAGIC, lengths, skeleton, text, *map(memory_of, plain)])
 
 
 def decode(data: bytes) -> Any:
     """The value that `encode` wrote; anything malformed is a WireError before it costs memory."""
     view = memoryview(data)
-    if len(view) < _PREFIX_BYTES or view[: len(MAGIC)] != MAGIC:
+    begin = len(MAGIC) + _LENGTHS.size
+    if len(view) < begin or view[: len(MAGIC)] != MAGIC:
         raise WireError(f"{len(view):,} bytes do not begin like a message of ours.")
-    length = int.from_bytes(view[len(MAGIC) : _PREFIX_BYTES], "little")
-    present = len(view) - _PREFIX_BYTES
-    if length > min(present, MAX_HEADER_BYTES):
+    lengths = _LENGTHS.unpack_from(view, len(MAGIC))
+    if sum(lengths) > len(view) - begin or max(lengths) > MAX_SKELETON_BYTES:
         raise WireError(
-            f"The header claims {length:,} bytes; {present:,} are there and at most "
-            f"{MAX_HEADER_BYTES:,} are allowed."
+            f"The message claims a header of {sum(lengths):,} bytes; {len(view) - begin:,} are "
+            f"there and at most {MAX_SKELETON_BYTES:,} are allowed."
         )
-    header = bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + length])
+    middle, end = begin + lengths[0], begin + sum(lengths)
+    layout = _parse(bytes(view[middle:end]), "The message", WireError)
+    tensors = _read_tensors(layout, view[end:])
+    return put_together(bytes(view[begin:middle]), tensors, "The message")
+
+
+def take_apart(
+    value: Any, root: str = "value", error: type[PacelineError] = WireError
+) -> tuple[dict[str, Tensor], bytes]:
+    """The tensors of a value by name, sharing their memory, and its skeleton as JSON.
+
+    `root` is what messages call the value, and `error` what they are raised as.
+    """
+    taker = _Taker(root, error)
+    tree = taker.tree(value)
     try:
-        text = header.decode("utf-8", "surrogatepass")
-        tree = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise WireError(f"The header is nested deeper than {MAX_DEPTH} levels.") from None
-    except ValueError as error:
-        raise WireError(f"The header is not the JSON we write: {error}.") from None
-    reader = _Reader(view[_PREFIX_BYTES + length :])
-    value = reader.value(tree)
-    reader.expect_end()
+        text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    except ValueError as problem:  # an integer with more digits than Python converts
+        raise error(f"A number in the {root} cannot be written: {problem}.") from None
+    # Not escaped as ASCII: JSON would join two lone surrogates of a string into one character.
+    skeleton = text.encode("utf-8", "surrogatepass")
+    if len(skeleton) > MAX_SKELETON_BYTES:
+        raise error(
+            f"Without its tensors the {root} takes {len(skeleton):,} bytes, more than the "
+            f"{MAX_SKELETON_BYTES:,} allowed.",
+            advice="Put long lists of numbers into a tensor, and long text into bytes.",
+        )
+    return taker.tensors, skeleton
+
+
+def revive(kind: str, parts: list[Any]) -> Any:
+    """A value of a kind that is neither container nor JSON; ValueError if there is none."""
+    import torch
+
+    match kind, parts:
+        case "bytes", [torch.Tensor(dtype=torch.uint8) as flat] if flat.dim() == 1:
+            return bytes(memory_of(flat))
+        case "complex", [float(real), float(imaginary)]:
+            return complex(real, imaginary)
+        case "size", _ if all(type(extent) is int for extent in parts):
+            return torch.Size(parts)
+        case "dtype", [str(name)] if isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        case "device", [str(name)] if re.fullmatch(r"[a-z]{2,20}(:\d{1,4})?", name):
+            try:
+                return torch.device(name)
+            except RuntimeError:
+                pass
+    raise ValueError(kind)
+
+
+def put_together(
+    skeleton: bytes,
+    tensors: Mapping[str, Any],
+    origin: object,
+    error: type[PacelineError] = WireError,
+    revive: Callable[[str, list[Any]], Any] = revive,
+) -> Any:
+    """The value that was taken apart; a skeleton we do not write is an `error` about `origin`.
+
+    Anything may stand for the tensors. With another `revive` this works without torch.
+    """
+    putter = _Putter(tensors, origin, error, revive)
+    value = putter.value(_parse(skeleton, origin, error), 0)
+    unused = tensors.keys() - putter.used
+    if unused:
+        raise error(f"{origin} has no place for the tensor {min(unused)!r:.100}.")
     return value
 
 
-class _Place:
-    """Where in the nested value we are. Only an error spells it out: a path per item would cost
-    a hostile header's longest key times its number of items."""
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, has memory, and has a type that we write."""
+    import torch
 
-    def __init__(self) -> None:
-        self._keys: list[str | int] = []
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return is_dense and dtype_name(tensor) in DTYPES and tensor.dim() <= MAX_DIMENSIONS
 
-    def __str__(self) -> str:
-        text = "".join(f"[{key!r:.40}]" for key in self._keys)
-        return f"value{text}" if len(text) < 200 else f"value{text[:100]}…{text[-60:]}"
 
-    @contextmanager
-    def at(self, key: str | int) -> Iterator[None]:
-        self._keys.append(key)
-        if len(self._keys) > MAX_DEPTH:
+def is_shape(extents: list[Any]) -> bool:
+    """Whether torch could have a tensor of this shape, were there memory for it."""
+    return (
+        len(extents) <= MAX_DIMENSIONS
+        and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
+        and math.prod(max(1, extent) for extent in extents) < 2**63
+    )
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The values of a tensor in contiguous memory of the CPU; a copy only where one is needed."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid as long as the tensor lives.
+
+    Not `.numpy()`: torch alone must be enough, and NumPy knows no bfloat16.
+    """
+    size = tensor.numel() * tensor.itemsize
+    if size == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def from_memory(flat: Tensor, dtype: str, shape: Iterable[int]) -> Tensor:
+    """Plain bytes as a tensor of another type; ValueError where the bytes mean nothing."""
+    import torch
+
+    if dtype == "bool" and flat.gt(1).any():
+        raise ValueError("has a bool that is neither 0 nor 1")
+    return flat.view(getattr(torch, dtype)).reshape(tuple(shape))
+
+
+def _flat(data: bytes | memoryview) -> Tensor:
+    """A copy of bytes as a tensor."""
+    import torch
+
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read_tensors(layout: Any, payload: memoryview) -> dict[str, Tensor]:
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+    begin = 0
+    for entry in layout if isinstance(layout, list) else [layout]:
+        match entry:
+            case [str(name), str(dtype), list(shape)] if (
+                dtype in DTYPES and is_shape(shape) and name not in tensors
+            ):
+                pass
+            case _:
+                raise WireError(f"The message has an impossible tensor: {str(entry)[:80]}.")
+        end = begin + math.prod(shape) * getattr(torch, dtype).itemsize
+        if end > len(payload):
             raise WireError(
-                f"{self} is nested deeper than {MAX_DEPTH} levels.",
-                advice="A container that holds itself cannot be written.",
+                f"The tensor {name!r:.80} claims {end - begin:,} bytes; {len(payload) - begin:,} "
+                "are left."
             )
-        yield
-        self._keys.pop()
+        try:
+            tensors[name] = from_memory(_flat(payload[begin:end]), dtype, shape)
+        except ValueError as error:
+            raise WireError(f"The tensor {name!r:.80} {error}.") from None
+        begin = end
+    if begin != len(payload):
+        raise WireError(f"{len(payload) - begin:,} bytes follow the last tensor.")
+    return tensors
 
 
-class _Writer:
-    """Turns a value into the JSON tree, and puts its raw bytes aside in order."""
+class _Taker:
+    """Walks a value, gives every tensor a name, and builds the tree of the rest."""
 
-    def __init__(self) -> None:
-        self.payload: list[bytes] = []
-        self._place = _Place()
+    def __init__(self, root: str, error: type[PacelineError]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._name_by_memory: dict[tuple[Any, ...], str] = {}
+        self._keys: list[Any] = []
+        self._root, self._error = root, error
 
     def tree(self, value: Any) -> Any:
         kind = type(value)
@@ -121,130 +246,184 @@ class _Writer:
             return value
         if kind is float:
             return value if math.isfinite(value) else ["float", str(value)]
+        if kind in _KIND_BY_DICT:
+            return self._dict(value)
+        if kind is list or kind is tuple:
+            return [kind.__name__, *self._items(enumerate(value))]
         if kind is bytes:
-            self.payload.append(value)
-            return ["bytes", len(value)]
-        if kind is list:
-            return ["list", *self._items(enumerate(value))]
-        if kind is tuple or kind is torch.Size:
-            return ["tuple", *self._items(enumerate(value))]
-        if kind is dict or kind is OrderedDict:
-            self._check_keys(value)
-            return ["dict", *map(list, zip(value, self._items(value.items()), strict=True))]
+            return ["bytes", self._add(_flat(value))]
+        return self._other(value)
+
+    def _other(self, value: Any) -> Any:
+        import torch
+
+        kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            self.payload.append(self._tensor_bytes(value))
-            return ["tensor", _NAME_BY_DTYPE[value.dtype], list(value.shape)]
-        raise WireError(
-            f"{self._place} is a {kind.__module__}.{kind.__qualname__}, which cannot be written.",
-            advice="Use None, bool, int, float, str, bytes, list, tuple, dict and dense tensors.",
+            return ["tensor", self._tensor(value)]
+        match value:
+            case torch.Size():
+                return ["size", *value]
+            case torch.dtype():
+                return ["dtype", str(value).removeprefix("torch.")]
+            case torch.device():
+                return ["device", str(value)]
+            case complex():
+                return ["complex", self.tree(value.real), self.tree(value.imag)]
+            # Numbers and strings of other libraries, such as NumPy's float64.
+            case float():
+                return self.tree(float(value))
+            case int():
+                return int(value)
+            case str():
+                return str.__str__(value)
+        raise self._error(
+            f"{self._path()} is a {kind.__module__}.{kind.__qualname__}, which cannot be written.",
+            advice="Use None, bool, int, float, str, bytes, list, tuple, dict and dense tensors; "
+            "of an object, its state_dict().",
         )
 
-    def _items(self, items: Iterable[tuple[str | int, Any]]) -> list[Any]:
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        items = self._items(value.items())
+        pairs = [[self._key(key), item] for key, item in zip(value, items, strict=True)]
+        metadata = getattr(value, "_metadata", None)
+        if metadata is not None:  # a module's state_dict(): the versions of its parts
+            return ["module", self.tree(metadata), *pairs]
+        return [_KIND_BY_DICT[type(value)], *pairs]
+
+    def _key(self, key: Any) -> Any:
+        if type(key) is tuple:
+            return ["tuple", *map(self._key, key)]
+        if key is None or isinstance(key, str | int | float):
+            return self.tree(key)
+        raise self._error(
+            f"{self._path()} has the key {key!r:.80} of type {type(key).__name__}.",
+            advice="Keys are str, numbers, None, or tuples of these.",
+        )
+
+    def _items(self, items: Iterable[tuple[Any, Any]]) -> list[Any]:
+        if len(self._keys) >= MAX_DEPTH:
+            raise self._error(
+                f"{self._path()} is nested deeper than {MAX_DEPTH} levels.",
+                advice="A container that holds itself cannot be written.",
+            )
         trees = []
         for key, value in items:
-            with self._place.at(key):
-                trees.append(self.tree(value))
+            self._keys.append(key)
+            trees.append(self.tree(value))
+            self._keys.pop()
         return trees
 
-    def _check_keys(self, value: dict[Any, Any]) -> None:
-        for key in value:
-            if type(key) not in (str, int):
-                raise WireError(
-                    f"{self._place} has the key {key!r:.80} of type {type(key).__name__}.",
-                    advice="Keys are str or int.",
-                )
-
-    def _tensor_bytes(self, tensor: torch.Tensor) -> bytes:
-        is_dense = tensor.layout == torch.strided and not tensor.is_meta
-        if not is_dense or tensor.dtype not in _NAME_BY_DTYPE or tensor.dim() > MAX_DEPTH:
-            raise WireError(
-                f"{self._place} is a {tensor.dim()}-dimensional {tensor.layout} tensor of "
+    def _tensor(self, tensor: Tensor) -> str:
+        if not is_storable(tensor):
+            raise self._error(
+                f"{self._path()} is a {tensor.dim()}-dimensional {tensor.layout} tensor of "
                 f"{tensor.dtype} on {tensor.device}, which cannot be written.",
-                advice="Use a dense tensor of a plain dtype.",
+                advice="Use a dense tensor with memory.",
             )
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # Not .numpy(): torch alone must be enough, and NumPy knows no bfloat16.
-        return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize)
+        memory = (
+            *(tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
+            *(tensor.is_conj(), tensor.is_neg()),
+        )
+        if not tensor.numel() or memory not in self._name_by_memory:
+            self._name_by_memory[memory] = self._add(tensor)
+        return self._name_by_memory[memory]
+
+    def _add(self, tensor: Tensor) -> str:
+        """Keep a tensor under its path with slashes, as UTF-8 that others accept, and unique."""
+        text = "/".join(map(str, self._keys)) or "state"
+        text = text.encode("utf-8", "replace").decode()[:_MAX_NAME_LENGTH]
+        name, count = text, 1
+        while name in self.tensors or name.startswith("__"):
+            count += 1
+            name = f"{text.lstrip('_')}#{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _path(self) -> str:
+        text = "".join(f"[{key!r:.60}]" for key in self._keys)
+        return f"{self._root}{text if len(text) < 300 else f'{text[:200]}…{text[-80:]}'}"
 
 
-class _Reader:
-    """Turns the JSON tree into values, taking raw bytes off the payload in order."""
+class _Putter:
+    """Builds a value from its tree, taking nothing for granted."""
 
-    def __init__(self, payload: memoryview) -> None:
-        self._payload = payload
-        self._taken = 0
-        self._place = _Place()
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        origin: object,
+        error: type[PacelineError],
+        revive: Callable[[str, list[Any]], Any],
+    ) -> None:
+        self.used: set[str] = set()
+        self._tensors, self._origin, self._error = tensors, origin, error
+        self._revive = revive
 
-    def value(self, tree: Any) -> Any:
+    def value(self, tree: Any, depth: int) -> Any:
         if not isinstance(tree, list | dict):
             return tree
+        if depth > MAX_DEPTH:
+            raise self._error(f"{self._origin} is nested deeper than {MAX_DEPTH} levels.")
+        deeper = depth + 1
         match tree:
+            case ["tensor", str(name)] if name in self._tensors:
+                return self._take(name)
             case ["list", *items]:
-                return self._items(items)
+                return [self.value(item, deeper) for item in items]
             case ["tuple", *items]:
-                return tuple(self._items(items))
-            case ["dict", *pairs]:
-                return self._dict(pairs)
+                return tuple(self.value(item, deeper) for item in items)
+            case [("dict" | "ordered" | "counter") as kind, *pairs]:
+                return _DICT_BY_KIND[kind](self._pairs(pairs, deeper))
+            case ["module", metadata, *pairs]:
+                state: Any = OrderedDict(self._pairs(pairs, deeper))
+                state._metadata = self.value(metadata, deeper)
+                return state
             case ["float", str(name)] if name in _FLOAT_BY_NAME:
                 return _FLOAT_BY_NAME[name]
-            case ["bytes", int(length)] if type(length) is int:
-                return bytes(self._take(length))
-            case ["tensor", str(dtype), list(shape)] if dtype in _DTYPE_BY_NAME:
-                return self._tensor(_DTYPE_BY_NAME[dtype], shape)
-        raise WireError(f"{self._place} is of no kind we write: {str(tree)[:80]}.")
+            case ["bytes", str(name)] if name in self._tensors:
+                parts = [self._take(name)]
+            case ["complex" | "size" | "dtype" | "device", *trees]:
+                parts = [self.value(each, deeper) for each in trees]
+            case _:
+                raise self._unknown(tree)
+        try:
+            return self._revive(tree[0], parts)
+        except ValueError:
+            raise self._unknown(tree) from None
 
-    def expect_end(self) -> None:
-        left = len(self._payload) - self._taken
-        if left:
-            raise WireError(f"{left:,} bytes follow the last value.")
+    def _take(self, name: str) -> Any:
+        self.used.add(name)
+        return self._tensors[name]
 
-    def _items(self, trees: list[Any]) -> list[Any]:
-        values = []
-        for index, tree in enumerate(trees):
-            with self._place.at(index):
-                values.append(self.value(tree))
-        return values
-
-    def _dict(self, pairs: list[Any]) -> dict[str | int, Any]:
-        result: dict[str | int, Any] = {}
+    def _pairs(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
         for pair in pairs:
             match pair:
-                case [key, tree] if type(key) in (str, int) and key not in result:
-                    with self._place.at(key):
-                        result[key] = self.value(tree)
+                case [key, tree]:
+                    value = self.value(tree, depth)
+                    try:
+                        found[self.value(key, depth)] = value
+                    except TypeError:  # a key that is a list
+                        raise self._unknown(pair) from None
                 case _:
-                    raise WireError(
-                        f"{self._place} has an impossible or repeated entry: {str(pair)[:80]}."
-                    )
-        return result
+                    raise self._unknown(pair)
+        if len(found) != len(pairs):
+            raise self._error(f"{self._origin} has a key twice.")
+        return found
 
-    def _tensor(self, dtype: torch.dtype, shape: list[Any]) -> torch.Tensor:
-        stride = 1
-        for extent in shape:
-            if type(extent) is not int or extent < 0:
-                raise WireError(f"{self._place} has the impossible extent {extent!r:.80}.")
-            # Saturates, so that a thousand large extents do not build a giant integer.
-            stride = min(stride * max(1, extent), 2**63)
-        if stride == 2**63 or len(shape) > MAX_DEPTH:
-            raise WireError(f"{self._place} has the impossible shape {str(shape)[:80]}.")
-        raw = self._take(0 if 0 in shape else stride * dtype.itemsize)
-        if raw:
-            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        else:
-            flat = torch.empty(0, dtype=torch.uint8)
-        if dtype is torch.bool and flat.gt(1).any():
-            raise WireError(f"{self._place} has a bool that is neither 0 nor 1.")
-        return flat.view(dtype).reshape(shape)
-
-    def _take(self, length: int) -> memoryview:
-        left = len(self._payload) - self._taken
-        if not 0 <= length <= left:
-            raise WireError(f"{self._place} claims {length:,} bytes; {left:,} are left.")
-        self._taken += length
-        return self._payload[self._taken - length : self._taken]
+    def _unknown(self, tree: Any) -> PacelineError:
+        return self._error(f"{self._origin} has a part of no kind we write: {str(tree)[:80]}.")
 
 
-def _refuse_constant(name: str) -> Any:
+def _parse(text: bytes, origin: object, error: type[PacelineError]) -> Any:
+    try:
+        return json.loads(
+            text.decode("utf-8", "surrogatepass"), parse_constant=_refuse, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{origin} is not the JSON we write: {str(problem)[:100]}.") from None
+
+
+def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -54,7 +54,7 @@ def launch(
     fail ends all, and its traceback is in the `WorkerError` raised here.
     """
     _check(fn, workers, threads)
-    import paceline.comm.codec  # noqa: F401  torch is loaded once here, not once per worker
+    import torch  # noqa: F401  loaded once here, not once per worker
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))

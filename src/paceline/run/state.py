@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline import comm
 from paceline.checkpoint import Saved
-from paceline.checkpoint.skeleton import put_together, take_apart
+from paceline.comm.codec import put_together, take_apart
 from paceline.errors import CheckpointError, UsageError
 from paceline.run.broadcast import copy_from_rank_0
 from paceline.run.loader import Position
@@ -79,7 +79,7 @@ class RunState:
 
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""
-        take_apart(self.gather(Position(), {}))
+        take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         kept = {"model", "state", "position", "metrics"}
