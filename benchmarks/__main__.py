@@ -15,6 +15,7 @@ from benchmarks.tables import circumstances, save
 
 MEASUREMENTS = [
     "step",
+    "first_steps",
     "memory",
     "allreduce",
     "startup",

@@ -58,7 +58,8 @@ def part(record: dict[str, Any]) -> str:
 def _facts(entry: Any) -> str:
     if isinstance(entry, list):
         return ""
+    tuning = f", {entry['tuning']}" if "tuning" in entry else ""  # older results have it
     return (
         f" · {entry['ranks']} ranks with {entry['threads']} thread each · {entry['rounds']} rounds "
-        f"of {entry['steps']} steps · Paceline by {entry['transport']}, {entry['tuning']}"
+        f"of {entry['steps']} steps · Paceline by {entry['transport']}{tuning}"
     )

@@ -33,8 +33,6 @@ WARM_STEPS = 6
 """Enough for every engine to have learned the order of gradients."""
 TURN_STEPS = 1
 """So many steps at the beginning of a turn do not count: the caches are another contestant's."""
-TUNING_STEPS = 40
-"""An engine that searches for its bucket size is given so many more, at most."""
 MAX_STEPS = 40
 MIN_ROUNDS = 3
 SLOW_S = 0.1
@@ -68,16 +66,8 @@ class Member:
             times.append(time.perf_counter() - start)
         return times[warm:]
 
-    def tune(self, limit: int) -> str:
-        """Train until the engine has chosen its bucket size, if it does that; what it says."""
-        for _ in range(limit):
-            if "still" not in self._says("bucket_tuning"):  # the same on all ranks
-                break
-            self.train(1)
-        return self._says("bucket_tuning")
-
     def transport(self) -> str:
-        return self._says("transport")
+        return str(getattr(self._trainer.module, "transport", ""))
 
     def sample(self) -> Sample:
         params = [param.detach().flatten() for param in self._trainer.module.parameters()]
@@ -85,9 +75,6 @@ class Member:
 
     def _loss(self, module: nn.Module) -> Tensor:
         return self._model.loss(module, self._batch)
-
-    def _says(self, attribute: str) -> str:
-        return str(getattr(self._trainer.module, attribute, ""))
 
 
 def measure(
@@ -105,7 +92,6 @@ def measure(
     names = [*names, *choose_tuned(screened, SCREENED)]
     with standing(size, names, Member, model) as teams:
         _settle(teams, model, WARM_STEPS if screens else 2)
-        tuning = {n: team.ask("tune", limit=TUNING_STEPS * screens) for n, team in teams.items()}
         alone = statistics.median(slowest(teams[FLOOR].ask("train", steps=5)))
         steps = max(1, min(MAX_STEPS, int(block_ms / 1e3 / alone)))
         seconds = _take_turns(teams, steps, rounds, budget_s)
@@ -117,7 +103,6 @@ def measure(
         "rounds": len(seconds[FLOOR]),
         "steps": steps,
         "transport": transport or "c10d",
-        "tuning": tuning["paceline"][0],
         "screened ms": {name: round(value * 1e3, 2) for name, value in screened.items()},
     }
 

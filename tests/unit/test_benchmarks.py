@@ -248,7 +248,6 @@ def test_a_page_is_filled_between_its_marks_and_nowhere_else(tmp_path: Path) -> 
                 "rounds": 7,
                 "steps": 3,
                 "transport": "magic",
-                "tuning": "untuned",
             },
         },
     }
@@ -258,10 +257,7 @@ def test_a_page_is_filled_between_its_marks_and_nowhere_else(tmp_path: Path) -> 
     assert "old" not in once
     assert once.startswith("before\n<!-- begin x -->\n`python -m benchmarks x` · 2026-01-01")
     assert "| 1 |" in once
-    assert (
-        "**deep** · 2 ranks with 1 thread each · 7 rounds of 3 steps · Paceline by magic, untuned"
-        in once
-    )
+    assert "**deep** · 2 ranks with 1 thread each · 7 rounds of 3 steps · Paceline by magic" in once
     assert "after\n<!-- begin y -->\nNot measured yet.\n<!-- end y -->" in once
     assert page.filled(once, tmp_path) == once
 

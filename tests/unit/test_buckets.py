@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.gradients.plan import CONTROL_WORDS, Gradient, plan_buckets
+from paceline.gradients.plan import CONTROL_WORDS, MIB, Gradient, default_capacities, plan_buckets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -80,3 +80,26 @@ def test_an_oversized_gradient_gets_a_bucket_to_itself() -> None:
 def test_impossible_capacities_are_refused(caps: list[int]) -> None:
     with pytest.raises(UsageError, match="positive"):
         plan_buckets(floats(1), [0], caps)
+
+
+@pytest.mark.parametrize(
+    ("mib", "cheap", "expected"),
+    [
+        (100, True, [4.0]),
+        (8, True, [2.0]),  # at least four buckets
+        (0.1, True, [0.25]),
+        (8, False, [2.0]),
+        (2, False, [1.0]),
+    ],
+)
+def test_by_default_there_are_at_least_four_buckets_unless_their_messages_would_cost_more(
+    mib: float, cheap: bool, expected: list[float]
+) -> None:
+    gradients = floats(int(mib * MIB / 4))
+    got = default_capacities(gradients, messages_are_cheap=cheap)
+    assert [capacity / MIB for capacity in got] == expected
+
+
+def test_on_a_gpu_a_small_first_bucket_leaves_early() -> None:
+    gradients = [Gradient(10, torch.float32, torch.device("cuda"))]
+    assert default_capacities(gradients) == [MIB, 25 * MIB]

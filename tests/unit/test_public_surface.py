@@ -132,7 +132,7 @@ ERRORS = [
 # Beyond what torch's classes and torch.nn.Module have.
 OWN_METHODS = {
     DistributedDataParallel: {
-        *("bucket_tuning", "check_in_sync", "compression", "transport", "weighted"),
+        *("check_in_sync", "compression", "transport", "weighted"),
         *("shadow_step", "take_final_model"),  # for `uneven`, the other side of join()
     },
     DistributedSampler: {"advance", "consumed", "load_state_dict", "of", "state_dict"},

@@ -33,7 +33,6 @@ from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.gradients import compress
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
-from paceline.gradients.tuning import CPU_CANDIDATES_BYTES, GPU_CANDIDATES_BYTES
 from paceline.observe import engine
 from paceline.transport import Kind, TransportChoice, check_kind
 
@@ -52,10 +51,6 @@ class DDPOptions:
     compression: str | compress.Spec | None = None
     """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a spec of `compress`."""
 
-    tune_buckets: bool | None = None
-    """Search for the fastest bucket capacity in the first steps, unless one was given. None means
-    on CPUs, where that cannot change a bit of the result: two ranks, or shared memory."""
-
     def __post_init__(self) -> None:
         check_kind(self.transport)
         if self.compression is not None:
@@ -63,11 +58,6 @@ class DDPOptions:
         if type(self.check_every) is not int or self.check_every < 0:
             raise UsageError(
                 f"check_every is {self.check_every!r}.", advice="Use 0 for never, or a step count."
-            )
-        if self.tune_buckets not in (None, True, False):
-            raise UsageError(
-                f"tune_buckets is {self.tune_buckets!r}.",
-                advice="Use True, False, or None for where the result does not depend on it.",
             )
 
 
@@ -124,14 +114,14 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         named = _named_parameters(module)
         problem = _find_problem(named, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
-        capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list, device)
+        capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         number = 0
         if init_sync and group.size() > 1:
             buffers = _named_buffers(module) if sync_buffers_now else []
             description = checks.describe(named, buffers)
-            engine = [device.type, capacities, str(options.compression), options.tune_buckets]
+            engine = [device.type, capacities, str(options.compression)]
             number = checks.verify_same_model(group, description, device, problem, engine)
         elif problem is not None:
             raise problem
@@ -152,7 +142,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         )
         self._ddp_options = options
         self._bucket_capacities = capacities
-        self._may_tune = bucket_cap_mb is None and not bucket_cap_mb_list
         self._number = number
         self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
         self._has_buffers = bool(_named_buffers(module))
@@ -344,17 +333,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.set_hook(compress.hook, state)
         return state
 
-    @property
-    def bucket_tuning(self) -> str:
-        """Which bucket capacity was chosen, and why, in words."""
-        return self._reducer.tuning
-
-    def _tune(self, reducer: Reducer) -> None:
-        wish, is_cpu = self._ddp_options.tune_buckets, self.device.type == "cpu"
-        if wish or (wish is None and is_cpu):
-            candidates = CPU_CANDIDATES_BYTES if is_cpu else GPU_CANDIDATES_BYTES
-            reducer.tune(candidates, at_any_cost=bool(wish))
-
     def _build_transport(self) -> None:
         tensors = chain(self.module.parameters(), self.module.buffers())
         devices = [tensor.device for tensor in tensors]
@@ -374,8 +352,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         )
         if before is not None:
             reducer.take_over(before)
-        elif self._may_tune and group.size() > 1:
-            self._tune(reducer)
         self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
         reducer.observer = engine.begin(group, self.device)
@@ -506,15 +482,13 @@ def _pick_group(process_group: Any, device_mesh: Any) -> Any:
     return group
 
 
-def _bucket_capacities(
-    cap_mb: float | None, caps_mb: Sequence[float] | None, device: torch.device
-) -> list[int]:
+def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[int] | None:
     if caps_mb:
         capacities = list(caps_mb)
     elif cap_mb is not None:
         capacities = [cap_mb]
     else:
-        return (CPU_CANDIDATES_BYTES if device.type == "cpu" else GPU_CANDIDATES_BYTES)[0]
+        return None
     if not all(0 < cap < float("inf") for cap in capacities):
         raise UsageError(
             f"Bucket capacities must be positive and finite, not {capacities} MiB.",

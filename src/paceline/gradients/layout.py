@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.gradients.buffer import Bucket, ParamRef
-from paceline.gradients.plan import BucketPlan, Gradient, plan_buckets
+from paceline.gradients.plan import BucketPlan, Gradient, default_capacities, plan_buckets
 from paceline.gradients.trailer import Trailer
 
 _NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
@@ -24,7 +24,10 @@ class BucketLayout:
     """Which parameter's gradient goes into which bucket, and what each bucket waits for."""
 
     def __init__(
-        self, params: Sequence[ParamRef], capacities_bytes: Sequence[int], always_views: bool
+        self,
+        params: Sequence[ParamRef],
+        capacities_bytes: Sequence[int] | None,
+        always_views: bool,
     ) -> None:
         self.params = list(params)
         self.trailer_apart = False
@@ -36,6 +39,8 @@ class BucketLayout:
         """By parameter, the number of its bucket."""
         self.missing: list[int] = []
         """By bucket, how many gradients it waits for; see `never_full`."""
+        self.messages_are_cheap = True
+        """Whether a bucket more costs next to nothing; matters for the default capacity only."""
         self._capacities_bytes = capacities_bytes
         self._always_views = always_views
         self._order = list(reversed(range(len(params))))
@@ -47,13 +52,17 @@ class BucketLayout:
         """Whether it is known how often each gradient comes in one backward."""
         return self._fires is not None
 
-    def lay_out(
-        self, order: Sequence[int] | None = None, *, capacities_bytes: Sequence[int] | None = None
-    ) -> None:
-        """Make new buckets, for gradients expected in the order given or in the last one."""
+    def lay_out(self, order: Sequence[int] | None = None) -> bool:
+        """Make buckets for gradients expected in the order given, or in the last one.
+
+        Buckets that would hold the same gradients as now stay, with their memory: new memory has
+        to be found and paged in. Returns whether there are new ones.
+        """
         self._order = list(order) if order is not None else self._order
-        self._capacities_bytes = capacities_bytes or self._capacities_bytes
-        plans = self._plan(self._capacities_bytes)
+        plans = self._plan()
+        members = [{slot.param for slot in plan.slots} for plan in plans]
+        if order is not None and members == [set(bucket.indices) for bucket in self.buckets]:
+            return False
         self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
         self.is_placed = False
         self.trailer = Trailer(len(self.params), plans[-1].dtype, plans[-1].device)
@@ -62,22 +71,17 @@ class BucketLayout:
             for index in bucket.indices:
                 self.bucket_of[index] = number
         self._count()
+        return True
 
-    def distinct(self, candidates_bytes: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Those capacities that give different buckets, in the order given."""
-        found: dict[tuple[BucketPlan, ...], Sequence[int]] = {}
-        for capacities in candidates_bytes:
-            found.setdefault(tuple(self._plan(capacities)), capacities)
-        return list(found.values())
-
-    def _plan(self, capacities_bytes: Sequence[int]) -> list[BucketPlan]:
+    def _plan(self) -> list[BucketPlan]:
         gradients = [
             Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
             for p in (ref.get() for ref in self.params)
         ]
-        return plan_buckets(
-            gradients, self._order, capacities_bytes, trailer_apart=self.trailer_apart
+        capacities = self._capacities_bytes or default_capacities(
+            gradients, messages_are_cheap=self.messages_are_cheap
         )
+        return plan_buckets(gradients, self._order, capacities, trailer_apart=self.trailer_apart)
 
     def add(self, params: Sequence[ParamRef]) -> None:
         """Take in more parameters; how their gradients come is not known yet."""

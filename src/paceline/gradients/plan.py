@@ -14,6 +14,7 @@ import torch
 
 from paceline.errors import UsageError
 
+MIB = 2**20
 CONTROL_WORDS = 4
 """Elements of the trailer after the flags; `trailer.Words` says which."""
 
@@ -53,6 +54,20 @@ class BucketPlan:
     def numel(self) -> int:
         """Elements that hold gradients."""
         return self.slots[-1].stop if self.slots else 0
+
+
+def default_capacities(
+    gradients: Sequence[Gradient], *, messages_are_cheap: bool = True
+) -> list[int]:
+    """How large buckets are unless the caller says: small enough to leave while backward runs.
+
+    On CPUs 4 MiB, and at least four buckets; but not so many that their messages cost more than
+    they hide. On GPUs a small first bucket leaves early, and larger ones use the network well.
+    """
+    if any(gradient.device.type != "cpu" for gradient in gradients):
+        return [MIB, 25 * MIB]
+    total = sum(gradient.nbytes for gradient in gradients)
+    return [max(min(4 * MIB, -(-total // 4)), MIB // 4 if messages_are_cheap else MIB)]
 
 
 def plan_buckets(

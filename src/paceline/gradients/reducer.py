@@ -7,7 +7,6 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,12 +24,9 @@ from paceline.gradients.hooks import Hook, HookCall
 from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
 from paceline.gradients.trailer import Words
-from paceline.gradients.tuning import BucketTuner, EngineClock, choose, report
 from paceline.gradients.weights import LossWeight
 from paceline.observe.engine import Observer
 from paceline.transport import Transport, TransportChoice
-
-log = logging.getLogger("paceline.gradients.plan")
 
 MODEL_CHECK_PERIOD = 25
 """Every so many steps the model is searched for parameters that nobody averages."""
@@ -52,7 +48,7 @@ class Reducer(BackwardFollower):
         group: Group,
         transport: TransportChoice,
         *,
-        capacities_bytes: Sequence[int],
+        capacities_bytes: Sequence[int] | None = None,
         sparse_names: frozenset[str] = frozenset(),
         always_views: bool = False,
     ) -> None:
@@ -81,24 +77,6 @@ class Reducer(BackwardFollower):
         self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._known_unused: set[int] = set()
         self._order_is_agreed = False
-        self._clock: EngineClock | None = None
-        self._tuner: BucketTuner | None = None
-        self._tunes_at_any_cost = False
-        self.tuning = "not tuned"
-        """Which bucket capacity was chosen, and why, in words."""
-
-    def tune(self, candidates_bytes: Sequence[Sequence[int]], *, at_any_cost: bool) -> None:
-        """Search for the fastest capacity in the first steps; the first given is in use already.
-
-        Unless `at_any_cost`, only if the transport gives the same bits with any capacity.
-        """
-        self._tunes_at_any_cost = at_any_cost
-        distinct = self._layout.distinct(candidates_bytes)
-        if len(distinct) > 1 and self.size > 1:
-            self._tuner = BucketTuner(distinct)
-            self.tuning = "still being tuned"
-        else:
-            self.tuning = "not tuned: any capacity gives the same buckets"
 
     def attach(self) -> None:
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
@@ -138,8 +116,6 @@ class Reducer(BackwardFollower):
         """Go on where another reducer of the same model stopped."""
         self.steps, self.backwards = before.steps, before.backwards
         self.wants_sync = before.wants_sync
-        self.tuning = "not tuned: the model was loaded anew"
-        self._tuner = None
         if before._hook is not None:
             self.set_hook(*before._hook)
 
@@ -249,13 +225,8 @@ class Reducer(BackwardFollower):
         if bucket < len(current.in_flight):
             raise self._late_gradient(param)
         last = len(self._layout.buckets) - 1
-        clock = self._clock
-        if clock is not None:
-            clock.begin()
         while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
             self._start_next(current)
-        if clock is not None:
-            clock.end()
 
     def _start_next(self, current: Backward) -> None:
         if not self._layout.is_placed:
@@ -310,10 +281,6 @@ class Reducer(BackwardFollower):
 
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
-        clock = self._clock
-        if clock is not None:
-            clock.begin()
-            clock.mark()
         try:
             if not current.is_shadow:
                 self._refuse_misuse(current)
@@ -325,8 +292,6 @@ class Reducer(BackwardFollower):
             else:
                 for reduction in current.in_flight:
                     reduction.wait()
-            if clock is not None:
-                clock.mark()
             self._settle(current)
         finally:
             self.current = None
@@ -334,12 +299,6 @@ class Reducer(BackwardFollower):
             self.steps += 1
         if not self._layout.is_learned:
             self._learn(current.ready)
-        # Every step counts, learned from or not: ranks must change the capacity in the same one.
-        if clock is not None:
-            clock.end()
-            self._tune(clock.read())
-        elif self._tuner is not None:
-            self._begin_tuning()
         if self.observer is not None:
             self.observer.step_ends()
         if self.after_sync is not None:
@@ -436,48 +395,15 @@ class Reducer(BackwardFollower):
         if flat[-1] != 0:
             param.grad = (flat[:-1] * factor).view(param.shape)
 
-    def _begin_tuning(self) -> None:
-        if self._tunes_at_any_cost or self.transport.has_fixed_order:
-            self._clock = EngineClock(self._layout.buckets[-1].plan.device)
-        else:
-            self._tuner = None
-            self.tuning = "not tuned: another capacity would change the last bits of the result"
-
-    def _tune(self, seconds: float) -> None:
-        """Take in one step's time; on to the next capacity, or to the best of all."""
-        tuner = self._tuner
-        if tuner is None or self._hook is not None:
-            self._clock = self._tuner = None
-            self.tuning = "not tuned: a hook has its own ideas of what takes time"
-            return
-        if not tuner.note(seconds):
-            return
-        capacities = tuner.next_candidate()
-        if capacities is None:
-            mine = torch.tensor(tuner.scores(), dtype=torch.float64)
-            device = self._layout.buckets[-1].plan.device
-            gathered = comm.all_gather(self.group, mine.to(device), "Choosing the bucket capacity")
-            scores = [scores.tolist() for scores in gathered]
-            chosen = choose(scores)
-            capacities = tuner.candidates[chosen]
-            slowest = [max(each) for each in zip(*scores, strict=True)]
-            self.tuning = report(tuner.candidates, slowest, chosen)
-            if self.group.rank() == 0:
-                log.info("Model %d: %s.", self.number, self.tuning)
-            self._clock = self._tuner = None
-        self._layout.lay_out(capacities_bytes=capacities)
-        self._place()
-        self.detach()
-        self.attach()
-
     def _learn(self, ready: Sequence[int]) -> None:
         """Lay the buckets out once in the order in which gradients became ready on rank 0."""
         order = self._layout.learn(ready)
         if self.size > 1 and len(self._layout.buckets) > 1 and not self._order_is_agreed:
             agreed = torch.tensor(order, device=self._layout.buckets[-1].plan.device)
             comm.broadcast(self.group, agreed, 0, "Agreeing on the order of the buckets")
-            self._layout.lay_out(agreed.tolist())
-            self._place()
+            self._layout.messages_are_cheap = self.transport.has_cheap_messages
+            if self._layout.lay_out(agreed.tolist()):
+                self._place()
         self._order_is_agreed = True
         self.detach()
         self.attach()

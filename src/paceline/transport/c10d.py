@@ -17,12 +17,11 @@ class C10d:
     """Leaves every bucket to one all-reduce of the process group."""
 
     applies_weights = False
+    has_cheap_messages = False
 
     def __init__(self, group: Group, why: str) -> None:
         self.description = f"c10d: {why}"
         self._group = group
-        # Gloo and NCCL cut a bucket into pieces and add up each in another order of ranks.
-        self.has_fixed_order: bool = group.size() <= 2
 
     def divides(self, _dtype: torch.dtype) -> bool:
         return False

@@ -23,10 +23,8 @@ class Transport(Protocol):
         """Whether sums come divided by the ranks' mean weight already."""
         ...
 
-    @property
-    def has_fixed_order(self) -> bool:
-        """Whether a sum has the same bits wherever its bucket begins and ends."""
-        ...
+    has_cheap_messages: bool
+    """Whether one bucket more costs next to nothing."""
 
     def divides(self, dtype: torch.dtype) -> bool:
         """Whether sums of this dtype come divided by the number of ranks already."""

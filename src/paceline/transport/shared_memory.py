@@ -28,6 +28,8 @@ class SharedMemory:
     If memory for a layout cannot be had, it says so once and leaves that layout to c10d.
     """
 
+    has_cheap_messages = True
+
     def __init__(self, group: Group, hosts: Hosts, peers: Peers, channel: Channel) -> None:
         self.description = f"shared memory between the {group.size()} ranks of this host"
         self.group = group
@@ -41,11 +43,6 @@ class SharedMemory:
     @property
     def applies_weights(self) -> bool:
         return self._buckets is not None and self._buckets.applies_weights
-
-    @property
-    def has_fixed_order(self) -> bool:
-        hosts = len(self.hosts.ranks_by_host)
-        return self.group.size() <= 2 or (self._buckets is not None and hosts <= 2)
 
     def divides(self, dtype: torch.dtype) -> bool:
         return self._buckets is not None and dtype in SUMMED_IN_FLOAT32
