@@ -90,8 +90,8 @@ def with_run(world: World, model: Model, folder: str | None, checkpoint_every: i
     for step in run:
         with step:
             for x, y in step.batches():
-                loss: Tensor = model.loss(run.model, (x, y))  # a mean, so times the rows
-                step.backward(loss * len(x), weight=len(x))
+                loss: Tensor = model.loss(run.model, (x, y))
+                step.backward(loss)
         yield
 
 

@@ -69,8 +69,8 @@ def main() -> None:
             with step:
                 for (text,) in step.batches():
                     scores, targets = run.model(text[:, :-1]), text[:, 1:]
-                    loss = F.cross_entropy(scores.mT, targets, reduction="sum")
-                    step.backward(loss, weight=targets.numel())
+                    loss = F.cross_entropy(scores.mT, targets)
+                    step.backward(loss, items=targets.numel())
         if world.is_main:
             print(write(net.cpu().eval(), "Shall ", 60).replace("\n", " / "))
 

@@ -60,15 +60,14 @@ def main() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         run = paceline.Run(net, optimizer, digits(2_000, seed=1), global_batch=50, epochs=3)
 
-        def score(batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
             x, y = batch
-            return {"accuracy": ((run.model(x).argmax(dim=1) == y).sum(), len(y))}
+            return {"accuracy": (run.model(x).argmax(dim=1) == y).float().mean()}
 
         for step in run:
             with step:
                 for x, y in step.batches():
-                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                    step.backward(loss, weight=len(y))
+                    step.backward(F.cross_entropy(run.model(x), y))
             if step.ends_epoch:
                 run.evaluate(score, digits(500, seed=2))
 

@@ -36,8 +36,7 @@ def train(folder: str | None, stop_after: int | None) -> tuple[list[int], dict[s
         for step in run:
             with step:
                 for x, y in step.batches():
-                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                    step.backward(loss, weight=len(y))
+                    step.backward(F.cross_entropy(run.model(x), y))
             taken.append(step.number)
             if step.number == stop_after:
                 break

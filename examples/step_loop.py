@@ -31,7 +31,7 @@ def main() -> None:
             with step:
                 for x, y in step.batches():
                     scores = run.model(x)
-                    step.backward(F.cross_entropy(scores, y, reduction="sum"), weight=len(y))
+                    step.backward(F.cross_entropy(scores, y))
                     run.log("accuracy", (scores.argmax(dim=1) == y).float().mean(), weight=len(y))
 
 

@@ -60,6 +60,7 @@ def train(
     *,
     stop_after: int | None = None,
     weigh: bool = True,
+    reduction: str = "sum",
     options: RunOptions = QUIET,
     global_batch: int = 8,
     epochs: int = 2,
@@ -86,9 +87,10 @@ def train(
         with step:
             total = [0.0, 0.0]
             for x, y, indices in step.batches():
-                loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                step.backward(loss, weight=len(y) if weigh else None)
-                total = [total[0] + loss.item(), total[1] + len(y)]
+                loss = F.cross_entropy(run.model(x), y, reduction=reduction)
+                step.backward(loss, items=len(y) if weigh else None, reduction=reduction)
+                factor = len(y) if reduction == "mean" else 1
+                total = [total[0] + loss.item() * factor, total[1] + len(y)]
                 trained.ledger += [(step.epoch, step.number, i) for i in indices.tolist()]
         trained.losses[step.number] = total
         trained.between.append(torch.rand(()).item())

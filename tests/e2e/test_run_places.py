@@ -29,7 +29,7 @@ def fit():
     for step in run:
         with step:
             for (x,) in step.batches():
-                step.backward(run.model(x).square().sum())
+                step.backward(run.model(x).square().sum(), reduction="sum")
     return net[0].weight.flatten().tolist()
 
 if __name__ == "__main__":

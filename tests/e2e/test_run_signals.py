@@ -32,7 +32,7 @@ run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), data, global_batch=4,
 for step in run:
     with step:
         for (x,) in step.batches():
-            step.backward(run.model(x).square().sum())
+            step.backward(run.model(x).square().sum(), reduction="sum")
         time.sleep(pause_s)
 print("finished", flush=True)
 """

@@ -256,7 +256,7 @@ run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), TensorDataset(torch.r
 for step in run:
     with step:
         for (x,) in step.batches():
-            step.backward(run.model(x).square().sum())
+            step.backward(run.model(x).square().sum(), reduction="sum")
         time.sleep(0.05)
 """
 

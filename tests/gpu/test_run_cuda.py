@@ -73,7 +73,7 @@ def test_a_nan_is_found_later_and_spares_the_parameters() -> None:
                 for x, y, indices in step.batches():
                     if 13 in indices.tolist():
                         bad.append(step.number)
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
 
     with pytest.raises(NotFiniteError) as raised:
         go_on()
@@ -92,7 +92,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
         with step:
             for x, y, _ in step.batches():
                 loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                step.backward(loss, weight=len(y))
+                step.backward(loss, items=len(y), reduction="sum")
                 run.log("rows", y.float().mean(), weight=len(y))
     torch.cuda.set_sync_debug_mode("default")
     steps = [e for e in read_events(RunFolder(tmp_path / "run")) if e["kind"] == "step"]
@@ -110,7 +110,7 @@ def test_half_precision_with_a_scaler_trains(tmp_path: Path) -> None:
             for x, y, _ in step.batches():
                 with torch.autocast("cuda", dtype=torch.float16):
                     loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                step.backward(loss, weight=len(y))
+                step.backward(loss, items=len(y), reduction="sum")
                 losses.append(loss.item())
     assert run.step == 8
     other = torch.amp.GradScaler("cuda")

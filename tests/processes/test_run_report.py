@@ -37,7 +37,7 @@ def train(world: World, folder: str) -> bool:
     for step in run:
         with step:
             for x, y, _ in step.batches():
-                step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                step.backward(F.cross_entropy(run.model(x), y))
             if step.number == 5 and world.rank == 0 and comparison is not None:
                 for listener in comparison.listeners:
                     listener(

@@ -223,7 +223,8 @@ def noise_of_a_run(world: World, folder: str) -> None:
     for step in run:
         with step:
             for x_part, y_part in step.batches():
-                step.backward(loss_sum(run.model, x_part, y_part), weight=len(y_part))
+                loss = loss_sum(run.model, x_part, y_part)
+                step.backward(loss, items=len(y_part), reduction="sum")
 
 
 def test_a_run_measures_the_same_noise_with_any_number_of_workers(tmp_path: Path) -> None:

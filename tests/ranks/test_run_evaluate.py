@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,24 +25,31 @@ def make(net: nn.Module, world: World | None = None, **arguments: Any) -> Run:
     return Run(net, optimizer, Rows(), world=world, **arguments)
 
 
-def score_with(run: Run, seen: list[int] | None = None) -> Any:
+def score_with(run: Run, seen: list[int] | None = None, form: str = "mean") -> Any:
     def score(batch: Any) -> dict[str, Any]:
         x, y, indices = batch
         if seen is not None:
             seen.extend(indices.tolist())
         out = run.model(x)
-        correct = (out.argmax(1) == y).sum()
-        return {
-            "loss": (F.cross_entropy(out, y, reduction="sum"), len(y)),
-            "accuracy": (correct, torch.tensor(len(y))),
-        }
+        right, rows = (out.argmax(1) == y).double(), len(y)
+        if form == "sum":
+            loss = F.cross_entropy(out, y, reduction="sum")
+            return {"loss": (loss, rows), "accuracy": (right.sum(), torch.tensor(rows))}
+        if form == "items":
+            return {"loss": (F.cross_entropy(out, y), rows), "accuracy": (right.mean(), rows)}
+        return {"loss": F.cross_entropy(out, y), "accuracy": right.mean().item()}
 
     return score
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 7, 50])
-def test_every_sample_is_counted_once(size: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "form", "reduction"),
+    [(1, "mean", None), (7, "sum", "sum"), (23, "items", "mean"), (50, "mean", "mean")],
+)
+def test_every_sample_is_counted_once(
+    size: int, count: int, form: str, reduction: Literal["mean", "sum"] | None
+) -> None:
     data, net = Rows(count), mlp()
     with torch.no_grad():
         out = net(data.x)
@@ -54,7 +61,8 @@ def test_every_sample_is_counted_once(size: int, count: int) -> None:
     def body(world: World) -> tuple[dict[str, float], list[int]]:
         seen: list[int] = []
         run = make(mlp(), world)
-        return run.evaluate(score_with(run, seen), data), seen
+        scores = run.evaluate(score_with(run, seen, form), data, reduction=reduction)
+        return scores, seen
 
     results = run_ranks(size, body)
     for scores, _ in results:
@@ -87,7 +95,7 @@ def test_layers_are_back_in_their_own_modes() -> None:
     def score(batch: Any) -> dict[str, Any]:
         modes.append(any(layer.training for layer in net.modules()))
         assert not torch.is_grad_enabled()
-        return {"rows": (1, 1)}
+        return {"rows": 1}
 
     run.evaluate(score)
     assert not any(modes)
@@ -102,9 +110,9 @@ def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
         for step in run:
             with step:
                 for x, y, _ in step.batches():
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
             if evaluates:
-                run.evaluate(lambda _: {"noise": (torch.rand(()), 1)})
+                run.evaluate(lambda _: {"noise": torch.rand(())})
             drawn.append(torch.rand(1))
         return {**net.state_dict(), "drawn": torch.cat(drawn)}
 
@@ -112,12 +120,34 @@ def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "message"), [(3.0, "scores are a float"), ({"accuracy": 0.5}, "is a float, not")]
+    ("scores", "message"),
+    [
+        (3.0, "scores are a float"),
+        ({"accuracy": "good"}, "is a str, and not a number"),
+        ({"accuracy": (5, 8)}, "whether it is a mean or a sum"),
+    ],
 )
-def test_scores_without_a_count_are_refused(scores: Any, message: str) -> None:
+def test_scores_that_could_mean_anything_are_refused(scores: Any, message: str) -> None:
     run = make(mlp())
     with pytest.raises(UsageError, match=message):
         run.evaluate(lambda _: scores)
+    with pytest.raises(UsageError, match="reduction is 'none'"):
+        run.evaluate(lambda _: scores, reduction="none")  # type: ignore[arg-type]
+
+
+def test_a_mean_over_nothing_counts_for_nothing() -> None:
+    """Of a batch that is all padding, torch's losses make NaN."""
+
+    def score(batch: Any) -> dict[str, Any]:
+        x, y, _ = batch
+        loss = F.cross_entropy(run.model(x), y, ignore_index=0)
+        return {"loss": (loss, (y != 0).sum())}
+
+    run, data = make(mlp()), Rows(50)
+    with torch.no_grad():
+        expected = F.cross_entropy(run.model(data.x), data.y, ignore_index=0).item()
+    got = run.evaluate(score, data, reduction="mean", batch=1)
+    assert got == {"loss": pytest.approx(expected, rel=1e-5)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -160,7 +190,7 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path: Any) -> None:
 @pytest.mark.parametrize("batch", [0, -1, 2.5])
 def test_an_impossible_batch_is_refused(batch: Any) -> None:
     with pytest.raises(UsageError, match="batch is"):
-        make(mlp()).evaluate(lambda _: {"rows": (1, 1)}, batch=batch)
+        make(mlp()).evaluate(lambda _: {"rows": 1}, batch=batch)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -183,7 +213,7 @@ def test_weights_of_metrics_may_be_tensors(size: int, tmp_path: Path) -> None:
         for step in run:
             with step:
                 for x, y, _ in step.batches():
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
                     rows = torch.tensor(len(y))
                     run.log("label", y.double().mean(), weight=rows)
                     run.log("label as a number", y.double().mean().item(), weight=rows)

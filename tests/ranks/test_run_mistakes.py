@@ -51,7 +51,7 @@ def run_through(
     for step in run:
         with step:
             for x, y, _ in step.batches():
-                step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                step.backward(F.cross_entropy(run.model(x), y))
     return run.step
 
 
@@ -194,7 +194,7 @@ def habits(
         for step in run:
             with step:
                 for x, y, _ in step.batches():
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
                     if not between:
                         habit(net, optimizer, scheduler)
             if between:

@@ -109,11 +109,11 @@ def log_steps(world: World, folder: Path | None, best: str | None = None) -> Run
         with step:
             for x, y, indices in step.batches():
                 out = run.model(x)
-                step.backward(F.cross_entropy(out, y, reduction="sum"), weight=len(y))
+                step.backward(F.cross_entropy(out, y), items=len(y))
                 run.log("index", indices.double().mean(), weight=len(y))
                 run.log("constant", 3)
         if step.ends_epoch:
-            run.evaluate(lambda batch: {"rows": (len(batch[1]), 1)}, Rows(10))
+            run.evaluate(lambda b: {"rows": (len(b[1]), 1)}, Rows(10), reduction="sum")
     return run
 
 
@@ -201,7 +201,7 @@ def advance(step: Any) -> None:
     with step:
         for x, y, _ in step.batches():
             out = step._shop.model(x)
-            step.backward(F.cross_entropy(out, y, reduction="sum"))
+            step.backward(F.cross_entropy(out, y))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def train(
                 loss = F.cross_entropy(run.model(x), y, reduction="sum")
                 if recording is not None:
                     recording.note_loss(loss, weight=len(y))
-                step.backward(loss)
+                step.backward(loss, reduction="sum")
         if recording is not None:
             trace = recording.trace
     return trace, [param.detach().clone() for param in net.parameters()]
@@ -81,7 +81,7 @@ def test_a_worker_without_rows_takes_part() -> None:
         for step in run:
             with record_step(run.model, optimizer, step=1) as recording, step:
                 for x, y in step.batches():
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
         return recording.trace
 
     trace = run_ranks(2, body)[0]
@@ -110,7 +110,7 @@ def test_a_step_that_fails_and_is_tried_again_is_recorded_once() -> None:
             try:
                 with record_step(run.model, optimizer, step=step.number) as recording, step:
                     for x, y in step.batches():
-                        step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                        step.backward(F.cross_entropy(run.model(x), y))
                     if fails:
                         fails = False
                         raise ZeroDivisionError

@@ -24,11 +24,11 @@ def make(net: nn.Module, dataset: Any = None, *, lr: float = 0.05, **arguments: 
     return Run(net, optimizer, Rows() if dataset is None else dataset, **arguments)
 
 
-def compute(run: Run, step: Step, weight: float | None = None) -> Iterator[Tensor]:
+def compute(run: Run, step: Step, items: float | None = None) -> Iterator[Tensor]:
     for x, y, _ in step.batches():
         loss = F.cross_entropy(run.model(x), y, reduction="sum")
         yield loss
-        step.backward(loss, weight)
+        step.backward(loss, items, "sum")
 
 
 def advance(run: Run, step: Step) -> None:
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_parameters(value
                     if 13 in indices.tolist():
                         expected.append((step.number, step._shard))
                     loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                    step.backward(loss)
+                    step.backward(loss, reduction="sum")
 
     with pytest.raises(NotFiniteError) as raised:
         go_on()
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_though_its_loss_is() -> Non
                     out = run.model(x)
                     # The square root of zero is fine, and its slope is not.
                     root = (out - out.detach()).abs().sum().sqrt()
-                    step.backward(F.cross_entropy(out, y, reduction="sum") + root)
+                    step.backward(F.cross_entropy(out, y, reduction="sum") + root, reduction="sum")
 
     with pytest.raises(NotFiniteError, match=r"gradient of '\d.\w+' is not"):
         go_on()
@@ -188,7 +188,7 @@ def test_a_scaler_that_skips_a_step_still_counts_it() -> None:
     step = next(steps)
     with step:
         for x, y, _ in step.batches():
-            step.backward(F.cross_entropy(run.model(x), y, reduction="sum") * float("inf"))
+            step.backward(F.cross_entropy(run.model(x), y) * float("inf"))
     assert run.step == 1
     assert_same(dict(net.state_dict()), before, rtol=0, atol=0)
     assert scaler.get_scale() == 2.0**9
@@ -256,7 +256,7 @@ def misuse_outside(run: Run, step: Step) -> None:
     step.backward(torch.zeros((), requires_grad=True))
 
 
-def misuse_mean(run: Run, step: Step) -> None:
+def misuse_elements(run: Run, step: Step) -> None:
     for x, y, _ in step.batches():
         step.backward(F.cross_entropy(run.model(x), y, reduction="none"))
 
@@ -268,12 +268,22 @@ def misuse_evaluate(run: Run, step: Step) -> None:
 def misuse_mixture(run: Run, step: Step) -> None:
     for number, (x, y, _) in enumerate(step.batches()):
         loss = F.cross_entropy(run.model(x), y, reduction="sum")
-        step.backward(loss, weight=len(y) if number else None)
+        step.backward(loss, items=len(y) if number else None)
+
+
+def misuse_items(run: Run, step: Step) -> None:
+    for _ in compute(run, step, items=-1):
+        pass
 
 
 def misuse_weight(run: Run, step: Step) -> None:
-    for _ in compute(run, step, weight=-1):
-        pass
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x), y), weight=len(y))
+
+
+def misuse_reduction(run: Run, step: Step) -> None:
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x), y), reduction="none")
 
 
 @pytest.mark.parametrize(
@@ -284,10 +294,12 @@ def misuse_weight(run: Run, step: Step) -> None:
         (misuse_break, "0 of this worker's 2 shards"),
         (misuse_batches, "one loop inside"),
         (misuse_outside, "inside the loop"),
-        (misuse_mean, "the loss has 4 elements"),
+        (misuse_elements, "the loss has 4 elements"),
         (misuse_evaluate, "inside step 1"),
-        (misuse_mixture, "one batch has a weight and another has none"),
-        (misuse_weight, "weight is -1"),
+        (misuse_mixture, "items were given for one batch and not for another"),
+        (misuse_items, "items is -1"),
+        (misuse_weight, "no weight= any more"),
+        (misuse_reduction, "reduction is 'none'"),
     ],
 )
 def test_misuse_is_refused_and_leaves_the_step_unapplied(misuse: Any, message: str) -> None:
@@ -308,7 +320,7 @@ def test_a_loop_left_after_its_last_batch_is_complete() -> None:
         for step in run:
             with step:
                 for number, (x, y, _) in enumerate(step.batches()):
-                    step.backward(F.cross_entropy(run.model(x), y, reduction="sum"))
+                    step.backward(F.cross_entropy(run.model(x), y))
                     if breaks and number == 1:
                         break
         nets.append(net)

@@ -102,11 +102,11 @@ def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
                 for x, y in step.batches():
                     loss = F.cross_entropy(run.model(x), y, reduction="sum")
                     note_loss(loss, len(y))
-                    step.backward(loss, weight=len(y))
+                    step.backward(loss, reduction="sum")
             rows, steps = rows + step.local_samples, steps + 1
             if step.ends_epoch:
                 seconds = time.perf_counter() - begin_s
-                means = run.evaluate(score, held_out)
+                means = run.evaluate(score, held_out, reduction="sum")
                 table.append((step.epoch + 1, means["loss"], means["accuracy"], seconds))
                 begin_s = time.perf_counter()
         return {"epochs": table, "rows": rows, "steps": steps, "state": model.state_dict()}

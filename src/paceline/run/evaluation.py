@@ -1,8 +1,8 @@
 """Evaluation: every sample counted once, at any number of workers.
 
 The dataset is cut into batches that do not depend on the workers; rank r of W takes batches r,
-r + W and so on. Each gives sums and counts; those are added up over all batches and all workers,
-and divided once.
+r + W and so on. Each gives means or sums and over how many items they are; sums and counts are
+added up over all batches and all workers, and divided once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from paceline.run.loader import Collate, Shard, ShardFetcher, as_it_is
 from paceline.run.metrics import Metrics, Sums, merge
 from paceline.run.seeds import Generators, derive
 
-Score = Callable[[Any], Mapping[str, tuple[float | Tensor, float | Tensor]]]
-"""Takes a batch; gives, by name, a sum and over how many items it is."""
+Number = float | Tensor
+Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
+"""Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
 
-_ADVICE = 'Return sums and counts by name, such as {"accuracy": (correct, len(y))}.'
+_ADVICE = 'Return means by name, such as {"accuracy": (out.argmax(1) == y).float().mean()}.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,12 @@ class Evaluation:
     loading: dict[str, Any]
     seed: int
     step: int
+    reduction: str | None
+    """Whether scores are means or sums; None where they have no counts and so are means."""
 
     def __post_init__(self) -> None:
+        if self.reduction not in (None, "mean", "sum"):
+            raise UsageError(f"reduction is {self.reduction!r}.", advice="Use 'mean' or 'sum'.")
         if type(self.batch) is not int or self.batch < 1:
             raise UsageError(
                 f"batch is {self.batch!r}.", advice="Pass a whole number from 1 up, or None."
@@ -59,17 +64,18 @@ class Evaluation:
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         metrics = Metrics(lambda _facts, _sums: None)
         with generators.kept(), in_evaluation_mode(module), torch.no_grad():
-            for number, batch in self._batches(group.rank(), group.size()):
+            for number, rows, batch in self._batches(group.rank(), group.size()):
                 if device.type != "cpu":
                     batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
                 generators.seed(derive(self.seed, "evaluation", self.step, number))
-                for name, (total, rows) in _checked(score(batch)).items():
-                    metrics.add_sum(name, total, rows)
+                add = metrics.add_sum if self.reduction == "sum" else metrics.add
+                for name, value, items in self._checked(score(batch), rows):
+                    add(name, value, items)
                 metrics.end_step({})
         return gather(group, metrics.take_epoch(), word_device, "Adding up the evaluation")
 
-    def _batches(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
-        """One worker's batches of the dataset in its own order, each with its number."""
+    def _batches(self, rank: int, size: int) -> Iterator[tuple[int, int, Any]]:
+        """One worker's batches of the dataset in its own order: number, samples, batch."""
         collate, batch = self.collate_fn or default_collate, self.batch
         if not (isinstance(self.dataset, Sized) and hasattr(self.dataset, "__getitem__")):
             samples = iter(self.dataset)
@@ -77,7 +83,7 @@ class Evaluation:
                 if not (part := list(islice(samples, batch))):
                     return
                 if number % size == rank:
-                    yield number, collate(part)
+                    yield number, len(part), collate(part)
         total = len(self.dataset)
         numbers = range(rank, -(-total // batch), size)
         cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
@@ -90,7 +96,34 @@ class Evaluation:
             generator=torch.Generator(),
             **self.loading,
         )
-        yield from zip(numbers, loader, strict=True)
+        yield from zip(numbers, map(len, cuts), loader, strict=True)
+
+    def _checked(self, scores: Any, rows: int) -> Iterator[tuple[str, Number, Number]]:
+        """Name, value and number of items of each score of a batch of `rows` samples."""
+        if not isinstance(scores, Mapping):
+            raise UsageError(f"The scores are a {type(scores).__name__}.", advice=_ADVICE)
+        for name, score in scores.items():
+            match score:
+                case int() | float() | Tensor():
+                    yield name, score, rows
+                case [int() | float() | Tensor() as value, int() | float() | Tensor() as items]:
+                    self._refuse_ambiguous(name)
+                    # A mean over nothing is NaN, and says nothing.
+                    yield name, value if self.reduction == "sum" or items else 0.0, items
+                case _:
+                    raise UsageError(
+                        f"The score {name!r} is a {type(score).__name__}, and not a number with or "
+                        "without the number of its items.",
+                        advice=_ADVICE,
+                    )
+
+    def _refuse_ambiguous(self, name: str) -> None:
+        if self.reduction is None:
+            raise UsageError(
+                f"The score {name!r} comes with a count, and nobody says whether it is a mean or a "
+                "sum.",
+                advice='Pass reduction="mean" or reduction="sum" to run.evaluate().',
+            )
 
 
 def gather(group: Any, sums: Sums, word_device: torch.device, what: str) -> Sums:
@@ -122,15 +155,3 @@ def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in training:
             layer.training = True
-
-
-def _checked(scores: Any) -> Mapping[str, Any]:
-    if not isinstance(scores, Mapping):
-        raise UsageError(f"The scores are a {type(scores).__name__}.", advice=_ADVICE)
-    for name, pair in scores.items():
-        if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise UsageError(
-                f"The score {name!r} is a {type(pair).__name__}, not a sum and a count.",
-                advice=_ADVICE,
-            )
-    return scores

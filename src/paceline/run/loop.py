@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,8 +36,7 @@ class Run:
         for step in run:
             with step:
                 for x, y in step.batches():
-                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                    step.backward(loss, weight=len(y))
+                    step.backward(F.cross_entropy(run.model(x), y))
 
     The batch of a step is cut into `shards`, one per worker of the first start unless said
     otherwise; any number of workers up to that computes the same training. With a `folder` the run
@@ -131,15 +130,17 @@ class Run:
         score: Score,
         dataset: Any = None,
         *,
+        reduction: Literal["mean", "sum"] | None = None,
         batch: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> dict[str, float]:
         """Score every sample once, on all workers together, and return the means by name.
 
-        `score(batch)` gives sums and counts: {"accuracy": (correct, len(y))}. It is called in
-        evaluation mode, without gradients. Every worker calls this; without a dataset it is the
-        one that is trained on.
+        `score(batch)` gives means over the samples of the batch by name, {"accuracy": 0.9}; where
+        they are over other items, with how many: {"loss": (loss, tokens)} and reduction="mean".
+        With reduction="sum" the numbers are sums. It is called in evaluation mode, without
+        gradients. Every worker calls this; without a dataset it is the one that is trained on.
         """
         self._refuse_inside_step("evaluate")
         parts, shop, begin_s = self._parts, self._parts.shop, time.perf_counter()
@@ -155,6 +156,7 @@ class Run:
             ),
             seed=shop.seed,
             step=self.step,
+            reduction=reduction,
         )
         total = task.run(score, shop.module, parts.group, shop.generators, parts.word_device)
         samples = int(max((count for _, count in total.values()), default=0))

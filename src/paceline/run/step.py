@@ -2,7 +2,7 @@
 
 with step:                                   begin: gradients cleared, state remembered
     for x, y in step.batches():              shard by shard, each with its own random numbers
-        step.backward(loss, weight=len(y))   the last backward also sums over the workers
+        step.backward(loss)                  the last backward also sums over the workers
                                              end: checked, then committed; or all put back
 """
 
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.comm import tree
@@ -67,7 +68,7 @@ class Step:
         self._done = 0
         self._losses: list[Loss] = []
         self._weight = 0.0
-        self._has_weights: bool | None = None
+        self._has_items: bool | None = None
         self._is_weighted = False
         self._scale = 1.0
         self._begin_s = self._clock_s = 0.0
@@ -131,18 +132,24 @@ class Step:
         if not self._is_done(shard):
             raise UsageError(
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
-                advice="Call it once per batch; for a batch that should not count, with weight=0 "
-                "and a loss times 0.",
+                advice="Call it once per batch; for a batch that should not count, with items=0.",
             )
         self._shop.buffers.end_shard(shard.number)
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Add the gradients of one shard's loss, which is a SUM over `weight` items.
+    def backward(
+        self,
+        loss: Tensor,
+        items: float | Tensor | None = None,
+        reduction: str = "mean",
+        **old: Any,
+    ) -> None:
+        """Add the gradients of one shard's loss: the mean over `items`, or, with "sum", their sum.
 
-        Gradients become those of the sum over all shards, divided by the sum of all weights.
-        Without a weight the items are the shard's samples. A tensor is read from its device.
+        Gradients become those of the sum over all shards, divided by the number of all items.
+        Without `items` these are the shard's samples. A tensor is read from its device.
         """
         shop, shard = self._shop, self._shard
+        _refuse_old_arguments(old, reduction)
         if shard is None or self._is_done(shard):
             raise UsageError(
                 f"Step {self.number}: step.backward() is called once per batch, inside the loop "
@@ -152,7 +159,8 @@ class Step:
         if loss.numel() != 1:
             raise UsageError(
                 f"Step {self.number}: the loss has {loss.numel()} elements.",
-                advice='Use reduction="sum", and pass over how many items as weight=.',
+                advice="Pass their mean, and over how many items it is as items= where those are "
+                "not the samples of the batch.",
             )
         if not shop.update.has_noted_grads:
             raise UsageError(
@@ -162,18 +170,24 @@ class Step:
                 "clips those of the whole batch with clip_norm=.",
             )
         self._lap("forward")
-        count = len(shard.indices) if weight is None else _number(weight)
-        self._note_weight(is_given=weight is not None)
+        count = len(shard.indices) if items is None else _number(items)
+        self._note_items(are_given=items is not None)
+        is_mean = reduction == "mean"
+        if is_mean and not count:  # a mean over nothing: torch's losses make it NaN
+            loss = torch.nan_to_num(loss)
         if self._recording is not None:
-            self._recording.note_loss(loss, weight=count)
+            self._recording.note_loss(loss * count if is_mean else loss, weight=count)
         with self._weighted(count):
-            scaled = shop.finite.poisoned(loss, self._scale)
+            scaled = shop.finite.poisoned(loss, count * self._scale if is_mean else self._scale)
             shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
         shop.update.note_grads()
         self._done += 1
         self._losses.append(Loss(shard, loss.detach()))
         self._weight += count
-        shop.metrics.add_sum("loss", loss, count)
+        if is_mean:
+            shop.metrics.add("loss", loss.detach(), count)
+        else:
+            shop.metrics.add_sum("loss", loss, count)
         if shop.noise is not None:
             shop.noise.add(count)
         self._lap("backward")
@@ -251,14 +265,14 @@ class Step:
         shop.finite.forget()
         shop.generators.restore(self._before)
 
-    def _note_weight(self, *, is_given: bool) -> None:
-        if self._has_weights not in (None, is_given):
+    def _note_items(self, *, are_given: bool) -> None:
+        if self._has_items not in (None, are_given):
             raise UsageError(
-                f"Step {self.number}: one batch has a weight and another has none.",
-                advice="Pass weight= to every step.backward(), or to none.",
+                f"Step {self.number}: items were given for one batch and not for another.",
+                advice="Pass items= to every step.backward(), or to none.",
             )
-        self._has_weights = is_given
-        self._is_weighted |= is_given
+        self._has_items = are_given
+        self._is_weighted |= are_given
 
     def _weighted(self, count: float) -> AbstractContextManager[None]:
         """Say how much of the step's weight this backward brings; see Note [Weights]."""
@@ -299,11 +313,24 @@ class Step:
         self._clock_s = now_s
 
 
-def _number(weight: float | Tensor) -> float:
-    number = float(weight)
+def _refuse_old_arguments(old: dict[str, Any], reduction: str) -> None:
+    if "weight" in old:
+        raise UsageError(
+            "step.backward() has no weight= any more.",
+            advice="Pass a mean as it is, with items= over how many it is where those are not the "
+            'samples; or a sum with items=n, reduction="sum".',
+        )
+    if old:
+        raise TypeError(f"step.backward() has no argument {next(iter(old))!r}.")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
+
+
+def _number(items: float | Tensor) -> float:
+    number = float(items)
     if not 0 <= number < float("inf"):
         raise UsageError(
-            f"weight is {number}; it is how many items the loss is a sum over.",
+            f"items is {number}; it is how many items the loss is a mean or a sum over.",
             advice="Pass the number of samples or tokens, from 0 up.",
         )
     return number
