@@ -23,6 +23,7 @@ from paceline.observe.run_folder import (
     read_events,
     read_info,
     still_valid,
+    stream_events,
     write_info,
 )
 
@@ -97,6 +98,14 @@ def test_half_a_line_waits_for_its_other_half(folder: RunFolder) -> None:
     assert reader.read() == []
     path.write_text('{"kind":"stop","t":1,"rank":0,"step":3}\n')
     assert [event["step"] for event in reader.read()] == [3]
+
+
+def test_events_are_streamed_with_a_gap_for_every_line_that_is_not_one(folder: RunFolder) -> None:
+    folder.events.mkdir()
+    event, long = b'{"kind":"step","t":1,"rank":0}\n', b"x" * 2**21 + b"\n"
+    folder.events_of(0).write_bytes(event + b"nonsense\n\n" + long + event + b'{"kind":"st')
+    found = [each and each["kind"] for each in stream_events(folder, 0)]
+    assert found == ["step", None, None, "step"]
 
 
 def test_after_half_a_line_of_a_killed_writer_the_next_event_is_whole(folder: RunFolder) -> None:

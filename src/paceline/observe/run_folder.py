@@ -19,10 +19,10 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from paceline.errors import UsageError, WireError
 
@@ -229,6 +229,20 @@ def parse_event(line: bytes) -> Event | None:
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 
 
+def stream_events(folder: RunFolder, rank: int) -> Iterator[Event | None]:
+    """The events of one rank, one at a time in constant memory; None for a line that is not one.
+
+    Half a line at the end is left out: its other half may be on its way.
+    """
+    with open_plain(folder.events_of(rank)) as file:
+        is_rest = False
+        while line := file.readline(LINE_LIMIT_BYTES):
+            is_whole = line.endswith(b"\n")
+            if is_whole and line.strip():
+                yield None if is_rest else parse_event(line)
+            is_rest = not is_whole
+
+
 def read_events(folder: RunFolder) -> list[Event]:
     """All events of all ranks so far, in the order of their times."""
     found: list[Event] = []
@@ -272,17 +286,22 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _read_file(path: Path, limit: int, offset: int = 0) -> bytes:
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file for reading: never through a link, and never a pipe that would wait."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise WireError(f"{path} is not a plain file.")
-        return os.pread(file, limit, offset)
-    finally:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
+        raise WireError(f"{path} is not a plain file.")
+    return os.fdopen(file, "rb")
+
+
+def _read_file(path: Path, limit: int, offset: int = 0) -> bytes:
+    with open_plain(path) as file:
+        file.seek(offset)
+        return file.read(limit)
 
 
 def _plain(value: Any) -> Any:
