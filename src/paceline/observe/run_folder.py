@@ -238,7 +238,7 @@ def stream_events(folder: RunFolder, rank: int) -> Iterator[Event | None]:
         is_rest = False
         while line := file.readline(LINE_LIMIT_BYTES):
             is_whole = line.endswith(b"\n")
-            if is_whole and line.strip():
+            if is_whole and (is_rest or line.strip()):
                 yield None if is_rest else parse_event(line)
             is_rest = not is_whole
 
