@@ -28,7 +28,7 @@ lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
 types: $(VENV)/.installed-dev  ## mypy --strict
 	$(BIN)/mypy
 
-unit: $(VENV)/.installed-dev  ## the tests that need no second rank: seconds
+unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about two minutes
 	$(BIN)/pytest -q tests/unit
 
 bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
