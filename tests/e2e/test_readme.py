@@ -16,7 +16,7 @@ README = Path(__file__).parents[2] / "README.md"
     ("name", "shown"),
     [
         ("train.py", r"\[rank 1\] epoch 4: loss 0\.[0-4]\d\d"),
-        ("steps.py", r"\n +5 +0\.[0-4]\d{3}"),
+        ("steps.py", r" 5 +0\.[0-4]\d{3}"),
     ],
 )
 def test_a_program_of_the_readme_runs_as_printed(tmp_path: Path, name: str, shown: str) -> None:

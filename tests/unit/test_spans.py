@@ -156,7 +156,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> 
 
 def test_spans_need_no_torch_and_are_closed_at_exit(tmp_path: Path) -> None:
     code = (
-        "import sys; from paceline import spans; spans.start(sys.argv[1], 0); "
+        "import sys; from paceline.observe import spans; spans.start(sys.argv[1], 0); "
         "spans.add('data', 1, 2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)

@@ -283,7 +283,7 @@ def _print_to_stderr(line: str) -> None:
 
 
 def _foreign_folders() -> tuple[str, ...]:
-    folders = [os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen"]
+    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
     torch = sys.modules.get("torch")
     if torch is not None and torch.__file__:
         folders.append(os.path.dirname(torch.__file__))
