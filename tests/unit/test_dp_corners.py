@@ -261,7 +261,7 @@ def test_devices_may_come_from_a_generator() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(UsageError, match="is no module"):
+    with pytest.raises(UsageError, match="is not a module"):
         DataParallel(lambda x: x, TWO)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.dp.devices import Place
+from paceline.dp.devices import ReplicaDevice
 from paceline.dp.gather import gather
 from paceline.dp.scatter import plan_sizes, scatter
 from paceline.errors import UsageError
@@ -29,8 +29,8 @@ class Sample:
     note: str = "note"
 
 
-def places(count: int) -> list[Place]:
-    return [Place(f"cpu:{number}", CPU) for number in range(count)]
+def cpus(count: int) -> list[ReplicaDevice]:
+    return [ReplicaDevice(f"cpu:{number}", CPU) for number in range(count)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 16, 100])
@@ -41,7 +41,7 @@ def test_without_weights_parts_are_those_of_torch_chunk(rows: int, count: int) -
 
 
 def test_a_hundred_rows_on_two_devices_give_fifty_and_fifty() -> None:
-    chunks = scatter((torch.zeros(100, 3),), {}, places(2))
+    chunks = scatter((torch.zeros(100, 3),), {}, cpus(2))
     assert [len(chunk.args[0]) for chunk in chunks] == [50, 50]
 
 
@@ -63,20 +63,20 @@ def test_weights_share_out_the_rows(
 
 
 def test_fewer_rows_than_devices_use_fewer_devices() -> None:
-    chunks = scatter((torch.arange(3),), {}, places(5))
+    chunks = scatter((torch.arange(3),), {}, cpus(5))
     assert [chunk.args[0].tolist() for chunk in chunks] == [[0], [1], [2]]
 
 
 def test_an_empty_batch_is_one_empty_chunk() -> None:
-    (chunk,) = scatter((torch.zeros(0, 4),), {}, places(3))
+    (chunk,) = scatter((torch.zeros(0, 4),), {}, cpus(3))
     assert chunk.args[0].shape == (0, 4)
 
 
 @pytest.mark.parametrize("dim", [1, -1, -2])
 def test_another_dimension_can_be_split_and_joined(dim: int) -> None:
     batch = torch.arange(24).view(2, 4, 3)
-    chunks = scatter((batch,), {}, places(2), dim)
-    joined = gather([chunk.args[0] for chunk in chunks], places(2)[: len(chunks)], CPU, dim)
+    chunks = scatter((batch,), {}, cpus(2), dim)
+    joined = gather([chunk.args[0] for chunk in chunks], cpus(2)[: len(chunks)], CPU, dim)
     assert len(chunks) == 2
     torch.testing.assert_close(joined, batch)
 
@@ -93,11 +93,11 @@ def test_containers_of_every_kind_come_apart_and_together_again() -> None:
         "empty": [],
         "flag": True,
     }
-    chunks = scatter((batch,), {}, places(3))
+    chunks = scatter((batch,), {}, cpus(3))
     assert [chunk.args[0]["named"].right["deep"][0].tolist() for chunk in chunks] == [
         [3, 4], [5, 6], [7, 8],
     ]  # fmt: skip
-    joined = gather([chunk.args[0] for chunk in chunks], places(3), CPU)
+    joined = gather([chunk.args[0] for chunk in chunks], cpus(3), CPU)
     assert list(joined) == list(batch)
     for key, value in batch.items():
         assert type(joined[key]) is type(value)
@@ -109,67 +109,67 @@ def test_containers_of_every_kind_come_apart_and_together_again() -> None:
 
 def test_keyword_inputs_are_split_and_scalars_go_to_everyone() -> None:
     kwargs = {"x": torch.arange(4), "scale": torch.tensor(2.0), "mode": "fast", "n": 7}
-    chunks = scatter((), kwargs, places(2))
+    chunks = scatter((), kwargs, cpus(2))
     assert [chunk.kwargs["x"].tolist() for chunk in chunks] == [[0, 1], [2, 3]]
     assert all(chunk.kwargs["scale"] == 2 and chunk.kwargs["n"] == 7 for chunk in chunks)
 
 
 def test_chunks_on_the_batchs_device_are_views_of_it() -> None:
     batch = torch.zeros(4, 2)
-    for chunk in scatter((batch,), {}, places(2)):
+    for chunk in scatter((batch,), {}, cpus(2)):
         chunk.args[0].add_(1)
     assert batch.sum() == 8
 
 
 def test_inputs_of_different_lengths_are_named_with_their_shapes() -> None:
     with pytest.raises(UsageError) as caught:
-        scatter((torch.zeros(16, 3),), {"mask": torch.zeros(1, 3)}, places(2))
+        scatter((torch.zeros(16, 3),), {"mask": torch.zeros(1, 3)}, cpus(2))
     for part in ("inputs[0]", "kwargs['mask']", "(16, 3)", "(1, 3)", "expanded"):
         assert part in str(caught.value)
 
 
 def test_inputs_without_a_tensor_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to split"):
-        scatter((3, "text"), {}, places(2))
+        scatter((3, "text"), {}, cpus(2))
     with pytest.raises(UsageError, match=r"inputs\[0\]"):
-        scatter((torch.tensor(1.0),), {}, places(2))
+        scatter((torch.tensor(1.0),), {}, cpus(2))
 
 
 def test_an_input_without_the_dimension_is_named() -> None:
     with pytest.raises(UsageError, match=r"inputs\[0\]\['x'\] has the shape \(4,\)"):
-        scatter(({"x": torch.zeros(4)},), {}, places(2), dim=1)
+        scatter(({"x": torch.zeros(4)},), {}, cpus(2), dim=1)
 
 
 def test_losses_without_dimensions_become_a_vector() -> None:
-    joined = gather([torch.tensor(1.0), torch.tensor(2.0)], places(2), CPU)
+    joined = gather([torch.tensor(1.0), torch.tensor(2.0)], cpus(2), CPU)
     assert joined.tolist() == [1, 2]
 
 
 def test_outputs_that_cannot_be_joined_are_named_with_their_shapes() -> None:
     outputs = [{"logits": [torch.zeros(2, 5)]}, {"logits": [torch.zeros(2, 6)]}]
     with pytest.raises(UsageError) as caught:
-        gather(outputs, places(2), CPU)
+        gather(outputs, cpus(2), CPU)
     for part in ("output['logits'][0]", "(2, 5) from cpu:0", "(2, 6) from cpu:1"):
         assert part in str(caught.value)
 
 
 def test_outputs_of_different_structure_are_named() -> None:
-    with pytest.raises(UsageError, match=r"output\['a'\] is a tensor from cpu:0, but a NoneType"):
-        gather([{"a": torch.zeros(1)}, {"a": None}], places(2), CPU)
+    with pytest.raises(UsageError, match=r"output\['a'\] is a Tensor from cpu:0, but a NoneType"):
+        gather([{"a": torch.zeros(1)}, {"a": None}], cpus(2), CPU)
     with pytest.raises(UsageError, match=r"output does not hold the same on cpu:0 and cpu:1"):
-        gather([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], places(2), CPU)
+        gather([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], cpus(2), CPU)
     with pytest.raises(UsageError, match=r"holds \[0\], \[1\] and \[0\]"):
-        gather([[None, None], [None]], places(2), CPU)
+        gather([[None, None], [None]], cpus(2), CPU)
 
 
 def test_values_that_are_no_tensors_must_agree() -> None:
-    assert gather([("text", 2.5), ("text", 2.5)], places(2), CPU) == ("text", 2.5)
+    assert gather([("text", 2.5), ("text", 2.5)], cpus(2), CPU) == ("text", 2.5)
     with pytest.raises(UsageError, match=r"output\[1\] differs.*\n.*8 from cpu:0, 7 from cpu:1"):
-        gather([(None, 8), (None, 7)], places(2), CPU)
+        gather([(None, 8), (None, 7)], cpus(2), CPU)
 
 
 def test_dictionaries_may_list_the_same_keys_in_another_order() -> None:
     a, b = torch.zeros(1), torch.ones(1)
-    joined = gather([{"a": a, "b": b}, {"b": b, "a": a}], places(2), CPU)
+    joined = gather([{"a": a, "b": b}, {"b": b, "a": a}], cpus(2), CPU)
     assert joined["a"].tolist() == [0, 0]
     assert joined["b"].tolist() == [1, 1]

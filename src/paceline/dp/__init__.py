@@ -3,7 +3,6 @@
 A batch goes through the files in this order: `scatter`, `replicate`, `parallel_apply`, `gather`.
 """
 
-from paceline.dp.data_parallel import DataParallel
-from paceline.dp.options import DPOptions
+from paceline.dp.data_parallel import DataParallel, DPOptions
 
 __all__ = ["DPOptions", "DataParallel"]

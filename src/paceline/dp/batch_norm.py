@@ -1,4 +1,4 @@
-"""Batch normalisation over the chunks of all replicas, which meet in every layer.
+"""Batch normalisation over the chunks of all replicas, which wait for each other in every layer.
 
 The statistics are those of the whole batch, so N replicas normalise as one would. Each replica
 brings its chunk's mean and variance and takes everybody's; autograd follows them across replicas
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.dp.devices import Place
+from paceline.dp.devices import ReplicaDevice
 from paceline.errors import UsageError
 
 Moments = tuple[Tensor, Tensor, int]
@@ -27,47 +27,43 @@ class AbsentError(UsageError):
     """A replica waits for one that will not come, which mostly has an error of its own."""
 
 
-class Meeting:
-    """Lets the replicas of one forward pass wait for each other, layer after layer.
+class StatisticsExchange:
+    """Lets the replicas of one forward pass exchange moments, layer after layer.
 
-    A replica that is finished, or has failed, leaves. Those that still wait for it then fail too,
-    so that nobody waits forever.
+    A replica that is finished, or has failed, leaves. Those that wait for it then fail too, so that
+    nobody waits forever.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
+    def __init__(self, devices: Sequence[ReplicaDevice]) -> None:
+        self._devices = devices
         self._changed = threading.Condition()
-        self._expected: list[int] = []
-        self._brought: dict[int, tuple[str, Moments]] = {}
-        self._answer: list[tuple[str, Moments]] = []
-        self._round = 0
-        self._left: int | None = None
+        self.open([])
 
     def open(self, replicas: Sequence[int]) -> None:
-        self._expected, self._brought, self._left = list(replicas), {}, None
+        """Begin a forward pass of these replicas."""
+        self._expected = list(replicas)
+        self._brought: dict[int, tuple[str, Moments]] = {}
+        self._left: list[int] = []
 
     def leave(self, replica: int) -> None:
         with self._changed:
-            self._left = replica if self._left is None else self._left
+            self._left.append(replica)
             self._changed.notify_all()
 
     def exchange(self, replica: int, layer: str, moments: Moments) -> list[Moments]:
         """Everybody's moments, in the order of the replicas, once all have brought theirs."""
         with self._changed:
-            self._brought[replica] = (layer, moments)
-            if len(self._brought) == len(self._expected):
-                self._answer = [self._brought[number] for number in self._expected]
-                self._brought = {}
-                self._round += 1
+            brought = self._brought
+            brought[replica] = (layer, moments)
+            if len(brought) == len(self._expected):
+                self._brought = {}  # for the next layer
                 self._changed.notify_all()
-            else:
-                this_round = self._round
-                self._changed.wait_for(lambda: self._round != this_round or self._left is not None)
-                if self._round == this_round:
-                    self._brought.pop(replica, None)
-                    self._raise_for_absent(replica, layer)
-            answer = self._answer
-        for number, (other, _) in zip(self._expected, answer, strict=True):
+            self._changed.wait_for(lambda: brought is not self._brought or self._left)
+            if brought is self._brought:
+                del brought[replica]
+                raise self._absent(replica, layer, self._left[0])
+        for number in self._expected:
+            other, _ = brought[number]
             if other != layer:
                 raise UsageError(
                     f"Replica {replica} normalises in {layer!r} while replica {number} does in "
@@ -75,13 +71,12 @@ class Meeting:
                     advice="With batch_norm='whole' all replicas must pass the same layers in the "
                     "same order; use batch_norm='first' for this model.",
                 )
-        return [theirs for _, theirs in answer]
+        return [brought[number][1] for number in self._expected]
 
-    def _raise_for_absent(self, replica: int, layer: str) -> None:
-        assert self._left is not None  # that is why the wait ended
-        raise AbsentError(
-            f"Replica {replica} on {self._places[replica].name} waits in {layer!r} for the batch "
-            f"statistics of replica {self._left} on {self._places[self._left].name}.",
+    def _absent(self, replica: int, layer: str, left: int) -> AbsentError:
+        return AbsentError(
+            f"Replica {replica} on {self._devices[replica].name} waits in {layer!r} for the batch "
+            f"statistics of replica {left} on {self._devices[left].name}.",
             "That one is done: it failed, or it left this layer out.",
             "With batch_norm='whole' all replicas must pass the same layers; use "
             "batch_norm='first' for this model.",
@@ -91,7 +86,7 @@ class Meeting:
 class WholeBatch:
     """Mixed into a BatchNorm class: normalises by the moments of all replicas' chunks."""
 
-    meeting: Meeting
+    exchange: StatisticsExchange
     replica: int
     layer: str
 
@@ -109,7 +104,7 @@ class WholeBatch:
             variance, mean = torch.var_mean(values, dims, correction=0)
         else:  # of no rows they would be NaN, and count nothing
             variance = mean = values.sum(dims)
-        everybody = self.meeting.exchange(self.replica, self.layer, (mean, variance, elements))
+        everybody = self.exchange.exchange(self.replica, self.layer, (mean, variance, elements))
         if sum(theirs for _, _, theirs in everybody) < 2:
             return plain(input)  # has its own words for a batch of nothing or of one
         mean, variance, elements = _combine(everybody, input.device)
@@ -156,11 +151,11 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a replica's copy of this layer would meet the others; SyncBatchNorm meets ranks."""
+    """Whether replicas of this layer wait for each other; SyncBatchNorm waits for ranks."""
     return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 @cache
-def whole_batch_class(kind: type[Any]) -> type[nn.Module]:
+def whole_batch_class(kind: type[Any]) -> Any:
     """The BatchNorm class with `WholeBatch` before it."""
     return type(kind.__name__, (WholeBatch, kind), {})

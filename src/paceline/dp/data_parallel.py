@@ -8,20 +8,66 @@ come together on one device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from paceline.comm import tree
 from paceline.ddp.wrapper import Wrapper
-from paceline.dp.devices import Device, find_place, find_places, move
-from paceline.dp.engine import Engine
+from paceline.dp.batch_norm import StatisticsExchange, has_batch_norm
+from paceline.dp.devices import (
+    Device,
+    ReplicaDevice,
+    away_from_home,
+    find_device,
+    find_devices,
+    group_by_thread,
+    move,
+)
 from paceline.dp.gather import gather
-from paceline.dp.loss import Count, Reduction, plan_factors, total_loss
-from paceline.dp.options import DEFAULT_OPTIONS, DPOptions, check_split
-from paceline.dp.scatter import scatter
+from paceline.dp.loss import Count, LossReduction, compute_loss, plan_factors, total_loss
+from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
+from paceline.dp.parameters import Parameters, ParameterSource
+from paceline.dp.replicate import Replica
+from paceline.dp.scatter import Chunk, check_weights, scatter
 from paceline.errors import UsageError
+
+BatchNorm = Literal["first", "whole"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPOptions:
+    """How replicas behave where torch's have one way only."""
+
+    batch_norm: BatchNorm = "first"
+    """Which rows BatchNorm normalises by in training: each replica's own, with running statistics
+    from the first replica (`"first"`, as torch's class does), or those of the whole batch
+    (`"whole"`, as the bare module does)."""
+
+    share_parameters: bool = True
+    """Let replicas in the module's own memory use its parameters themselves. With False each has a
+    copy, for modules that write to their parameters in forward."""
+
+    cpu_threads: int | None = None
+    """Threads that operators of one CPU replica may use; by default the replicas share out those
+    that the process has."""
+
+    def __post_init__(self) -> None:
+        if self.batch_norm not in get_args(BatchNorm):
+            raise UsageError(
+                f"batch_norm is {self.batch_norm!r}.", advice="Use 'first' or 'whole'."
+            )
+        threads = self.cpu_threads
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise UsageError(f"cpu_threads is {threads!r}.", advice="Use a whole number from 1 up.")
+
+
+DEFAULT_OPTIONS = DPOptions()
 
 
 class DataParallel(Wrapper):
@@ -43,32 +89,34 @@ class DataParallel(Wrapper):
         options: DPOptions = DEFAULT_OPTIONS,
     ) -> None:
         _check_arguments(module, dim)
-        places = find_places(device_ids)
-        check_split(split, len(places))
+        devices = find_devices(device_ids)
+        check_weights(split, len(devices))
+        output = (
+            devices[0] if output_device is None else find_device(output_device, "output_device")
+        )
         nn.Module.__init__(self)
         # Set before `module`: from then on, names that the module has are set on the module.
         self.dim = dim
-        self.device_ids = [place.torch_id for place in places]
+        self.device_ids = [place.torch_id for place in devices]
         self.split = None if split is None else list(split)
-        self._places = places
+        self._devices = devices
         self._dp_options = options
-        first = places[0] if output_device is None else find_place(output_device, "output_device")
-        self._output_place = first
-        self.output_device = first.torch_id
-        self.src_device_obj = places[0].device
+        self._output = output.device
+        self.output_device = output.torch_id
+        self.src_device_obj = devices[0].device
         self._engine: Engine | None = None
-        if len(places) == 1:
-            module = module.to(places[0].device)
+        if len(devices) == 1:
+            module = module.to(devices[0].device)
         self.module = module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the replicas' parts of the inputs, and join their outputs."""
-        if len(self._places) == 1:
+        if len(self._devices) == 1:
             return self._run_alone(inputs, kwargs)
-        chunks = scatter(inputs, kwargs, self._places, self.dim, self.split)
+        chunks = scatter(inputs, kwargs, self._devices, self.dim, self.split)
         outputs = self._ready_engine().forward(chunks)
-        places = [self._places[chunk.replica] for chunk in chunks]
-        return gather(outputs, places, self._output_place.device, self.dim)
+        used = [self._devices[chunk.replica] for chunk in chunks]
+        return gather(outputs, used, self._output, self.dim)
 
     # A graph captured by torch.compile cannot contain threads.
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -80,7 +128,7 @@ class DataParallel(Wrapper):
         targets: Any = None,
         kwargs: dict[str, Any] | None = None,
         *,
-        reduction: Reduction = "mean",
+        reduction: LossReduction = "mean",
         count: Count | None = None,
     ) -> Tensor:
         """Forward, loss and backward on the replicas; returns the loss of the whole batch.
@@ -95,22 +143,23 @@ class DataParallel(Wrapper):
         Gradients are added to the parameters' own when all replicas have succeeded.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        chunks = scatter(args, kwargs or {}, self._places, self.dim, self.split, targets)
-        factors = plan_factors(chunks, reduction, count, self._places)
+        chunks = scatter(args, kwargs or {}, self._devices, self.dim, self.split, targets)
+        factors = plan_factors(chunks, reduction, count, self._devices)
         losses = self._ready_engine().backward(chunks, loss_fn, factors)
-        return total_loss(losses, factors, self._output_place.device)
+        return total_loss(losses, factors, self._output)
 
     def _run_alone(self, inputs: Any, kwargs: Any) -> Any:
-        device = self._places[0].device
+        device = self._devices[0].device
         inputs, kwargs = tree.map_tensors(lambda tensor: move(tensor, device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
-        target = self._output_place.device
-        return output if target == device else tree.map_tensors(lambda t: t.to(target), output)
+        if self._output != device:
+            output = tree.map_tensors(lambda tensor: tensor.to(self._output), output)
+        return output
 
     def _ready_engine(self) -> Engine:
         engine = self._engine
         if engine is None or not engine.is_usable(self.module):
-            engine = Engine(self.module, self._places, self._dp_options)
+            engine = Engine(self.module, self._devices, self._dp_options)
             self.__dict__["_engine"] = engine
         return engine
 
@@ -128,10 +177,145 @@ class DataParallel(Wrapper):
 def _check_arguments(module: Any, dim: Any) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{module!r} is no module.", advice="Pass a torch.nn.Module: it is what is copied."
+            f"{module!r} is not a module.", advice="Pass a torch.nn.Module: it is what is copied."
         )
     if not isinstance(dim, int):
         raise UsageError(
-            f"dim is {dim!r}, which is no whole number.",
+            f"dim is {dim!r}, which is not a whole number.",
             advice="Pass the number of the dimension that holds the batch, mostly 0.",
         )
+
+
+class Engine:
+    """One module's replicas, the parameters they use, and the threads they run in.
+
+        built --(forward | backward)--> used ... --(module or threads changed)--> dropped
+
+    Everything that is not part of the model's state is here, so the wrapper can be copied, saved
+    and forked without it. A call takes a chunk for each replica that has rows: replicas are
+    refreshed in the calling thread, then all work. Calls from several threads take turns.
+    """
+
+    def __init__(self, module: nn.Module, devices: list[ReplicaDevice], options: DPOptions) -> None:
+        self._source, self._devices = module, devices
+        self._exchange: StatisticsExchange | None = None
+        if options.batch_norm == "whole" and has_batch_norm(module):
+            self._exchange = StatisticsExchange(devices)
+        # Replicas that wait for each other in a layer cannot take turns.
+        groups = group_by_thread(devices, one_each=self._exchange is not None)
+        self._parameters = ParameterSource(devices, groups, options.share_parameters)
+        self._replicas = [
+            Replica(module, device, number, self._exchange) for number, device in enumerate(devices)
+        ]
+        self._apply = ParallelApply(devices, groups, options.cpu_threads)
+        # Reentrant, because a hook on a parameter may call the model again.
+        self._lock = threading.RLock()
+
+    def is_usable(self, module: nn.Module) -> bool:
+        """Whether module, submodules and threads are still those this engine was built with."""
+        pool = self._apply.pool
+        has_threads = pool is None or pool.is_alive
+        return has_threads and module is self._source and self._replicas[0].is_current()
+
+    def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """The replicas' outputs, in the order of the chunks."""
+
+        def work(chunk: Chunk, module: nn.Module) -> Any:
+            return module(*chunk.args, **chunk.kwargs)
+
+        with self._turn(chunks) as params:
+            tables = self._parameters.link(params, [chunk.replica for chunk in chunks])
+            return self._run(chunks, tables, work)
+
+    def backward(
+        self, chunks: Sequence[Chunk], loss_fn: Callable[..., Tensor], factors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The chunks' losses; their gradients, times the factors, are added to the parameters'."""
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "backward() was called where gradients are switched off.",
+                advice="Call it outside torch.no_grad() and torch.inference_mode().",
+            )
+        factor_by_replica = {c.replica: factor for c, factor in zip(chunks, factors, strict=True)}
+        is_joint = self._exchange is not None  # one graph for all replicas
+
+        def work(chunk: Chunk, module: nn.Module) -> Tensor:
+            loss = compute_loss(chunk, module, loss_fn)
+            if is_joint:
+                return loss
+            torch.autograd.backward(loss, factor_by_replica[chunk.replica].to(loss.dtype))
+            return loss.detach()
+
+        with self._turn(chunks) as params:
+            tables, leaves = self._parameters.detach(params, [chunk.replica for chunk in chunks])
+            losses = self._run(chunks, tables, work)
+            if is_joint:
+                weights = [f.to(loss.dtype) for f, loss in zip(factors, losses, strict=True)]
+                torch.autograd.backward(losses, weights)
+            self._parameters.collect(params, leaves)
+        return losses
+
+    @contextmanager
+    def _turn(self, chunks: Sequence[Chunk]) -> Iterator[list[Tensor]]:
+        """One call's time with the replicas, to itself; the parameters that it is about."""
+        pool = self._apply.pool
+        if pool is not None:
+            refuse_transforms()
+            if pool.is_calling:
+                raise UsageError(
+                    "The model was called from inside one of its replicas, which would wait "
+                    "forever.",
+                    advice="In forward and in hooks, call `self` or the module that the hook is "
+                    "given, not the DataParallel around them.",
+                )
+        with self._lock:
+            if pool is not None:
+                pool.wait()  # for a call that Ctrl-C interrupted
+            self._share_buffers([chunk.replica for chunk in chunks])
+            yield self._check_home()
+
+    def _share_buffers(self, used: Sequence[int]) -> None:
+        """Let the first replica that has rows, in the module's memory, write to its buffers."""
+        home = self._devices[0].device
+        writer = next((number for number in used if self._devices[number].device == home), None)
+        for number in used:
+            self._replicas[number].has_own_buffers = number != writer
+
+    def _check_home(self) -> list[Tensor]:
+        """The parameters, which all lie where the first replica is, or it is an error."""
+        params = self._replicas[0].parameters()
+        tensors = [*params, *self._replicas[0].buffers()]
+        if any(tensor.device != self._devices[0].device for tensor in tensors):
+            raise away_from_home(self._source, self._devices[0])
+        return params
+
+    def _run(
+        self,
+        chunks: Sequence[Chunk],
+        tables: Mapping[int, Parameters | None],
+        work: Callable[[Chunk, nn.Module], Any],
+    ) -> list[Any]:
+        """Do the work on every chunk, each on its replica with these parameters."""
+        chunk_by_replica = {chunk.replica: chunk for chunk in chunks}
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.open(list(chunk_by_replica))
+        for number, table in tables.items():
+            self._replicas[number].refresh(table)
+
+        def run(number: int) -> Any:
+            try:
+                return work(chunk_by_replica[number], self._replicas[number].module)
+            except BaseException as error:
+                error.add_note(
+                    f"Replica {number} of {len(self._devices)} on {self._devices[number].name} "
+                    f"raised this, working on {chunk_by_replica[number].describe()}.\n"
+                    "The other replicas finished or were not started; the model can be called "
+                    "again."
+                )
+                raise
+            finally:
+                if exchange is not None:
+                    exchange.leave(number)
+
+        return self._apply(list(chunk_by_replica), run)

@@ -12,36 +12,42 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from paceline.dp.devices import Place
+from paceline.dp.devices import ReplicaDevice
 from paceline.dp.scatter import Chunk
 from paceline.errors import UsageError
 
-Reduction = Literal["mean", "sum"]
+LossReduction = Literal["mean", "sum"]
 Count = Callable[[Any], Tensor | float]
 
 
 def plan_factors(
-    chunks: Sequence[Chunk], reduction: Reduction, count: Count | None, places: Sequence[Place]
+    chunks: Sequence[Chunk],
+    reduction: LossReduction,
+    count: Count | None,
+    devices: Sequence[ReplicaDevice],
 ) -> list[Tensor]:
     """Each chunk's factor, a float64 on its own device; nothing waits for a device."""
-    if reduction not in get_args(Reduction):
+    if reduction not in get_args(LossReduction):
         raise UsageError(
             f"reduction is {reduction!r}.",
             advice="Say 'mean' or 'sum', whichever loss_fn computes over its chunk.",
         )
-    devices = [places[chunk.replica].device for chunk in chunks]
-    if reduction == "sum" and count is None:
-        return [torch.ones((), dtype=torch.float64, device=device) for device in devices]
+    homes = [devices[chunk.replica].device for chunk in chunks]
     if count is None:
-        return _by_rows([chunk.rows for chunk in chunks], devices)
+        total = sum(chunk.rows for chunk in chunks)
+        is_sum = reduction == "sum" or total == 0
+        shares = [1.0 if is_sum else chunk.rows / total for chunk in chunks]
+        return [
+            torch.full((), share, dtype=torch.float64, device=device)
+            for share, device in zip(shares, homes, strict=True)
+        ]
     counts = [
-        _as_count(count(chunk.targets), device)
-        for chunk, device in zip(chunks, devices, strict=True)
+        _as_count(count(chunk.targets), device) for chunk, device in zip(chunks, homes, strict=True)
     ]
-    total = torch.stack([own.to(devices[0]) for own in counts]).sum()
+    whole = torch.stack([own.to(homes[0]) for own in counts]).sum()
     if reduction == "sum":
-        return [total.reciprocal().to(device) for device in devices]
-    return [own / total.to(device) for own, device in zip(counts, devices, strict=True)]
+        return [whole.reciprocal().to(device) for device in homes]
+    return [own / whole.to(device) for own, device in zip(counts, homes, strict=True)]
 
 
 def _as_count(value: Tensor | float, device: torch.device) -> Tensor:
@@ -54,32 +60,11 @@ def _as_count(value: Tensor | float, device: torch.device) -> Tensor:
     return own
 
 
-def _by_rows(rows: Sequence[int], devices: Sequence[torch.device]) -> list[Tensor]:
-    total = sum(rows)
-    shares = [own / total if total else 1.0 for own in rows]
-    return [
-        torch.full((), share, dtype=torch.float64, device=device)
-        for share, device in zip(shares, devices, strict=True)
-    ]
-
-
 def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """The loss of a chunk, checked."""
+    """The loss of a chunk, which must be something to differentiate."""
     output = module(*chunk.args, **chunk.kwargs)
     loss = loss_fn(output) if chunk.targets is None else loss_fn(output, chunk.targets)
-    check_loss(loss)
-    return loss
-
-
-def differentiate(loss: Tensor, factor: Tensor) -> Tensor:
-    """Run backward from `factor` times the loss; the loss itself, without its graph."""
-    loss.backward(factor.to(loss.dtype))  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
-def check_loss(loss: Any) -> None:
-    """Raise unless a loss function returned something to differentiate."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() != 0:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UsageError(
             f"loss_fn returned {what}, but a loss is one number.",
@@ -90,6 +75,7 @@ def check_loss(loss: Any) -> None:
             "loss_fn returned a tensor that does not depend on any parameter.",
             advice="Compute it from the module's output, without detach(), item() or no_grad().",
         )
+    return loss
 
 
 def total_loss(losses: Sequence[Tensor], factors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -1,49 +1,98 @@
-"""Running replicas at the same time: a standing thread per lane, and what it is told to carry.
+"""Running replicas at the same time: a standing thread for each, in the state of the calling one.
 
 torch keeps much of its state per thread: whether gradients are recorded, autocast, the current
-stream. A replica must not notice that it runs elsewhere, so a `Climate` is taken from the calling
+stream. A replica must not notice that it runs elsewhere, so `ThreadState` is taken from the calling
 thread and put around the replica in its own.
 """
 
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import os
-import queue
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from paceline.dp.devices import Place
-from paceline.dp.spinning import send_helpers_away
+from paceline.dp.batch_norm import AbsentError
+from paceline.dp.devices import ReplicaDevice
 from paceline.errors import UsageError
 
 Job = Callable[[], Any]
+Work = tuple[contextvars.Context, Job, threading.Event]
+"""A job on its way to a thread: what it runs in, and what is set when it is done."""
 
 INTERRUPTIBLE_EVERY_S = 0.5
 """A Ctrl-C that comes just before a thread begins to wait is noticed when it wakes up only."""
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one job: its value, or the exception it ended with."""
-
-    value: Any = None
-    error: BaseException | None = None
+_OMP_PAUSE_SOFT = 1  # settings such as the number of threads stay
+_MAPS, _TASKS = Path("/proc/self/maps"), Path("/proc/self/task")
 
 
-class Crew:
-    """Standing threads, one per lane, that do what they are given and wait again.
+class ParallelApply:
+    """Does the same work on several replicas, each in the thread that it belongs to.
 
-        waiting --(run)--> working --(outcome)--> waiting ... --(crew collected)--> ended
+    `groups` are the numbers of the replicas that share a thread; they take turns. A single group
+    needs no thread: the calling one does the work.
+    """
 
-    A thread refers to its queue only. So the crew, and the model that owns it, can be collected
+    def __init__(
+        self,
+        devices: Sequence[ReplicaDevice],
+        groups: Sequence[Sequence[int]],
+        cpu_threads: int | None,
+    ) -> None:
+        self._devices, self._groups = devices, groups
+        self.pool: ThreadPool | None = None
+        if len(groups) > 1:
+            on_cpu = sum(place.device.type == "cpu" for place in devices)
+            share = max(1, torch.get_num_threads() // max(1, on_cpu))
+            names = [f"paceline replica {devices[group[0]].name}" for group in groups]
+            self.pool = ThreadPool(names, cpu_threads or share, shares_processors=on_cpu > 1)
+
+    def __call__(self, replicas: Sequence[int], work: Callable[[int], Any]) -> list[Any]:
+        """What `work` returns for these replicas; or the first error that is not an echo."""
+        state = ThreadState(self._devices)
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+
+        def run_group(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                try:
+                    with state.around(self._devices[number].device):
+                        results[number] = work(number)
+                except BaseException as error:
+                    errors[number] = error
+                    return
+
+        used = [[number for number in group if number in replicas] for group in self._groups]
+        if self.pool is None:
+            run_group(used[0])
+        else:
+            self.pool.run([partial(run_group, own) if own else None for own in used])
+        if not errors:
+            return [results[number] for number in replicas]
+        error = errors[min(errors, key=lambda n: (isinstance(errors[n], AbsentError), n))]
+        try:
+            raise error
+        finally:
+            errors.clear()
+            del error  # its traceback holds this frame, and with it the whole batch
+
+
+class ThreadPool:
+    """Standing threads, one for every name, that do what they are given and wait again.
+
+    A thread refers to its queue only. So the pool, and the model that owns it, can be collected
     while threads wait, and that ends them.
     """
 
@@ -52,17 +101,17 @@ class Crew:
     ) -> None:
         self._shares_processors = shares_processors
         self._pid = os.getpid()
-        self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
-        self._underway: list[_Errand] = []
-        ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._queues: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in names]
+        self._unfinished: list[threading.Event] = []
+        started: SimpleQueue[int] = SimpleQueue()
         before = torch.get_num_threads()
-        for name, inbox in zip(names, self._inboxes, strict=True):
-            args = (inbox, ready, cpu_threads)
-            threading.Thread(target=_stand_by, args=args, name=name, daemon=True).start()
-        self._members = {ready.get() for _ in names}
+        for name, queue in zip(names, self._queues, strict=True):
+            args = (queue, started, cpu_threads)
+            threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
+        self._thread_ids = {started.get() for _ in names}
         # The number is one per thread, but new threads start with the one that was set last.
         torch.set_num_threads(before)
-        weakref.finalize(self, _dismiss, self._inboxes)
+        weakref.finalize(self, _end_threads, self._queues)
 
     @property
     def is_alive(self) -> bool:
@@ -71,89 +120,53 @@ class Crew:
 
     @property
     def is_calling(self) -> bool:
-        """Whether the code that asks runs in one of the crew's own threads."""
-        return threading.get_ident() in self._members
+        """Whether the code that asks runs in one of the pool's own threads."""
+        return threading.get_ident() in self._thread_ids
 
-    def run(self, jobs: Sequence[Job | None]) -> list[Outcome | None]:
-        """Do one job per lane, all at once; their outcomes in the order of the lanes."""
-        self.finish_interrupted()
+    def run(self, jobs: Sequence[Job | None]) -> None:
+        """Do one job per thread, all at once, and wait until all are done."""
+        self.wait()
         if self._shares_processors:
-            send_helpers_away()
-        errands: list[_Errand | None] = []
-        for job, inbox in zip(jobs, self._inboxes, strict=True):
-            errand = None if job is None else _Errand(job)
-            errands.append(errand)
-            if errand is not None:
-                inbox.put(errand)
-                self._underway.append(errand)
-        outcomes = [None if errand is None else errand.wait() for errand in errands]
-        self._underway.clear()
-        return outcomes
+            stop_idle_openmp_threads()
+        for job, queue in zip(jobs, self._queues, strict=True):
+            if job is not None:
+                done = threading.Event()
+                queue.put((contextvars.copy_context(), job, done))
+                self._unfinished.append(done)
+        self.wait()
 
-    def finish_interrupted(self) -> bool:
-        """Wait for what a call left undone that Ctrl-C broke off; whether there was such a one."""
-        was_interrupted = bool(self._underway)
-        while self._underway:
-            self._underway[0].wait()
-            self._underway.pop(0)
-        return was_interrupted
+    def wait(self) -> None:
+        """Wait for all jobs, also those of a call that Ctrl-C interrupted."""
+        while self._unfinished:
+            if self._unfinished[0].wait(INTERRUPTIBLE_EVERY_S):
+                self._unfinished.pop(0)
 
 
-class _Errand:
-    """One job on its way: given to a thread, done there, its outcome waited for here.
-
-    Waiting can be broken off at any point and begun again.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
-        self._context: contextvars.Context | None = contextvars.copy_context()
-        self._outcome: Outcome | None = None
-        self._is_done = threading.Lock()
-        self._is_done.acquire()
-
-    def do(self) -> None:
-        assert self._job is not None  # an errand is done once
-        assert self._context is not None
-        try:
-            outcome = Outcome(value=self._context.run(self._job))
-        except BaseException as error:
-            outcome = Outcome(error=error)
-        self._job = self._context = None
-        self._outcome = outcome
-        self._is_done.release()
-
-    def wait(self) -> Outcome:
-        while self._outcome is None:
-            self._is_done.acquire(timeout=INTERRUPTIBLE_EVERY_S)
-        return self._outcome
-
-
-def _stand_by(
-    inbox: queue.SimpleQueue[_Errand | None], ready: queue.SimpleQueue[int], cpu_threads: int
-) -> None:
+def _serve(queue: SimpleQueue[Work | None], started: SimpleQueue[int], cpu_threads: int) -> None:
     torch.set_num_threads(cpu_threads)
     torch.get_num_threads()  # the first look in a thread adopts what was set last, anywhere: ours
-    ready.put(threading.get_ident())
-    del ready
-    while True:
-        errand = inbox.get()
-        if errand is None:
-            return
-        errand.do()
-        del errand  # nothing of this batch may stay alive while the thread waits for the next
+    started.put(threading.get_ident())
+    del started
+    while (work := queue.get()) is not None:
+        context, job, done = work
+        try:
+            context.run(job)
+        finally:
+            # Nothing of this batch may stay alive while the thread waits for the next.
+            del work, context, job
+            done.set()
 
 
-def _dismiss(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
+def _end_threads(queues: Sequence[SimpleQueue[Work | None]]) -> None:
+    for queue in queues:
+        queue.put(None)
 
 
-class Climate:
+class ThreadState:
     """What the calling thread has switched on, to be put around a replica in another thread."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        devices = {place.device for place in places if place.device.type != "cpu"}
+    def __init__(self, replicas: Sequence[ReplicaDevice]) -> None:
+        devices = {place.device for place in replicas if place.device.type != "cpu"}
         types = ["cpu", *sorted({device.type for device in devices})]
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
@@ -164,11 +177,11 @@ class Climate:
             for kind in types
         }
 
-    def around(self, place: Place) -> ExitStack:
-        """A context like the calling thread's, for the replica at `place`."""
+    def around(self, own: torch.device) -> ExitStack:
+        """A context like the calling thread's, for a replica on the device `own`."""
         stack = ExitStack()
         # All of them, because a copy between devices uses a stream of each; its own last.
-        for device in sorted(self._streams, key=lambda device: device == place.device):
+        for device in sorted(self._streams, key=lambda device: device == own):
             stack.enter_context(torch.accelerator.device_index(device.index))
             stack.enter_context(self._streams[device])
         stack.enter_context(torch.inference_mode(self._inference))
@@ -191,9 +204,25 @@ def refuse_transforms() -> None:
         )
 
 
-def blame(error: BaseException, replica: int, places: Sequence[Place], what: str) -> None:
-    """Note on the exception which replica raised it; its own traceback shows where."""
-    error.add_note(
-        f"Replica {replica} of {len(places)} on {places[replica].name} raised this, working on "
-        f"{what}.\nThe other replicas finished or were not started; the model can be called again."
-    )
+def stop_idle_openmp_threads() -> None:
+    """End the OpenMP threads that help the calling one, where they are GNU's and can be asked to.
+
+    After every operation they spin for some milliseconds, in the hope of another one. The caller's
+    optimizer is such an operation, and the replicas start right after it: on two cores a step of
+    a small convolutional net took 37 ms instead of 31. The next large operation makes new ones, in
+    some 10 us for each. A forked process has none, but its OpenMP would wait for them forever.
+    """
+    functions = _openmp_pause_functions()
+    if not functions or len(os.listdir(_TASKS)) <= threading.active_count():
+        return  # there are no threads but Python's
+    for pause in functions:
+        pause(_OMP_PAUSE_SOFT)  # refuses inside a parallel region, which is right too
+
+
+@cache
+def _openmp_pause_functions() -> list[Callable[[int], int]]:
+    try:
+        paths = set(re.findall(r"(/.*/libgomp\S*\.so\S*)$", _MAPS.read_text(), re.MULTILINE))
+        return [ctypes.CDLL(path).omp_pause_resource_all for path in sorted(paths)]
+    except (OSError, AttributeError):  # another system, or a libgomp from before OpenMP 5
+        return []

@@ -1,92 +1,204 @@
 """What each replica uses as its parameters, and how gradients get back to the module's own.
 
-In a forward pass it is the module's own parameters, or flat copies linked to them by autograd. For
-the loss on the replicas it is leaves: tensors that share a parameter's memory but not its gradient.
-Every lane collects gradients on its own leaves, undisturbed by the others; only when all lanes have
-succeeded are they summed, and delivered to the parameters once, so that hooks see the sum.
+In a forward pass it is the module's own parameters, or copies in another memory: one flat buffer
+per dtype, filled by one copy, seen through views. To autograd the copies are functions of the
+parameters, whose backward sums the copies' gradients where the parameters are.
+
+For the loss on the replicas it is leaves: tensors that share a parameter's memory but not its
+gradient. Every thread collects gradients on its own leaves, undisturbed by the others; only when
+all have succeeded are they summed, and delivered to the parameters once, so that hooks see the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.dp.devices import Place
-from paceline.dp.flat import FlatCopies, broadcast, sum_at_home
-from paceline.dp.replicate import Parameters
+from paceline.dp.devices import ReplicaDevice, move
+
+Parameters = Mapping[int, Tensor]
+"""What a replica uses in place of a parameter, by the parameter's `id`."""
+
+Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
+
+ALIGNMENT = 64
+"""Every view starts at a multiple of this many elements: matrix kernels are slow elsewhere."""
 
 
-class ParameterSets:
-    """Hands out parameters to replicas, from the memory each of them computes in."""
+class ParameterSource:
+    """Hands out parameters to replicas, from the memory each of them computes in.
 
-    def __init__(self, places: Sequence[Place], lanes: Sequence[Sequence[int]], share: bool):
-        home = places[0].device
-        self._home = home
-        self._lanes = lanes
+    Replicas at home use the module's own, unless `share` is off; replicas on another device share
+    one copy there.
+    """
+
+    def __init__(
+        self, devices: Sequence[ReplicaDevice], groups: Sequence[Sequence[int]], share: bool
+    ) -> None:
+        home = devices[0].device
+        self._home, self._groups = home, groups
         self._copies: dict[int, FlatCopies] = {}
-        """By replica; replicas on one device have the same. Those at home are not in here."""
         by_device: dict[torch.device, FlatCopies] = {}
-        for number, place in enumerate(places[1:], start=1):
+        for number, place in enumerate(devices[1:], start=1):
             if not share:
                 self._copies[number] = FlatCopies(place.device)
             elif place.device != home:
                 shared = by_device.setdefault(place.device, FlatCopies(place.device))
                 self._copies[number] = shared
-        self._leaves: list[list[nn.Parameter]] = [[] for _ in lanes]
 
     def link(
         self, params: Sequence[Tensor], replicas: Sequence[int]
     ) -> dict[int, Parameters | None]:
-        """Parameters for a forward pass; None means the module's own."""
-        copies = self._refresh(params, replicas)
-        if not copies:
-            return dict.fromkeys(replicas)
-        linked = broadcast(params, copies)
-        tables = [_table(params, tensors) for tensors in linked]
-        by_copies = {id(each): table for each, table in zip(copies, tables, strict=True)}
-        return {
-            number: by_copies[id(self._copies[number])] if number in self._copies else None
-            for number in replicas
+        """Parameters for a forward pass, by replica; None means the module's own."""
+        used = self._refresh(params, replicas)
+        linked = _broadcast(params, [copies.tensors for copies in used])
+        table_by_copies = {
+            id(copies): _table(params, tensors)
+            for copies, tensors in zip(used, linked, strict=True)
         }
+        return {number: table_by_copies.get(id(self._copies.get(number))) for number in replicas}
 
     def detach(
         self, params: Sequence[Tensor], replicas: Sequence[int]
-    ) -> dict[int, Parameters | None]:
-        """Leaves for a forward pass whose gradients are collected apart."""
+    ) -> tuple[dict[int, Parameters], list[list[nn.Parameter]]]:
+        """Leaves by replica, and as lists, for a forward pass whose gradients are kept apart."""
         self._refresh(params, replicas)
-        tables: dict[int, Parameters | None] = {}
-        for lane, members in enumerate(self._lanes):
-            used = [number for number in members if number in replicas]
-            if not used:  # its leaves may be those of another model by now
-                self._leaves[lane] = []
-            else:
-                held = self._copies.get(used[0])
-                leaves = _leaves(
-                    params if held is None else held.tensors, params, self._leaves[lane]
-                )
-                self._leaves[lane] = leaves
-                tables |= dict.fromkeys(used, _table(params, leaves))
-        return tables
+        tables: dict[int, Parameters] = {}
+        everyone: list[list[nn.Parameter]] = []
+        for group in self._groups:
+            table_by_copies: dict[int, Parameters] = {}
+            for number in group:
+                if number not in replicas:
+                    continue
+                copies = self._copies.get(number)
+                if id(copies) not in table_by_copies:  # replicas that take turns may share leaves
+                    leaves = _leaves(params if copies is None else copies.tensors, params)
+                    everyone.append(leaves)
+                    table_by_copies[id(copies)] = _table(params, leaves)
+                tables[number] = table_by_copies[id(copies)]
+        return tables, everyone
 
-    def collect(self, params: Sequence[Tensor]) -> None:
-        """Sum the leaves' gradients over the lanes and add them to the parameters' own."""
-        grads = [[leaf.grad for leaf in leaves] for leaves in self._leaves if leaves]
-        self.forget_gradients()
+    def collect(self, params: Sequence[Tensor], leaves: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Sum the gradients of all leaves and add them to the parameters' own."""
+        grads = [[leaf.grad for leaf in own] for own in leaves]
+        for own in leaves:
+            for leaf in own:
+                leaf.grad = None  # replicas keep leaves until the next call
         with torch.no_grad():
-            _deliver(params, sum_at_home(grads, self._home))
-
-    def forget_gradients(self) -> None:
-        for leaves in self._leaves:
-            for leaf in leaves:
-                leaf.grad = None
+            _deliver(params, _sum_at_home(grads, self._home))
 
     def _refresh(self, params: Sequence[Tensor], replicas: Sequence[int]) -> list[FlatCopies]:
+        """The copies that these replicas use, each once and up to date."""
         used = {id(c): c for number, c in self._copies.items() if number in replicas}
         for copies in used.values():
             copies.refresh(params)
         return list(used.values())
+
+
+class FlatCopies:
+    """Copies of parameters on one device, as the parameters were at the last refresh."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self._seen: list[tuple[int, int, int]] | None = None
+
+    def refresh(self, params: Sequence[Tensor]) -> None:
+        """Copy the parameters, unless it is certain that they have not changed.
+
+        A write through `param.data` leaves no trace, and training loops do that. So with gradients
+        on, they count as changed; see decision 0011. The buffer is a new one every time: graphs of
+        earlier forward passes still look at the old.
+        """
+        is_training = torch.is_grad_enabled()
+        seen = [(id(p), p.data_ptr(), -1 if p.is_inference() else p._version) for p in params]
+        if seen == self._seen and not is_training:
+            return
+        self.tensors = []  # give the old ones up before the new ones are made
+        self.tensors = copy_flat([param.detach() for param in params], self.device)
+        self._seen = None if is_training else seen
+
+
+def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """A copy of every tensor on `device`, each dense one a view of one new buffer per dtype."""
+    copies = list(tensors)
+    # A replica that is first made in inference mode must still be able to train later.
+    with torch.inference_mode(False), torch.no_grad():
+        for indices in _dense_by_dtype(tensors):
+            group = [tensors[index] for index in indices]
+            layouts = [_layout_of(tensor) for tensor in group]
+            packed = group[0].new_empty(sum(_aligned(shape.numel()) for shape, _ in layouts))
+            torch._foreach_copy_(list(_views(packed, layouts)), group)
+            views = _views(move(packed, device), layouts)
+            for index, view in zip(indices, views, strict=True):
+                copies[index] = view
+        for index, tensor in enumerate(tensors):
+            if tensor.layout is not torch.strided:  # a sparse one has no one memory
+                copies[index] = tensor.to(device, copy=True)
+    return copies
+
+
+def _broadcast(
+    params: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]
+) -> Sequence[Sequence[Tensor]]:
+    """The copies as functions of the parameters, where gradients are recorded."""
+    is_learning = torch.is_grad_enabled() and any(param.requires_grad for param in params)
+    if not copies or not is_learning:
+        return copies
+    flat = [tensor.detach() for own in copies for tensor in own]
+    linked: tuple[Tensor, ...] = _Broadcast.apply(flat, *params)  # type: ignore[no-untyped-call]
+    for tensor in linked:
+        tensor._is_param = True
+    return [linked[i : i + len(params)] for i in range(0, len(linked), len(params))]
+
+
+class _Broadcast(torch.autograd.Function):
+    """Made of differentiable operations, so gradients of gradients work."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: list[Tensor], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.home, ctx.count = params[0].device, len(params)
+        learns = ctx.needs_input_grad[1:] * (len(copies) // len(params))
+        ctx.mark_non_differentiable(
+            *(copy for copy, is_learning in zip(copies, learns, strict=True) if not is_learning)
+        )
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        by_copies = [grads[i : i + ctx.count] for i in range(0, len(grads), ctx.count)]
+        return None, *_sum_at_home(by_copies, ctx.home)
+
+
+def _sum_at_home(
+    grads_by_source: Sequence[Sequence[Tensor | None]], home: torch.device
+) -> list[Tensor | None]:
+    """The sums over sources, in their order; each source's gradients travel in one piece."""
+    totals: list[Tensor | None] = [None] * len(grads_by_source[0])
+    for grads in grads_by_source:
+        for index, grad in enumerate(_bring_home(grads, home)):
+            total = totals[index]
+            totals[index] = grad if total is None else total if grad is None else total + grad
+    return totals
+
+
+def _bring_home(grads: Sequence[Tensor | None], home: torch.device) -> Sequence[Tensor | None]:
+    if all(grad is None or grad.device == home for grad in grads):
+        return grads
+    moved = [
+        grad if grad is None or grad.layout is torch.strided else grad.to(home) for grad in grads
+    ]
+    for indices in _dense_by_dtype(grads):
+        parts = [grads[index].reshape(-1) for index in indices]  # type: ignore[union-attr]
+        pieces = move(torch.cat(parts), home).split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
+        for index, piece in zip(indices, pieces, strict=True):
+            moved[index] = piece.view(grads[index].shape)  # type: ignore[union-attr]
+    return moved
 
 
 def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -113,30 +225,40 @@ def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         torch.autograd.backward(roots, their_grads)
 
 
+def _leaves(memory: Sequence[Tensor], params: Sequence[Tensor]) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
+        for tensor, param in zip(memory, params, strict=True)
+    ]
+
+
 def _table(params: Sequence[Tensor], used: Sequence[Tensor]) -> Parameters:
     return {id(param): tensor for param, tensor in zip(params, used, strict=True)}
 
 
-def _leaves(
-    memory: Sequence[Tensor], params: Sequence[Tensor], before: list[nn.Parameter]
-) -> list[nn.Parameter]:
-    """A leaf for every tensor of `memory`, the one from before where it still fits."""
-    if len(before) != len(memory):
-        before = []
-    leaves = []
-    for index, (tensor, param) in enumerate(zip(memory, params, strict=True)):
-        leaf = before[index] if before else None
-        if leaf is None or not _fits(leaf, tensor, param):
-            leaf = nn.Parameter(tensor.detach(), requires_grad=param.requires_grad)
-        leaves.append(leaf)
-    return leaves
+def _dense_by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:
+    """The positions of the dense tensors, those of each dtype together."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and tensor.layout is torch.strided:
+            groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())
 
 
-def _fits(leaf: Tensor, tensor: Tensor, param: Tensor) -> bool:
-    return (
-        leaf.data_ptr() == tensor.data_ptr()
-        and leaf.requires_grad == param.requires_grad
-        and leaf.dtype == tensor.dtype
-        and leaf.shape == tensor.shape
-        and leaf.stride() == tensor.stride()
-    )
+def _layout_of(tensor: Tensor) -> Layout:
+    """The layout that a copy has: the tensor's own if it is dense, else row by row."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]))[::-1]
+    if tensor.detach().permute(order).is_contiguous():
+        return tensor.shape, tensor.stride()
+    return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+
+
+def _views(flat: Tensor, layouts: Sequence[Layout]) -> Iterator[Tensor]:
+    start = 0
+    for shape, stride in layouts:
+        yield flat[start : start + shape.numel()].as_strided(shape, stride)
+        start += _aligned(shape.numel())
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

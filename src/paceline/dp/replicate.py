@@ -1,9 +1,7 @@
 """Copies of a module that persist: built once, brought up to date before every forward pass.
 
-A replica has module objects of its own, because a forward pass may set attributes on them. They
-hold the module's own parameters where both are in one memory: nothing is copied, and gradients
-reach the parameters by autograd alone. In another memory they hold views of one flat buffer per
-dtype; see `flat`.
+A replica has module objects of its own, because a forward pass may set attributes on them. What
+they hold as parameters is decided in `parameters`.
 
 Buffers are written to in forward passes. The first replica that has rows has the module's own, so
 that they are updated once, as by `nn.DataParallel`; every other replica has copies.
@@ -11,7 +9,7 @@ that they are updated once, as by `nn.DataParallel`; every other replica has cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, cast
 
@@ -21,27 +19,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from paceline.ddp.wrapper import Wrapper
-from paceline.dp.devices import Place
-from paceline.dp.flat import copy_flat
+from paceline.dp.batch_norm import StatisticsExchange, is_replaced, whole_batch_class
+from paceline.dp.devices import ReplicaDevice
+from paceline.dp.parameters import Parameters, copy_flat
 from paceline.errors import UsageError
-
-Parameters = Mapping[int, Tensor]
-"""What a replica uses in place of a parameter, by the parameter's `id`."""
-
-Specialise = Callable[[str, nn.Module], tuple[type[nn.Module], dict[str, Any]]]
-"""The class of a module's copy, by the module and its name, and attributes of the copy alone."""
-
-
-Stamp = tuple[str, int, int, bool]
-"""What changes when a buffer is renamed, replaced, written to or made to learn."""
-
-
-def as_it_is(_name: str, module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
-    return type(module), {}
 
 
 class Replica:
-    """One copy of `source`, at `place`.
+    """One copy of `source`, on `device`; `number` is its place in `device_ids`.
 
         built --(refresh)--> like the source --(forward)--> used --(refresh)--> like the source ...
 
@@ -52,18 +37,15 @@ class Replica:
     def __init__(
         self,
         source: nn.Module,
-        place: Place,
-        specialise: Specialise = as_it_is,
+        device: ReplicaDevice,
+        number: int,
+        exchange: StatisticsExchange | None = None,
     ) -> None:
-        self.place = place
+        self.device = device.device
         self.has_own_buffers = True
         """Whether it gets copies of the source's buffers, from the next refresh on."""
-        self._links = _link(source, specialise)
-        self._buffers_seen: list[Stamp] | None = None
-
-    @property
-    def _with_buffers(self) -> list[_Link]:
-        return [link for link in self._links if link.source._buffers]
+        self._links = _link(source, number, exchange)
+        self._buffers_seen: list[tuple[str, object]] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -81,8 +63,12 @@ class Replica:
 
     def buffers(self) -> list[Tensor]:
         """The source's buffers; one that is used in several places several times."""
-        dictionaries = (link.source._buffers for link in self._with_buffers)
-        return [b for buffers in dictionaries for b in buffers.values() if b is not None]
+        return [
+            buffer
+            for link in self._links
+            for buffer in link.source._buffers.values()
+            if buffer is not None
+        ]
 
     def is_current(self) -> bool:
         """Whether the source still has the submodules that were copied."""
@@ -100,17 +86,17 @@ class Replica:
                 link.rebind(self._links)
 
     def _refresh_buffers(self, parameters: Parameters) -> None:
-        links = self._with_buffers
+        links = [link for link in self._links if link.source._buffers]
         named = [
             (link, name, buffer) for link in links for name, buffer in link.source._buffers.items()
         ]
-        buffers = [buffer for _, _, buffer in named if buffer is not None]
-        seen = _stamps([(name, buffer) for _, name, buffer in named])
+        seen = [(name, _stamp(buffer)) for _, name, buffer in named]
+        # Batch normalisation writes to its statistics without a trace in their versions.
         is_training = any(link.source.training for link in links)
-        if is_training or seen is None or seen != self._buffers_seen:
-            # Batch normalisation writes to its statistics without a trace in their versions.
+        if is_training or seen != self._buffers_seen:
             self._buffers_seen = None if is_training else seen
-            copied = iter(copy_flat(buffers, self.place.device))
+            buffers = [buffer for _, _, buffer in named if buffer is not None]
+            copied = iter(copy_flat(buffers, self.device))
             for link, name, buffer in named:
                 link.buffers[name] = None if buffer is None else next(copied)
         for link, name, buffer in named:
@@ -124,7 +110,7 @@ class Replica:
 class _Link:
     """One module of the source and its copy."""
 
-    def __init__(self, name: str, source: nn.Module, specialise: Specialise) -> None:
+    def __init__(self, name: str, source: nn.Module) -> None:
         if isinstance(source, torch.jit.ScriptModule):
             raise UsageError(
                 f"{type(source).__name__} is a compiled script, of which no replica can be made.",
@@ -136,9 +122,10 @@ class _Link:
                 advice="Run the module on one batch by itself first: its lazy layers then take "
                 "their shapes from it.",
             )
-        kind, self.extras = specialise(name, source)
         self.source = source
-        self.copy: nn.Module = kind.__new__(kind)
+        self.copy: nn.Module = type(source).__new__(type(source))
+        self.extras: dict[str, Any] = {}
+        """Attributes that the copy alone has."""
         self.children_seen = dict(source._modules)
         self.children: dict[str, nn.Module | None] = {}
         self.buffers: dict[str, Tensor | None] = {}
@@ -183,9 +170,16 @@ def _first_lazy(name: str, module: nn.Module) -> str:
     return f"{name}.{lazy}" if name else lazy
 
 
-def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
+def _link(source: nn.Module, number: int, exchange: StatisticsExchange | None) -> list[_Link]:
     """The module and all its submodules, each once, linked with a copy."""
-    links = [_Link(name, module, specialise) for name, module in source.named_modules()]
+    links = []
+    for name, module in source.named_modules():
+        link = _Link(name, module)
+        if exchange is not None and is_replaced(module):
+            kind = whole_batch_class(type(module))  # type: ignore[arg-type]
+            link.copy = kind.__new__(kind)
+            link.extras = {"exchange": exchange, "replica": number, "layer": name}
+        links.append(link)
     copy_by_source = {id(link.source): link.copy for link in links}
     for link in links:
         for name, child in link.children_seen.items():
@@ -202,14 +196,10 @@ def _link(source: nn.Module, specialise: Specialise) -> list[_Link]:
     return links
 
 
-def _stamps(named: Sequence[tuple[str, Tensor | None]]) -> list[Stamp] | None:
-    """The buffers' stamps; None where it cannot be told whether they change."""
-    stamps = []
-    for name, buffer in named:
-        if buffer is None:
-            stamps.append((name, 0, 0, False))
-        elif buffer.is_inference() or buffer.layout is not torch.strided:
-            return None
-        else:
-            stamps.append((name, buffer.data_ptr(), buffer._version, buffer.requires_grad))
-    return stamps
+def _stamp(buffer: Tensor | None) -> object:
+    """What changes when a buffer is replaced, written to or made to learn."""
+    if buffer is None:
+        return None
+    if buffer.is_inference() or buffer.layout is not torch.strided:
+        return object()  # it cannot be told, so it equals no other
+    return buffer.data_ptr(), buffer._version, buffer.requires_grad

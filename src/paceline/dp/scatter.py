@@ -1,7 +1,7 @@
-"""Splitting a batch: every tensor among the inputs is cut along one dimension, one chunk a place.
+"""Splitting a batch: every tensor among the inputs is cut along one dimension, a chunk a replica.
 
 Chunks are views where the tensor already lies on the chunk's device. Tensors without dimensions,
-and everything that is no tensor, go to every replica as they are.
+and everything that is not a tensor, go to every replica as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from paceline.comm import tree
-from paceline.dp.devices import Place, move
+from paceline.dp.devices import ReplicaDevice, move
 from paceline.errors import UsageError
 
 Contents = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -25,7 +27,7 @@ Contents = tuple[tuple[Any, ...], dict[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One replica's share of a batch: `replica` is the number of its place."""
+    """One replica's share of a batch."""
 
     replica: int
     args: tuple[Any, ...]
@@ -49,27 +51,37 @@ class Chunk:
 def scatter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    places: Sequence[Place],
+    devices: Sequence[ReplicaDevice],
     dim: int = 0,
     weights: Sequence[float] | None = None,
     targets: Any = None,
 ) -> list[Chunk]:
-    """One chunk for every place that gets rows; together they are the batch, in order.
+    """One chunk for every replica that gets rows; together they are the batch, in order.
 
     An empty batch is one empty chunk, and no inputs at all are one chunk without any.
     """
     if not args and not kwargs:
-        whole = tree.map_tensors(lambda tensor: move(tensor, places[0].device), targets)
+        whole = tree.map_tensors(lambda tensor: move(tensor, devices[0].device), targets)
         return [Chunk(0, (), {}, 0, whole)]
     contents = (args, kwargs, targets)
     named = _named_tensors(contents)
-    cuts = {id(t): _cut(path, t, len(places), dim, weights) for path, t in named if t.dim() > 0}
-    _check_same_replicas(named, cuts, dim)
-    first = next(iter(cuts.values()))
+    cut = [(path, tensor) for path, tensor in named if tensor.dim() > 0]
+    sizes_of = {id(t): _sizes(path, t, len(devices), dim, weights) for path, t in cut}
+    if not cut:
+        raise UsageError(
+            "None of the inputs is a tensor with a dimension, so there is nothing to split.",
+            f"Tensors without a dimension: {', '.join(path for path, _ in named) or 'none'}.",
+            "Pass the batch as tensors, or call `.module` directly.",
+        )
+    _check_same_replicas(cut, sizes_of, dim)
     chunks = []
-    for place, (replica, rows) in zip(_used(places, first), first.items(), strict=True):
-        share = _Share(cuts, dim, replica, place)
-        own_args, own_kwargs, own_targets = tree.map_tensors(share, contents)
+    for replica, rows in sizes_of[id(cut[0][1])].items():
+
+        def part(tensor: Tensor, replica: int = replica) -> Tensor:
+            own = _part(tensor, sizes_of[id(tensor)], dim, replica) if tensor.dim() > 0 else tensor
+            return move(own, devices[replica].device)
+
+        own_args, own_kwargs, own_targets = tree.map_tensors(part, contents)
         chunks.append(Chunk(replica, own_args, own_kwargs, rows, own_targets))
     return chunks
 
@@ -90,32 +102,41 @@ def plan_sizes(rows: int, count: int, weights: Sequence[float] | None = None) ->
     return {i: size for i, size in enumerate(sizes) if size > 0} or {0: 0}
 
 
-class _Share:
-    """Gives one replica its part of a tensor."""
+def check_weights(weights: Sequence[float] | None, replicas: int) -> None:
+    """Raise unless `split` says how to share a batch among the replicas."""
+    if weights is None:
+        return
+    is_list = isinstance(weights, Sequence) and not isinstance(weights, str)
+    if not is_list or not all(isinstance(weight, Real) for weight in weights):
+        raise UsageError(
+            f"split is {weights!r}, which is not a list of numbers.",
+            advice="Pass one weight for each entry of device_ids, such as [3, 1].",
+        )
+    if len(weights) != replicas:
+        raise UsageError(
+            f"split has {len(weights)} weights for {replicas} replicas: {list(weights)}.",
+            advice="Pass one weight for each entry of device_ids.",
+        )
+    if not all(isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        raise UsageError(
+            f"split is {list(weights)}.",
+            advice="Weights are numbers from 0 up, and at least one is above 0: [3, 1] gives the "
+            "first replica three quarters of the rows.",
+        )
 
-    def __init__(
-        self, cuts: dict[int, dict[int, int]], dim: int, replica: int, place: Place
-    ) -> None:
-        self.cuts, self.dim, self.replica, self.place = cuts, dim, replica, place
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        part = self._part(tensor) if tensor.dim() > 0 else tensor
-        return move(part, self.place.device)
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        sizes = self.cuts[id(tensor)]
-        if tensor.requires_grad and torch.is_grad_enabled():
-            # Parts made by one function refuse to be written to. Parts that could be would change
-            # the graph of the tensor they share, from two threads at once.
-            parts = torch.split(tensor, list(sizes.values()), self.dim)
-            return parts[list(sizes).index(self.replica)]
-        start = sum(size for replica, size in sizes.items() if replica < self.replica)
-        return tensor.detach().narrow(self.dim, start, sizes[self.replica])
+def _part(tensor: Tensor, sizes: dict[int, int], dim: int, replica: int) -> Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # Parts made by one function refuse to be written to. Parts that could be would change
+        # the graph of the tensor they share, from two threads at once.
+        parts = torch.split(tensor, list(sizes.values()), dim)
+        return parts[list(sizes).index(replica)]
+    start = sum(size for other, size in sizes.items() if other < replica)
+    return tensor.detach().narrow(dim, start, sizes[replica])
 
 
 def _named_tensors(contents: Contents) -> list[tuple[str, Tensor]]:
-    names = ("inputs", "kwargs", "targets")
-    pairs = zip(contents, names, strict=True)
+    pairs = zip(contents, ("inputs", "kwargs", "targets"), strict=True)
     return [named for value, name in pairs for named in _walk(value, name)]
 
 
@@ -132,11 +153,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         yield from _walk(item, path + key)
 
 
-def _used(places: Sequence[Place], sizes: dict[int, int]) -> list[Place]:
-    return [places[replica] for replica in sizes]
-
-
-def _cut(
+def _sizes(
     path: str, tensor: Tensor, count: int, dim: int, weights: Sequence[float] | None
 ) -> dict[int, int]:
     if tensor.layout is not torch.strided:  # sparse, or nested
@@ -153,21 +170,14 @@ def _cut(
 
 
 def _check_same_replicas(
-    named: list[tuple[str, Tensor]], cuts: dict[int, dict[int, int]], dim: int
+    cut: list[tuple[str, Tensor]], sizes_of: dict[int, dict[int, int]], dim: int
 ) -> None:
-    if not cuts:
-        raise UsageError(
-            "None of the inputs is a tensor with a dimension, so there is nothing to split.",
-            f"Tensors without a dimension: {', '.join(path for path, _ in named) or 'none'}.",
-            "Pass the batch as tensors, or call `.module` directly.",
-        )
-    cut = [(path, tensor) for path, tensor in named if id(tensor) in cuts]
     first_path, first = cut[0]
     for path, tensor in cut[1:]:
-        if cuts[id(tensor)].keys() != cuts[id(first)].keys():
+        if sizes_of[id(tensor)].keys() != sizes_of[id(first)].keys():
             raise UsageError(
-                f"{first_path} would be split for {len(cuts[id(first)])} replicas along dim {dim}, "
-                f"but {path} for {len(cuts[id(tensor)])}.",
+                f"{first_path} would be split for {len(sizes_of[id(first)])} replicas along dim "
+                f"{dim}, but {path} for {len(sizes_of[id(tensor)])}.",
                 f"Their shapes are {tuple(first.shape)} and {tuple(tensor.shape)}.",
                 f"Make both as long along dim {dim}; what every replica needs whole can be "
                 "expanded to the batch, or kept as a buffer of the module.",

@@ -217,11 +217,11 @@ def _train_replicas(task: _Task, *, on_replicas: bool) -> dict[str, Any]:
 
 def _train_rank(task: _Task) -> dict[str, Any]:
     import paceline
-    from paceline.dp.devices import Place
+    from paceline.dp.devices import ReplicaDevice
     from paceline.dp.scatter import scatter
 
     with paceline.init_process_group() as world:
-        place = Place(str(world.device), world.device)
+        place = ReplicaDevice(str(world.device), world.device)
         chunks = scatter(task.args, {}, [place] * world.size, targets=task.targets)
         own = min(world.rank, len(chunks) - 1)  # a batch too small for all is repeated
         args, targets = chunks[own].args, chunks[own].targets
@@ -266,10 +266,10 @@ def _count_replica_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
     """What the first device sends to the others and gets from them in one step."""
     import torch
 
-    from paceline.dp.devices import find_places
+    from paceline.dp.devices import find_devices
     from paceline.dp.scatter import scatter
 
-    places = find_places(task.devices)
+    places = find_devices(task.devices)
     with torch.no_grad():
         output = model.module(*_on(places[0].device, task.args))
     is_elsewhere = {number: place.device != places[0].device for number, place in enumerate(places)}
@@ -295,9 +295,9 @@ def _step_back(task: _Task, output: Any, targets: Any) -> None:
 
 
 def _home(task: _Task) -> Any:
-    from paceline.dp.devices import find_places
+    from paceline.dp.devices import find_devices
 
-    return find_places(task.devices)[0].device
+    return find_devices(task.devices)[0].device
 
 
 def _on(device: Any, value: Any) -> Any:

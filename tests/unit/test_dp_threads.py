@@ -1,9 +1,10 @@
-"""Threads and memory: a thousand steps leave nothing, and a model that is dropped is gone."""
+"""Threads and memory: steps leave nothing behind, a dropped model is gone, cores are not wasted."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.dp import DataParallel, DPOptions
-from paceline.dp.parallel_apply import Crew
+from paceline.dp.parallel_apply import (
+    ThreadPool,
+    _openmp_pause_functions,
+    stop_idle_openmp_threads,
+)
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -116,7 +121,7 @@ def test_threads_end_after_an_error_too() -> None:
 
 
 def test_a_call_broken_off_by_ctrl_c_does_not_confuse_the_next() -> None:
-    crew = Crew(["paceline replica a", "paceline replica b"], cpu_threads=1)
+    pool = ThreadPool(["paceline replica a", "paceline replica b"], cpu_threads=1)
     may_end = threading.Event()
     done = []
 
@@ -130,16 +135,81 @@ def test_a_call_broken_off_by_ctrl_c_does_not_confuse_the_next() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        crew.run(Interrupted([slow]))
+        pool.run(Interrupted([slow]))
     may_end.set()
-    crew.run([lambda: done.append("second"), None])
+    pool.run([lambda: done.append("second"), None])
     assert done == ["first", "second"]
 
 
 def test_a_forked_process_knows_that_the_threads_did_not_come_along() -> None:
-    crew = Crew(["paceline replica a"], cpu_threads=1)
+    pool = ThreadPool(["paceline replica a"], cpu_threads=1)
     pid = os.fork()
     if pid == 0:
-        os._exit(7 if crew.is_alive else 0)
+        os._exit(7 if pool.is_alive else 0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert crew.is_alive
+    assert pool.is_alive
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture
+def _two_threads() -> object:
+    if not _openmp_pause_functions():
+        pytest.skip("torch has no OpenMP of GNU's here")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    stop_idle_openmp_threads()
+    torch.set_num_threads(before)
+
+
+def use_two_threads() -> None:
+    torch.ones(1_000_000).add_(1)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_openmp_threads_go_and_come_back_when_they_are_wanted() -> None:
+    use_two_threads()
+    with_helper = threads()
+    stop_idle_openmp_threads()
+    assert threads() == with_helper - 1
+    assert torch.get_num_threads() == 2
+    use_two_threads()
+    assert threads() == with_helper
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_replicas_on_the_cpu_start_without_openmp_threads_beside_them() -> None:
+    seen = []
+
+    class Counting(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(threads())
+            return super().forward(input)
+
+    model = DataParallel(Counting(4, 2), device_ids=TWO)
+    model(torch.ones(4, 4))
+    use_two_threads()
+    with_helper = threads()
+    seen.clear()
+    model(torch.ones(4, 4))
+    assert seen == [with_helper - 1] * 2
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have() -> None:
+    use_two_threads()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        stop_idle_openmp_threads()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_thread_without_openmp_threads_has_none_to_stop() -> None:
+    stop_idle_openmp_threads()
+    stop_idle_openmp_threads()
