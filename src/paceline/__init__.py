@@ -28,6 +28,7 @@ _HOME_BY_NAME = {
     "launch": "paceline.launcher",
     "load_weights": "paceline.checkpoint",
     "record_step": "paceline.record",
+    "spans": "paceline.observe",
     "speedup": "paceline.explain.scaling",
 }
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from paceline.explain.compare import compare as compare
     from paceline.explain.scaling import speedup as speedup
     from paceline.launcher import launch as launch
+    from paceline.observe import spans as spans
     from paceline.record import record_step as record_step
     from paceline.run import Run as Run
     from paceline.run import RunOptions as RunOptions

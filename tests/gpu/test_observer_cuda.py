@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, World, init_process_group
+from paceline.comm.membership import Membership
 from paceline.observe import spans, timeline
-from paceline.observe.pace import Comparison
+from paceline.observe.phases import Phase
 from paceline.observe.stopwatch import DeviceStopwatch
+from paceline.observe.stragglers import StragglerDetector
 from paceline.testing import Faults, run_processes, seeded
 
 pytestmark = pytest.mark.gpu
@@ -24,10 +26,10 @@ STEPS = 20
 def test_phases_take_the_devices_time_and_the_host_does_not_wait() -> None:
     device = torch.device("cuda", 0)
     watch = DeviceStopwatch(device)
-    watch.enter("data")
-    watch.enter("forward")
+    watch.enter(Phase.DATA)
+    watch.enter(Phase.FORWARD)
     torch.cuda._sleep(SLEEP_CYCLES)
-    watch.enter("backward")
+    watch.enter(Phase.BACKWARD)
     watch.end_step()
     is_busy = not torch.cuda.current_stream(device).query()
     assert is_busy  # all of the above came back while the device still sleeps
@@ -35,13 +37,13 @@ def test_phases_take_the_devices_time_and_the_host_does_not_wait() -> None:
     torch.cuda.synchronize()
     watch.end_step()  # the next one finds that the device has passed
     times = watch.finished[0].ns_by_phase
-    assert times["forward"] > 10 * max(times["backward"], times["data"], 10**5)
+    assert times[Phase.FORWARD] > 10 * max(times[Phase.BACKWARD], times[Phase.DATA], 10**5)
 
 
 def test_events_that_nobody_reads_do_not_pile_up() -> None:
     watch = DeviceStopwatch(torch.device("cuda", 0))
     for _ in range(1000):
-        watch.enter("other")
+        watch.enter(Phase.OTHER)
         torch.cuda.synchronize()
     assert len(watch._pending) <= 64
 
@@ -72,8 +74,8 @@ def train(world: World, phase: str, folder: str) -> list[list[object]]:
     observer = model._reducer.observer
     assert observer is not None
     assert isinstance(observer.watch, DeviceStopwatch)
-    assert observer.comparison is not None
-    observer.comparison.listeners.append(lambda step, blame: told.append([blame.rank, blame.phase]))
+    assert observer.detector is not None
+    observer.detector.listeners.append(lambda step, blame: told.append([blame.rank, blame.phase]))
     x = torch.ones(8, 64, device="cuda")
     for step in range(STEPS):
         slow.step = step
@@ -90,23 +92,24 @@ def test_a_delay_is_blamed_on_its_rank_and_phase(phase: str, tmp_path: Path) -> 
     told, *_ = run_processes(3, train, phase, str(tmp_path))
     assert told == [[1, phase]]
     recordings = [timeline.survey(path) for path in timeline.find_recordings(tmp_path)]
-    rows = timeline.rows(recordings)
-    assert rows[1].ms_by_phase[phase] > 40
-    assert rows[0].ms_by_phase["wait"] + rows[0].ms_by_phase["transfer"] > 40
+    average = timeline.average_steps(recordings)
+    assert average[1][Phase(phase)] > 40
+    assert average[0][Phase.WAIT] + average[0][Phase.TRANSFER] > 40
 
 
 def compare_alone(world: World) -> list[float]:
     """NCCL, whose tensors lie on the device: results are read in the next exchange."""
     device = torch.device("cuda", 0)
     watch = DeviceStopwatch(device)
-    comparison = Comparison(watch)
+    detector = StragglerDetector(watch)
+    membership = Membership(world.group)
     for _ in range(30):
-        watch.enter("forward")
+        watch.enter(Phase.FORWARD)
         torch.ones(1, device=device)
         watch.end_step()
         torch.cuda.synchronize()
-        comparison.on_step(world.group, device)
-    return [window[0].own for window in comparison._windows]
+        detector.on_step(membership, device)
+    return [window[0].seconds for window in detector.windows]
 
 
 def nccl(world: World) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from paceline.comm.world import World
 from paceline.explain import report
-from paceline.observe import pace, spans
+from paceline.observe import spans, stragglers
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stragglers import Blame
 from paceline.run import Run, RunOptions
@@ -33,13 +33,13 @@ def train(world: World, folder: str) -> bool:
         world=world,
         options=RunOptions(progress="quiet", trace_step=3, timeline=True),
     )
-    comparison = pace.find(world.group)
+    detector = stragglers.find(world.group)
     for step in run:
         with step:
             for x, y, _ in step.batches():
                 step.backward(F.cross_entropy(run.model(x), y))
-            if step.number == 5 and world.rank == 0 and comparison is not None:
-                for listener in comparison.listeners:
+            if step.number == 5 and world.rank == 0 and detector is not None:
+                for listener in detector.listeners:
                     listener(
                         5,
                         Blame(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, comm
+from paceline.comm.membership import Membership
 from paceline.comm.world import World
 from paceline.observe import stall, stopwatch
+from paceline.observe.phases import Phase
 from paceline.testing import run_processes
 
 
@@ -29,8 +31,9 @@ def stop_one(world: World, culprit: int) -> list[str]:
         if f"for rank {culprit}, which said nothing" in line:
             os.kill(pids[culprit], signal.SIGCONT)
 
-    watch = stopwatch.of(world.group)
-    stall.begin(world.group, watch, 0.5, hear)
+    membership = Membership(world.group)
+    watch = stopwatch.of(membership)
+    stall.begin(watch, 0.5, hear)
     if world.rank == culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
     with stopwatch.waiting(world.group):
@@ -61,11 +64,12 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
         store.wait(["told"])
         told.set()
 
-    watch = stopwatch.of(world.group)
-    stall.begin(world.group, watch, 0.5, hear)
+    membership = Membership(world.group)
+    watch = stopwatch.of(membership)
+    stall.begin(watch, 0.5, hear)
     if world.rank == culprit:
         threading.Thread(target=look_up, daemon=True).start()
-        watch.enter("data")
+        watch.enter(Phase.DATA)
         told.wait()  # the line to be named
     with stopwatch.waiting(world.group):
         comm.all_reduce(world.group, torch.ones(1), "a sum")

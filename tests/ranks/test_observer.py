@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import PrefixStore
 from updates import update
 
 from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline.comm.membership import Membership
 from paceline.comm.world import World
 from paceline.observe import stopwatch
-from paceline.observe.stopwatch import PHASES
+from paceline.observe.phases import MEASURED, Phase
+from paceline.observe.stopwatch import Stopwatch
+from paceline.observe.stragglers import Blame, StragglerDetector
 from paceline.testing import Faults, run_ranks, seeded
+from paceline.testing.ranks import gloo_group
 
 STEPS = 20
 DELAY_S = 0.03
@@ -45,8 +50,8 @@ def train(world: World, phase: str, slow_rank: int) -> Any:
     told = []
     observer = model._reducer.observer
     assert observer is not None
-    assert observer.comparison is not None
-    observer.comparison.listeners.append(lambda step, blame: told.append((step, blame)))
+    assert observer.detector is not None
+    observer.detector.listeners.append(lambda step, blame: told.append((step, blame)))
     for step in range(STEPS):
         slow.step = step
         faults.strike(world.rank, step, "data")
@@ -70,7 +75,7 @@ def watched(world: World) -> tuple[dict[str, float], tuple[float, float], int]:
     watch = stopwatch.find(world.group)
     assert watch is not None
     earliest = time.monotonic()
-    watch.enter("other")
+    watch.enter(Phase.OTHER)
     latest = time.monotonic()
     before = watch.totals()
     for step in range(6):
@@ -80,7 +85,7 @@ def watched(world: World) -> tuple[dict[str, float], tuple[float, float], int]:
     with torch.no_grad():
         model(torch.ones(3, 4))
     least = time.monotonic() - latest
-    watch.enter("other")
+    watch.enter(Phase.OTHER)
     most = time.monotonic() - earliest
     totals = {phase: seconds - before[phase] for phase, seconds in watch.totals().items()}
     return totals, (least, most), watch.step
@@ -88,7 +93,7 @@ def watched(world: World) -> tuple[dict[str, float], tuple[float, float], int]:
 
 def test_phases_add_up_to_the_time_and_only_synchronised_backwards_are_steps() -> None:
     for totals, (least, most), steps in run_ranks(2, watched):
-        assert set(totals) == set(PHASES)
+        assert set(totals) == set(MEASURED)
         assert all(seconds > 0 for seconds in totals.values())
         assert least <= sum(totals.values()) <= most
         assert steps == 3
@@ -112,9 +117,93 @@ def wait_inside_forward(world: World) -> tuple[float, float]:
         model(torch.randn(8, 4)).sum().backward()
     watch = stopwatch.find(world.group)
     assert watch is not None
-    return watch.totals()["forward"], watch.totals()["wait"]
+    return watch.totals()[Phase.FORWARD], watch.totals()[Phase.WAIT]
 
 
 def test_what_a_layer_waits_for_is_not_its_own_work() -> None:
     (forward, wait), _ = run_ranks(2, wait_inside_forward)
     assert forward < 0.2 < wait
+
+
+CPU = torch.device("cpu")
+STEP_MS = {Phase.DATA: 2, Phase.FORWARD: 5, Phase.OTHER: 1, Phase.BACKWARD: 10, Phase.WAIT: 1}
+
+
+class HandClock:
+    """Shows what it was set to."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+class Trainer:
+    """Steps as a rank lives them, on a clock turned by hand, with a delay on one rank."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.clock = HandClock()
+        self.watch = Stopwatch(self.clock)
+        self.detector = StragglerDetector(self.watch)
+        self.told: list[tuple[int, Blame]] = []
+        self.detector.listeners.append(lambda step, blame: self.told.append((step, blame)))
+
+    def train(self, steps: int, slow: int, phase: Phase, ms: float) -> None:
+        for _ in range(steps):
+            for name, usual_ms in STEP_MS.items():
+                self.watch.enter(name)
+                late = ms if name == phase and self.membership.rank == slow else 0
+                self.clock.ns += int((usual_ms + late) * 1e6)
+            self.watch.end_step()
+            self.detector.on_step(self.membership, CPU)
+
+
+def compare(world: World, phase: Phase, ms: float) -> tuple[Blame | None, list[tuple[int, Blame]]]:
+    trainer = Trainer(Membership(world.group))
+    trainer.train(20, 1, phase, ms)
+    return trainer.detector.blame, trainer.told
+
+
+@pytest.mark.parametrize("phase", [Phase.DATA, Phase.BACKWARD])
+def test_all_ranks_know_who_is_slow_and_rank_0_says_so_within_twenty_steps(
+    phase: Phase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run_ranks(3, compare, phase, 200)
+    assert [blame and blame.culprit for blame, _ in results] == [(1, phase)] * 3
+    ((step, blame),) = results[0][1]
+    assert step <= 20
+    assert blame.slower_by_s == pytest.approx(0.2)
+    assert results[1][1] == results[2][1] == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"paceline: step {step}: Rank 1 is slow: its {phase} takes")
+
+
+def test_ranks_of_one_pace_hear_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(3, compare, Phase.DATA, 0) == [(None, [])] * 3
+    assert capsys.readouterr().err == ""
+
+
+def test_another_group_of_fewer_ranks_compares_anew() -> None:
+    def body(world: World) -> tuple[int, Phase] | None:
+        membership = Membership(world.group)
+        trainer = Trainer(membership)
+        trainer.train(20, 2, Phase.DATA, 200)
+        assert trainer.detector.blame is not None
+        if world.rank == 2:
+            return None
+        membership.move_on(smaller_group(world, 2))
+        trainer.train(1, 1, Phase.FORWARD, 200)
+        assert trainer.detector.blame is None  # the rank that was slow is not there any more
+        trainer.train(19, 1, Phase.FORWARD, 200)
+        blame: Blame | None = trainer.detector.blame
+        return blame and blame.culprit
+
+    assert run_ranks(3, body) == [(1, Phase.FORWARD)] * 2 + [None]
+
+
+def smaller_group(world: World, size: int) -> Any:
+    """A group of the first `size` ranks, made as a launcher would: over a store of its own."""
+    store = PrefixStore("smaller", world.group.get_group_store())
+    return gloo_group(store, world.rank, size, 30.0)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.comm.world import World
 from paceline.errors import DesyncError
-from paceline.observe import pace, spans
+from paceline.observe import spans, stragglers
 from paceline.observe.run_folder import RunFolder, read_events, read_info
 from paceline.observe.stragglers import Blame
 from paceline.record import read
@@ -156,19 +156,19 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
             world=world,
             options=RunOptions(progress="plain"),
         )
-        comparison = pace.find(world.group)
-        assert comparison is not None
-        before = comparison.listeners, comparison.print_line
+        detector = stragglers.find(world.group)
+        assert detector is not None
+        before = detector.listeners, detector.print_line
         for step in run:
             with step:
                 for x, y, _ in step.batches():
                     step.backward(F.cross_entropy(run.model(x), y))
                 if step.number == 6 and world.rank == 0:
-                    comparison._tell(BLAME)
+                    detector._tell(BLAME)
             if is_first and step.number == 4:
                 run.save()
                 break
-        assert (comparison.listeners, comparison.print_line) == before
+        assert (detector.listeners, detector.print_line) == before
 
     run_ranks(2, body, True)
     run_ranks(2, body, False)

@@ -17,7 +17,7 @@ from paceline.explain.scaling.command import (
     take_flags_behind,
 )
 from paceline.explain.scaling.measure import Script, order, read_run_options, steps_made
-from paceline.observe.spans import Recorder
+from paceline.observe.spans import SpanRecorder
 
 
 def test_sizes_take_turns_forth_and_back() -> None:
@@ -51,7 +51,7 @@ def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatc
 def test_steps_are_counted_where_the_slowest_rank_is(tmp_path: Path) -> None:
     assert steps_made(tmp_path, 2) == 0
     for rank, steps in enumerate((7, 5)):
-        recorder = Recorder(tmp_path, rank)
+        recorder = SpanRecorder(tmp_path, rank)
         for step in range(steps + 1):
             recorder.add("wait", 0, 1, {"step": step, "last": True})
         recorder.close()

@@ -20,14 +20,14 @@ from paceline.explain.scaling.profile import (
     warm_up,
 )
 from paceline.explain.scaling.simulation import Bucket
-from paceline.observe.spans import COMMUNICATION, COMPUTE, Recorder
+from paceline.observe.spans import COMMUNICATION, COMPUTE, SpanRecorder
 
 MS = 1_000_000
 
 
 def record(folder: Path, rank: int, steps: list[dict[str, int]], **facts: Any) -> None:
     """Write a recording with these phases, in milliseconds, for each step."""
-    recorder = Recorder(folder, rank)
+    recorder = SpanRecorder(folder, rank)
     recorder.tell({"size": 2, "device": "cpu", "threads": 1, **facts})
     now = 10 * MS
     for number, phases in enumerate(steps):

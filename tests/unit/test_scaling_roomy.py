@@ -19,7 +19,7 @@ from paceline.explain.scaling.attribution import Machine, Mode
 from paceline.explain.scaling.prediction import Check, check, fit
 from paceline.explain.scaling.profile import Profile, combine, read_run
 from paceline.explain.scaling.simulation import Network, ring_s
-from paceline.observe.spans import Recorder
+from paceline.observe.spans import SpanRecorder
 
 STEPS = 160
 MACHINE = Machine(cores=64)
@@ -65,7 +65,7 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, size: int, folder: Path) -> None:
         self.now = 10**9
-        self.recorder = Recorder(folder, rank)
+        self.recorder = SpanRecorder(folder, rank)
         self.recorder.tell({"size": size, "device": "cpu", "threads": 1})
         self._job = job
         self._share = 1 / size if job.mode == "strong" else 1.0

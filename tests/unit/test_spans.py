@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.observe import spans
-from paceline.observe.spans import Recorder
+from paceline.observe.spans import SpanRecorder
 
 
 def events(path: Path, kinds: str = "Xi") -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def test_spans_added_by_hand_keep_their_nanoseconds(tmp_path: Path) -> None:
 
 
 def test_a_file_without_its_end_is_one_line_per_event(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = SpanRecorder(tmp_path, 0)
     recorder.add("data", 1, 2)
     recorder._drain()
     first, *lines = recorder.path.read_text().splitlines()
@@ -94,7 +94,7 @@ def test_a_second_start_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_what_is_missing_is_counted(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0, queue_limit=3)
+    recorder = SpanRecorder(tmp_path, 0, queue_limit=3)
     recorder._done.set()
     recorder._writer.join()
     for begin in range(10):
@@ -107,7 +107,7 @@ def test_memory_is_bounded_and_what_is_missing_is_counted(tmp_path: Path) -> Non
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorder = Recorder(tmp_path, 0)
+    recorder = SpanRecorder(tmp_path, 0)
     recorder._done.set()
     recorder._writer.join()
     full = os.open("/dev/full", os.O_WRONLY)
@@ -156,7 +156,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> 
 
 def test_spans_need_no_torch_and_are_closed_at_exit(tmp_path: Path) -> None:
     code = (
-        "import sys; from paceline.observe import spans; spans.start(sys.argv[1], 0); "
+        "import sys; from paceline import spans; spans.start(sys.argv[1], 0); "
         "spans.add('data', 1, 2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from paceline.observe.stall import StallWatch, Status, accuse, place_of, say
-from paceline.observe.stopwatch import Stopwatch
+from paceline.comm.membership import Membership
+from paceline.observe.phases import Phase
+from paceline.observe.stall import StallWatch, Status, accuse, line_of, say, status_of
+from paceline.observe.stopwatch import Awaited, Stopwatch
 
 SECOND = 10**9
 
@@ -68,21 +69,21 @@ def test_nobody_is_accused_where_nobody_waits() -> None:
 
 def test_the_line_is_the_users_own() -> None:
     seen: list[str] = []
-    hook = lambda _: seen.append(place_of(sys._getframe(1)))  # noqa: E731
+    hook = lambda _: seen.append(line_of(sys._getframe(1)))  # noqa: E731
     json.loads('{"a": 1}', object_hook=hook)  # calls it from a file of Python's own
     path, rest = seen[0].split(":", 1)
     assert Path(path).name == "test_stall.py"
     assert "json.loads('{\"a\": 1}', object_hook=hook)" in rest
-    assert place_of(None) == ""
+    assert line_of(None) == ""
 
 
 def test_code_that_is_in_no_file_is_not_the_users_line() -> None:
     seen: list[str] = []
     generated: dict[str, Any] = {}
     exec("def call(look): look()", generated)  # as dataclasses and named tuples do
-    generated["call"](lambda: seen.append(place_of(sys._getframe(1))))
+    generated["call"](lambda: seen.append(line_of(sys._getframe(1))))
     assert "test_stall.py" in seen[0]
-    assert seen[0].endswith('generated["call"](lambda: seen.append(place_of(sys._getframe(1))))')
+    assert seen[0].endswith('generated["call"](lambda: seen.append(line_of(sys._getframe(1))))')
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_nonsense_in_the_store_is_ignored(data: bytes) -> None:
 
 
 def test_a_status_survives_the_store() -> None:
-    assert Status.from_json(json.dumps(asdict(busy(3))).encode()) == busy(3)
+    assert Status.from_json(json.dumps(busy(3)._asdict()).encode()) == busy(3)
 
 
 class Group:
@@ -113,23 +114,25 @@ class Group:
         return self.store
 
 
-def test_it_speaks_once_per_stall_and_when_it_goes_on() -> None:
-    group, lines, now = Group(), list[str](), [0]
+def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
+    lines, now = list[str](), [0]
     watch = Stopwatch(lambda: now[0])
-    stalls = StallWatch(group, watch, 100, print_line=lines.append, clock=lambda: now[0])
+    membership = Membership(Group())
+    watch.membership = lambda: membership
+    stalls = StallWatch(watch, 100, print_line=lines.append, clock=lambda: now[0])
     for seconds in (50, 99, 101, 150, 300):
         now[0] = seconds * SECOND
         stalls.look()
     assert len(lines) == 1
     assert lines[0].startswith("Rank 0 has made no progress for 101 s: it is at step 0, in its own")
     assert "test_stall.py" in lines[0]
-    watch.enter("forward")
+    watch.enter(Phase.FORWARD)
     stalls.look()
-    assert lines[1:] == ["Rank 0 goes on, at step 0."]
+    assert lines[1:] == ["Rank 0 continues, at step 0."]
     now[0] += 100 * SECOND
     stalls.look()
     assert len(lines) == 3
-    watch.enter("forward")
+    watch.enter(Phase.FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +142,19 @@ def test_it_speaks_once_per_stall_and_when_it_goes_on() -> None:
 def test_a_rank_that_waits_for_another_host_does_not_name_itself(
     missing: list[int], words: str
 ) -> None:
-    group, watch = Group(), Stopwatch()
-    watch.bucket, watch.waits_for = 1, lambda bucket: f"the sum of bucket {bucket} ('a' to 'b')"
-    watch.missing = lambda: missing
-    assert StallWatch(group, watch, 100).status().what.endswith(words)
+    class Sum:
+        def missing(self) -> list[int]:
+            return missing
+
+    watch = Stopwatch()
+    watch.awaited = Awaited(lambda number: f"the sum of bucket {number} ('a' to 'b')", 1, Sum())
+    assert status_of(watch, 0).what.endswith(words)
 
 
-def test_a_group_that_is_gone_is_not_watched() -> None:
-    group = Group()
-    stalls = StallWatch(group, Stopwatch(), 100)
-    assert not stalls.is_over
-    del group
-    assert stalls.is_over
+def test_a_stopwatch_that_is_gone_is_not_watched() -> None:
+    watch = Stopwatch()
+    lines: list[str] = []
+    stalls = StallWatch(watch, 0, print_line=lines.append)
+    del watch
+    stalls.look()
+    assert (stalls.watch(), lines) == (None, [])

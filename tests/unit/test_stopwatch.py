@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from paceline.comm.membership import Membership
 from paceline.observe import spans, stopwatch
-from paceline.observe.stopwatch import PHASES, Stopwatch
+from paceline.observe.phases import MEASURED, Phase
+from paceline.observe.stopwatch import Stopwatch
 
 
 class Clock:
@@ -30,9 +32,9 @@ class Group:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**9), st.booleans())))
+@given(st.lists(st.tuples(st.sampled_from(MEASURED), st.integers(0, 10**9), st.booleans())))
 def test_phases_of_all_steps_add_up_to_the_time_between(
-    changes: list[tuple[str, int, bool]],
+    changes: list[tuple[Phase, int, bool]],
 ) -> None:
     clock = Clock()
     watch = Stopwatch(clock)
@@ -47,25 +49,20 @@ def test_phases_of_all_steps_add_up_to_the_time_between(
     assert [s.step for s in watch.finished] == list(range(sum(c[2] for c in changes)))
 
 
-def test_a_step_knows_its_own_work_from_waiting() -> None:
+def test_a_step_knows_its_own_work_from_waiting_and_totals_continue_over_steps() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
-    for phase, ns in (("data", 1), ("forward", 20), ("backward", 300), ("wait", 4000)):
-        watch.enter(phase)
-        clock.ns += ns
-    watch.end_step()
-    (times,) = watch.finished
-    assert (times.own_ns, times.ns_by_phase["wait"]) == (321, 4000)
-
-
-def test_totals_go_on_over_steps() -> None:
-    clock = Clock()
-    watch = Stopwatch(clock)
-    for _ in range(3):
-        watch.enter("forward")
-        clock.ns += 10**9
+    for _ in range(2):
+        for phase, ns in zip(
+            ("data", "forward", "backward", "wait"), (1, 20, 300, 4000), strict=True
+        ):
+            watch.enter(Phase(phase))
+            clock.ns += ns
         watch.end_step()
-    assert watch.totals()["forward"] == 3.0
+    assert [(times.own_ns, times.ns_by_phase[Phase.WAIT]) for times in watch.finished] == [
+        (321, 4000)
+    ] * 2
+    assert watch.totals()[Phase.FORWARD] == 40e-9
 
 
 def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
     watch = Stopwatch(clock)
     spans.start(tmp_path, rank=0)
     for phase, ns in (("forward", 2000), ("other", 1000), ("backward", 5000)):
-        watch.enter(phase)
+        watch.enter(Phase(phase))
         clock.ns += ns
     watch.end_step()
     spans.stop()
@@ -86,12 +83,12 @@ def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
 
 
 def test_waiting_inside_a_phase_is_not_that_phase() -> None:
-    group = Group()
-    watch = stopwatch.of(group)
-    watch.enter("forward")
-    with stopwatch.waiting(group):
+    membership = Membership(Group())
+    watch = stopwatch.of(membership)
+    watch.enter(Phase.FORWARD)
+    with stopwatch.waiting(membership.group):
         assert watch.phase == "wait"
-        with stopwatch.waiting(group):
+        with stopwatch.waiting(membership.group):
             pass
         assert watch.phase == "wait"
     assert watch.phase == "forward"
@@ -99,24 +96,32 @@ def test_waiting_inside_a_phase_is_not_that_phase() -> None:
         pass
 
 
-def test_a_group_has_one_stopwatch_and_keeps_it() -> None:
-    one, other = Group(), Group()
-    assert stopwatch.find(one) is None
-    assert stopwatch.of(one) is stopwatch.of(one) is stopwatch.find(one)
-    assert stopwatch.of(one) is not stopwatch.of(other)
+def test_a_group_has_one_stopwatch_which_follows_its_members_to_another_group() -> None:
+    one, other = Membership(Group()), Membership(Group())
+    assert stopwatch.find(one.group) is None
+    watch = stopwatch.of(one)
+    second_model = Membership(one.group)
+    assert stopwatch.of(second_model) is stopwatch.of(one) is stopwatch.find(one.group) is watch
+    assert stopwatch.of(other) is not watch
+    moved = Group()
+    one.move_on(moved)
+    second_model.move_on(moved)
+    assert stopwatch.find(one.group) is watch
+    del one, second_model, watch  # the models go, the group stays: its steps are counted on
+    assert stopwatch.find(moved) is not None
 
 
 def test_any_optimizer_is_noticed_while_somebody_watches() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    group = Group()
-    watch = stopwatch.of(group)
+    membership = Membership(Group())
+    watch = stopwatch.of(membership)
     seen: list[str] = []
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append(watch.phase))
     optimizer.step()
     assert (seen, watch.phase) == (["optimizer"], "data")
-    del group
+    del membership
     gc.collect()
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.observe import timeline
-from paceline.observe.spans import Recorder
+from paceline.observe.spans import SpanRecorder
 
 US = 1000
 # By rank: own work and wait of every step, in microseconds. Rank 1 is late; the sum takes 50.
@@ -23,9 +23,9 @@ STEP = {
 GAP = 20
 
 
-def record(folder: Path, rank: int, steps: int = 6, clock_us: int = 0) -> Recorder:
+def record(folder: Path, rank: int, steps: int = 6, clock_us: int = 0) -> SpanRecorder:
     """A recording as the engine makes it, of a rank whose clock is ahead by `clock_us`."""
-    recorder = Recorder(folder, rank)
+    recorder = SpanRecorder(folder, rank)
     now = 10**6 + clock_us
     for step in range(steps):
         recorder.add("wait", now * US, (now + 5) * US, {"step": step})  # for buffers, say
@@ -98,21 +98,37 @@ def test_what_the_last_rank_waits_is_transfer_and_the_rest_is_waiting_for_it(fol
 
 def test_phases_add_up_to_the_step(folder: Path) -> None:
     recordings = [timeline.survey(path) for path in timeline.find_recordings(folder)]
-    slow = timeline.rows(recordings)[1]
-    assert slow.steps == 3
-    assert slow.step_ms == pytest.approx(1.105)
-    assert sum(slow.ms_by_phase.values()) == pytest.approx(slow.step_ms)
-    assert slow.ms_by_phase["data"] == pytest.approx(0.5)
-    assert slow.ms_by_phase["other"] == pytest.approx(0.02)
+    quick, slow = timeline.average_steps(recordings).values()
+    assert sum(slow.values()) == pytest.approx(1.105)
+    assert slow == pytest.approx(
+        {
+            "data": 0.5,
+            "forward": 0.2,
+            "backward": 0.3,
+            "optimizer": 0.03,
+            "other": 0.02,
+            "wait": 0.005,
+            "transfer": 0.05,
+        }
+    )
+    assert quick["wait"] == pytest.approx(0.405)
+    assert quick["transfer"] == slow["transfer"]
 
 
-@pytest.mark.parametrize(("steps", "counted"), [(1, []), (2, [1]), (3, [2]), (4, [1]), (9, [6])])
-def test_the_first_steps_are_left_out_where_there_are_enough(
-    tmp_path: Path, steps: int, counted: list[int]
-) -> None:
-    record(tmp_path, 0, steps).close()
-    recordings = [timeline.survey(tmp_path / "rank0.trace.json")]
-    assert [row.steps for row in timeline.rows(recordings)] == counted
+def test_the_first_steps_are_left_out_where_there_are_enough() -> None:
+    lengths = [len(timeline.after_warm_up(range(n))) for n in (0, 1, 2, 3, 8, 15, 30)]
+    assert lengths == [0, 1, 2, 2, 6, 10, 25]
+
+
+def test_a_bucket_is_under_way_from_the_last_rank_that_is_ready(tmp_path: Path) -> None:
+    for rank, ready_us in enumerate((100, 400)):
+        recorder = SpanRecorder(tmp_path, rank)
+        facts = {"step": 0, "bucket": 0}
+        recorder.add("ready", ready_us * US, None, facts)
+        recorder.add("transfer", ready_us * US, 500 * US, facts)
+        recorder.close()
+    events = merged(tmp_path)
+    assert spans_of(events, 0, "transfer") == spans_of(events, 1, "transfer") == [(300.0, 100.0)]
 
 
 @pytest.mark.parametrize("compared", [True, False])
@@ -180,7 +196,7 @@ def test_an_impossible_choice_of_steps_is_refused(folder: Path, steps: str) -> N
 
 
 def test_a_span_that_is_written_last_but_began_first_is_not_before_all_time(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "timeline", 0)
+    recorder = SpanRecorder(tmp_path / "timeline", 0)
     recorder.add("data", 5_000, 6_000, {"step": 0})
     recorder.add_own("epoch", 1_000, 9_000)
     recorder.close()
@@ -191,7 +207,7 @@ def test_a_written_trace_is_what_perfetto_takes_however_it_rounds(
     folder: Path, tmp_path: Path
 ) -> None:
     # Odd nanoseconds are what truncation makes overlap.
-    recorder = Recorder(folder / "timeline", 2)
+    recorder = SpanRecorder(folder / "timeline", 2)
     edges = itertools.accumulate((317 + 13 * n for n in range(400)), initial=10**9 + 7)
     for begin, end in itertools.pairwise(edges):
         recorder.add("data", begin, end, {"step": 0})

@@ -3,7 +3,7 @@
 The wrapper and the reducer call one method per event: a forward pass begins, a bucket is ready, the
 sums have arrived. From that come the phases of the stopwatch, the spans of a recording, the
 comparison of the ranks, and what a rank that stands still says about itself. An engine without
-an observer tests one attribute and goes on.
+an observer tests one attribute and continues.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline import env
-from paceline.comm import Group, tree
-from paceline.gradients.backward import Reduction
-from paceline.observe import pace, spans, stall, stopwatch
-from paceline.observe.pace import Comparison
-from paceline.observe.stopwatch import WAIT
+from paceline.comm import tree
+from paceline.comm.membership import Membership
+from paceline.observe import spans, stall, stopwatch, stragglers
+from paceline.observe.phases import Phase
+from paceline.observe.stopwatch import Awaited
+
+
+class Awaitable(Protocol):
+    """A sum under way. It may have `is_completed()` and `missing()` too."""
+
+    def wait(self) -> None: ...
 
 
 class Observer:
@@ -30,71 +36,89 @@ class Observer:
     forward_begins, forward_ends, backward_begins, bucket_starts ..., wait_for, step_ends
     """
 
-    def __init__(self, group: Group, device: torch.device, compares: bool) -> None:
-        self.watch = stopwatch.of(group, device)
-        self.comparison: Comparison | None = pace.of(group, device) if compares else None
-        self._group = group
+    def __init__(self, membership: Membership, device: torch.device, compares: bool) -> None:
+        self.watch = stopwatch.of(membership, device)
+        self.detector = stragglers.of(membership, device) if compares else None
+        self._membership = membership
         self._device = device
-        self._transfers = _Transfers()
+        self._began_ns: list[int] = []
+        """When each bucket of this backward was ready, ..."""
+        self._arrived = 0
+        """... and how many of their sums are known to have arrived, ..."""
+        self._arrived_ns = 0
+        """... the last of them then."""
 
     def forward_comes(self) -> None:
         """Buffers are about to be brought up to date, which waits for the other ranks."""
-        self.watch.enter(WAIT)
+        self.watch.enter(Phase.WAIT)
 
     def forward_begins(self) -> None:
         """In evaluation it is the user's own business."""
         if torch.is_grad_enabled():
             self.watch.on_forward()
         else:
-            self.watch.enter("other")
+            self.watch.enter(Phase.OTHER)
 
     def forward_ends(self, output: Any) -> None:
-        self.watch.enter("other")
-        self._note_batch(output)
+        """Note how many samples it had, too, by the length of what came out."""
+        self.watch.enter(Phase.OTHER)
+        recorder = spans.recorder()
+        if recorder is not None and torch.is_grad_enabled():
+            samples = next((len(each) for each in tree.tensors(output) if each.dim()), None)
+            if samples is not None:
+                facts = {"step": self.watch.step, "samples": samples}
+                recorder.add("batch", spans.now_ns(), None, facts)
 
     def backward_begins(self) -> None:
-        self.watch.enter("backward")
-        self._transfers.clear()
+        self.watch.enter(Phase.BACKWARD)
+        self._began_ns.clear()
+        self._arrived = self._arrived_ns = 0
 
     def local_backward_ends(self) -> None:
         """Nothing is sent: gradients accumulate, and the next thing is more data."""
-        self.watch.enter("data")
+        self.watch.enter(Phase.DATA)
 
-    def bucket_starts(self, number: int, in_flight: Sequence[Reduction], buffer: Tensor) -> None:
+    def bucket_starts(self, number: int, in_flight: Sequence[Awaitable], buffer: Tensor) -> None:
         """This rank's gradients of the bucket are ready; taken before the sum, which would wait."""
         recorder = spans.recorder()
-        if recorder is not None:
-            now = spans.now_ns()
-            facts = {"step": self.watch.step, "bucket": number, "bytes": buffer.nbytes}
-            recorder.add("ready", now, None, facts)
-            self._transfers.look(in_flight, now)
-            self._transfers.began.append(now)
+        if recorder is None:
+            return
+        now = spans.now_ns()
+        facts = {"step": self.watch.step, "bucket": number, "bytes": buffer.nbytes}
+        recorder.add("ready", now, None, facts)
+        for reduction in in_flight[self._arrived :]:  # up to the first that has not arrived
+            if not getattr(reduction, "is_completed", bool)():
+                break
+            self._note_arrival(recorder, now)
+        self._began_ns.append(now)
 
     def wait_for(
-        self, in_flight: Sequence[Reduction], describe: Callable[[int], str], *, is_shadow: bool
+        self, in_flight: Sequence[Awaitable], describe: Callable[[int], str], *, is_shadow: bool
     ) -> None:
         """Wait for the sums in order; this rank's own work is done, unless it had none."""
-        watch, is_recording = self.watch, spans.is_on()
-        watch.enter(WAIT)
-        watch.waits_for = describe
+        watch, recorder = self.watch, spans.recorder()
+        watch.enter(Phase.WAIT)
         try:
             for number, reduction in enumerate(in_flight):
-                watch.bucket = number
-                watch.missing = getattr(reduction, "missing", None)
+                watch.awaited = Awaited(describe, number, reduction)
                 reduction.wait()
-                if is_recording:
-                    self._transfers.arrived(number, spans.now_ns())
+                if recorder is not None and number == self._arrived < len(self._began_ns):
+                    self._note_arrival(recorder, spans.now_ns())
         finally:
-            step = watch.step
             watch.end_step(counts=not is_shadow)
-        recorder = spans.recorder()
-        if recorder is not None:
-            self._transfers.write(recorder, step)
+
+    def _note_arrival(self, recorder: spans.SpanRecorder, now_ns: int) -> None:
+        """One lane shows all transfers, so each begins when the one before it has ended."""
+        begin = max(self._began_ns[self._arrived], self._arrived_ns)
+        facts = {"step": self.watch.step, "bucket": self._arrived}
+        self._arrived_ns = max(begin, now_ns)
+        recorder.add(Phase.TRANSFER, begin, self._arrived_ns, facts)
+        self._arrived += 1
 
     def step_ends(self) -> None:
         """Gradients are averaged: the same point on every rank, where all can compare notes."""
-        if self.comparison is not None:
-            self.comparison.on_step(self._group, self._device)
+        if self.detector is not None:
+            self.detector.on_step(self._membership, self._device)
 
     def follow_alone(self, output: Any, wants_sync: bool) -> None:
         """In a world of one there is no reducer: hear of backward from the output itself."""
@@ -104,85 +128,38 @@ class Observer:
         ends = watch.end_step if wants_sync else self.local_backward_ends
 
         def on_output_grad(_grad: Tensor) -> None:
-            if watch.step == step and watch.phase != "backward":
-                watch.enter("backward")
+            if watch.step == step and watch.phase is not Phase.BACKWARD:
+                watch.enter(Phase.BACKWARD)
                 torch.autograd.Variable._execution_engine.queue_callback(ends)
 
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
 
-    def _note_batch(self, output: Any) -> None:
-        """How many samples a forward pass had, by the length of what came out."""
-        recorder = spans.recorder()
-        if recorder is not None and torch.is_grad_enabled():
-            lengths = (len(tensor) for tensor in tree.tensors(output) if tensor.dim())
-            samples = next(lengths, None)
-            if samples is not None:
-                facts = {"step": self.watch.step, "samples": samples}
-                recorder.add("batch", spans.now_ns(), None, facts)
 
-
-class _Transfers:
-    """When each bucket of a step was on its way, as far as this rank can tell.
-
-    One lane shows them, so each begins when the one before it has ended.
-    """
-
-    def __init__(self) -> None:
-        self.began: list[int] = []
-        self._ended: list[int] = []
-        """Of the first buckets, as far as they are known to have arrived."""
-
-    def clear(self) -> None:
-        self.began.clear()
-        self._ended.clear()
-
-    def look(self, in_flight: Sequence[Reduction], now_ns: int) -> None:
-        """Notice which earlier sums have arrived meanwhile, up to the first that has not."""
-        for reduction in in_flight[len(self._ended) :]:
-            if not getattr(reduction, "is_completed", _never)():
-                return
-            self._ended.append(now_ns)
-
-    def arrived(self, number: int, now_ns: int) -> None:
-        if number == len(self._ended):
-            self._ended.append(now_ns)
-
-    def write(self, recorder: spans.Recorder, step: int) -> None:
-        before = 0
-        for number, began in enumerate(self.began):
-            ended = max(before, self._ended[number] if number < len(self._ended) else began)
-            facts = {"step": step, "bucket": number}
-            recorder.add("transfer", max(before, began), ended, facts)
-            before = ended
-        self.clear()
-
-
-def _never() -> bool:
-    return False
-
-
-def begin(group: Group, device: torch.device) -> Observer | None:
-    """Observe a model of this rank in `group`, as far as anybody wants to know."""
+def begin(membership: Any, device: torch.device) -> Observer | None:
+    """Observe a model of this rank, as far as anybody wants to know."""
     wishes = env.read_observation()
-    if wishes.trace_step and group.rank() == 0 and not _asked_in_vain:
+    if not isinstance(membership, Membership):
+        membership = Membership(membership)
+    rank, size = membership.rank, membership.size
+    if wishes.trace_step and rank == 0 and not _asked_in_vain:
         _asked_in_vain.append(True)
         atexit.register(_say_what_was_not_recorded, wishes.trace_step)
     if wishes.timeline and not spans.is_on():
         place = env.read_placement()
-        spans.start(wishes.timeline, group.rank() if place is None else place.rank)
-    is_alone = group.size() == 1
-    compares = wishes.blames and not is_alone
-    if not (compares or wishes.stall_s or spans.is_on()) or (is_alone and not spans.is_on()):
-        return None
-    observer = Observer(group, device, compares)
+        spans.start(wishes.timeline, rank if place is None else place.rank)
     recorder = spans.recorder()
+    compares = wishes.blames and size > 1
+    looks = wishes.stall_s and size > 1
+    if recorder is None and not compares and not looks:
+        return None
+    observer = Observer(membership, device, compares)
     if recorder is not None:
         threads = torch.get_num_threads()
-        recorder.tell({"size": group.size(), "device": str(device), "threads": threads})
-    if wishes.stall_s and not is_alone:
-        stall.begin(group, observer.watch, wishes.stall_s)
+        recorder.tell({"size": size, "device": str(device), "threads": threads})
+    if looks:
+        stall.begin(observer.watch, wishes.stall_s)
     return observer
 
 

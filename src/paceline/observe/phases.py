@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -15,7 +16,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     WAIT = "wait"
-    """From the end of a worker's own work until the slowest worker's has arrived."""
+    """From the end of a worker's own work until the last worker is ready."""
     TRANSFER = "transfer"
     """From the moment the last worker is ready until the sum is there."""
     OPTIMIZER = "optimizer"
@@ -29,6 +30,8 @@ class Phase(StrEnum):
 
 OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
 """Phases in which a worker waits for nobody."""
+MEASURED = (*OWN, Phase.WAIT)
+"""What a worker can tell alone: its wait lasts until the sum is there. `transfer_of` splits it."""
 
 _MEANINGS = {
     Phase.DATA: "fetching samples",
@@ -39,3 +42,11 @@ _MEANINGS = {
     Phase.OPTIMIZER: "updating the weights",
     Phase.OTHER: "anything else in the step",
 }
+
+
+def transfer_of(waits: Iterable[float]) -> float:
+    """How long a sum took once every worker was ready, by the waits of all of them.
+
+    The worker that waited least came last and waited for nobody: all its wait was the transfer.
+    """
+    return min(waits)

@@ -37,6 +37,7 @@ Event = dict[str, Any]
 """A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Floats that JSON has no word for, as `str` says them."""
 
 
 class RunFolder:
@@ -81,11 +82,11 @@ class RunFolder:
 
     def event_ranks(self) -> list[int]:
         """The ranks that have written events, in order."""
-        return _numbers_in(self.events, r"rank(\d{1,7})\.jsonl")
+        return list(numbered_files(self.events, r"rank(\d{1,7})\.jsonl"))
 
     def pipeline_steps(self) -> list[int]:
         """The steps that were followed through the pipeline, in order."""
-        return _numbers_in(self.pipeline, r"step(\d{1,15})\.json")
+        return list(numbered_files(self.pipeline, r"step(\d{1,15})\.json"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +121,8 @@ class RunInfo:
 
 def write_info(folder: RunFolder, info: RunInfo) -> None:
     """Replace `run.json`, so that a reader sees the old one or the new one."""
-    temporary = folder.path / f".run.json.{os.getpid()}"
     text = json.dumps(_plain(asdict(info)), allow_nan=False, indent=1)
-    with open(temporary, "w", encoding="utf-8", opener=_open_private) as file:
-        file.write(text + "\n")
-    os.replace(temporary, folder.info)
+    replace_file(folder.info, [text, "\n"])
 
 
 def read_info(folder: RunFolder) -> RunInfo | None:
@@ -273,12 +271,26 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _numbers_in(folder: Path, pattern: str) -> list[int]:
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a file for this user alone: all of it, or leave what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        names = [path.name for path in folder.iterdir() if not path.is_symlink()]
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(pattern, name)))
+        with open(temporary, "w", encoding="utf-8", opener=_open_private) as file:
+            file.writelines(parts)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
+    """The plain files that a pattern matches, by the number in their name, in order."""
+    found = {
+        int(match[1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := re.fullmatch(pattern, path.name)) and path.is_file() and not path.is_symlink()
+    }
+    return dict(sorted(found.items()))
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -307,7 +319,7 @@ def _read_file(path: Path, limit: int, offset: int = 0) -> bytes:
 def _plain(value: Any) -> Any:
     """A value as strict JSON can say it."""
     if isinstance(value, float) and not math.isfinite(value):
-        return next(name for name, each in _NOT_FINITE.items() if str(each) == str(value))
+        return str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

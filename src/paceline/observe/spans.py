@@ -19,26 +19,28 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from paceline.errors import UsageError
+from paceline.observe.phases import Phase
 
 SCHEMA = 1
 FILE_NAME = "rank{rank}.trace.json"
 
 COMPUTE, COMMUNICATION, OTHER = 1, 2, 3
 LANES = {COMPUTE: "compute", COMMUNICATION: "communication"}
-LANE_BY_NAME = {
-    **dict.fromkeys(("data", "forward", "backward", "wait", "optimizer", "other"), COMPUTE),
-    **dict.fromkeys(("batch", "blame"), COMPUTE),
-    **dict.fromkeys(("transfer", "ready"), COMMUNICATION),
+LANE_BY_NAME: dict[str, int] = {
+    **dict.fromkeys((*Phase, "batch", "blame"), COMPUTE),
+    **dict.fromkeys((Phase.TRANSFER, "ready"), COMMUNICATION),
 }
 """What the engine records. Spans of one lane must nest, or Perfetto leaves them out, so what
 overlaps computing has a lane of its own; and so have the caller's spans, whatever their names."""
 OWN_SPANS = "own spans"
+
+Facts = dict[str, Any]
 
 _QUEUE_LIMIT = 100_000
 _FILE_LIMIT_BYTES = 512 * 2**20
@@ -50,33 +52,11 @@ now_ns = time.monotonic_ns
 """The clock of all spans; on Linux every process of a machine reads the same one."""
 
 
-class Event(NamedTuple):
-    """One span, or an instant where `end_ns` is None."""
-
-    name: str
-    begin_ns: int
-    end_ns: int | None
-    lane: int
-    facts: dict[str, Any] | None
-
-
-class _Context(Protocol):
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-        /,
-    ) -> None: ...
-
-
 def start(path: str | os.PathLike[str], rank: int) -> None:
     """Record this process's spans from now on, as `rank`.
 
     `path` is a file whose name ends in `.json`, or a folder in which the file is called
-    `rank{rank}.trace.json`. What is there already is kept: a restarted worker goes on after it.
+    `rank{rank}.trace.json`. What is there already is kept: a restarted worker continues after it.
     """
     global _recorder
     if _recorder is not None:
@@ -84,12 +64,7 @@ def start(path: str | os.PathLike[str], rank: int) -> None:
             f"Spans are being recorded already, to {_recorder.path}.",
             advice="Call spans.stop() first: a process has one file.",
         )
-    _recorder = Recorder(Path(path), rank)
-    if not _registered:
-        _registered.append(True)
-        atexit.register(stop)
-        # A data loader's worker is a copy of this process, and must not write to its file.
-        os.register_at_fork(after_in_child=_forget)
+    _recorder = SpanRecorder(Path(path), rank)
 
 
 def stop() -> None:
@@ -100,20 +75,37 @@ def stop() -> None:
         recorder.close()
 
 
+def _forget() -> None:
+    """A data loader's worker is a copy of this process, and must not write to its file."""
+    global _recorder
+    _recorder = None
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget)
+
+
 def is_on() -> bool:
     return _recorder is not None
 
 
-def recorder() -> Recorder | None:
+def recorder() -> SpanRecorder | None:
     """The recorder in use: hot paths look once per step, not at every call."""
     return _recorder
 
 
-def span(name: str, **facts: Any) -> _Context:
+def span(name: str, **facts: Any) -> AbstractContextManager[None]:
     """Record the block inside under `name`; `facts` are JSON values shown beside it."""
-    if _recorder is None:
-        return _NOTHING
-    return _Span(_recorder, name, facts)
+    return _OFF if _recorder is None else _timed(name, facts)
+
+
+@contextmanager
+def _timed(name: str, facts: Facts) -> Iterator[None]:
+    begin_ns = now_ns()
+    try:
+        yield
+    finally:
+        add(name, begin_ns, now_ns(), **facts)
 
 
 def add(name: str, begin_ns: int, end_ns: int, **facts: Any) -> None:
@@ -128,7 +120,17 @@ def mark(name: str, at_ns: int | None = None, **facts: Any) -> None:
         _recorder.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
 
 
-class Recorder:
+class _Span(NamedTuple):
+    """One span, or an instant where `end_ns` is None."""
+
+    name: str
+    begin_ns: int
+    end_ns: int | None
+    lane: int
+    facts: Facts | None
+
+
+class SpanRecorder:
     """One rank's open file, its queue and the thread between them.
 
         open --(add ...)--> open --(close, or the disk is full)--> closed
@@ -140,11 +142,11 @@ class Recorder:
     def __init__(self, path: Path, rank: int, *, queue_limit: int = _QUEUE_LIMIT) -> None:
         self.path = path if path.suffix == ".json" else path / FILE_NAME.format(rank=rank)
         self.rank = rank
-        self.dropped = 0
+        self._dropped = 0
         self._thread_id = threading.get_ident()
         self._lanes: dict[int, int] = {}
-        self._queue: deque[Event] = deque()
-        self._metadata: deque[dict[str, Any]] = deque()
+        self._queue: deque[_Span] = deque()
+        self._metadata: deque[str] = deque()
         self._queue_limit = queue_limit
         self._count = 0
         self._begun_ns = now_ns()
@@ -152,86 +154,81 @@ class Recorder:
         self._writer_ns = 0
         self._bytes = 0
         self._file: int | None = open_for_appending(self.path)
-        self._write("".join(_line(event) for event in self._header()))
+        self._introduce()
         self._done = threading.Event()
         self._writer = threading.Thread(target=self._run, name="paceline spans", daemon=True)
         self._writer.start()
 
-    def add(
-        self, name: str, begin_ns: int, end_ns: int | None, facts: dict[str, Any] | None = None
-    ) -> None:
+    def add(self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None) -> None:
         """Queue one span of the engine; the writer turns it into text later."""
-        self._put(Event(name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
+        self._put(_Span(name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
 
     def add_own(
-        self, name: str, begin_ns: int, end_ns: int | None, facts: dict[str, Any] | None = None
+        self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None
     ) -> None:
-        """Queue one span of the caller's, in a lane of the thread it is on."""
-        self._put(Event(name, begin_ns, end_ns, self._lane_of_thread(), facts))
+        """Queue one span of the caller's, in a lane of the thread it is on, named after it."""
+        thread = threading.get_ident()
+        lane = self._lanes.get(thread)
+        if lane is None:
+            lane = self._lanes[thread] = OTHER + len(self._lanes)
+            trains = thread == self._thread_id
+            label = OWN_SPANS if trains else threading.current_thread().name
+            self._note("thread_name", {"name": label}, lane)
+        self._put(_Span(name, begin_ns, end_ns, lane, facts))
 
-    def _put(self, event: Event) -> None:
+    def _put(self, span: _Span) -> None:
         if len(self._queue) < self._queue_limit:
-            self._queue.append(event)
+            self._queue.append(span)
         else:
-            self.dropped += 1
+            self._dropped += 1
 
     def set_clock(self, offset_ns: int, error_ns: int) -> None:
         """Say that rank 0's clock shows this much more, give or take `error_ns`."""
         facts = {"offset_ns": offset_ns, "error_ns": error_ns, "at_ns": now_ns()}
-        self._metadata.append(_metadata("paceline_clock", self.rank, facts))
+        self._note("paceline_clock", facts)
 
-    def tell(self, facts: dict[str, Any]) -> None:
+    def tell(self, facts: Facts) -> None:
         """Say something about this rank that holds for the whole recording."""
-        self._metadata.append(_metadata("paceline_rank", self.rank, facts))
+        self._note("paceline_rank", facts)
 
     def close(self) -> None:
         """Write what is queued, what recording cost, and the closing bracket."""
         self._done.set()
         self._writer.join()
         self._drain()
-        last = _line(_metadata("paceline_cost", self.rank, self.cost()))
-        self._write(last.removesuffix(",\n") + "\n]\n")
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def cost(self) -> dict[str, Any]:
-        """What recording has taken so far, measured: calls on the training thread, the writer."""
-        return {
+        cost = {
             "spans": self._count,
-            "dropped": self.dropped,
+            "dropped": self._dropped,
             "call_ns": self._call_ns,
             "writer_ns": self._writer_ns,
             "wall_ns": now_ns() - self._begun_ns,
         }
+        self._note("paceline_cost", cost)
+        self._write(self._metadata.pop().removesuffix(",\n") + "\n]\n")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
-    def _header(self) -> Iterable[dict[str, Any]]:
-        rank = self.rank
-        yield _metadata("process_name", rank, {"name": f"rank {rank}"})
-        yield _metadata("process_sort_index", rank, {"sort_index": rank})
+    def _note(self, name: str, args: Facts, lane: int = 0) -> None:
+        event = {"name": name, "ph": "M", "ts": 0, "pid": self.rank, "tid": lane, "args": args}
+        self._metadata.append(json.dumps(event) + ",\n")
+
+    def _introduce(self) -> None:
+        self._note("process_name", {"name": f"rank {self.rank}"})
+        self._note("process_sort_index", {"sort_index": self.rank})
         for lane, name in LANES.items():
-            yield _metadata("thread_name", rank, {"name": name}, lane)
-            yield _metadata("thread_sort_index", rank, {"sort_index": lane}, lane)
+            self._note("thread_name", {"name": name}, lane)
+            self._note("thread_sort_index", {"sort_index": lane}, lane)
         facts = {
             "schema": SCHEMA,
-            "rank": rank,
+            "rank": self.rank,
             "process": os.getpid(),
             "host": socket.gethostname(),
             "machine": machine_id(),
             "unix_minus_monotonic_ns": time.time_ns() - now_ns(),
         }
-        yield _metadata("paceline", rank, facts)
-
-    def _lane_of_thread(self) -> int:
-        """A lane for each thread that records spans of its own, named after it."""
-        thread = threading.get_ident()
-        lane = self._lanes.get(thread)
-        if lane is None:
-            lane = self._lanes[thread] = OTHER + len(self._lanes)
-            trains = thread == self._thread_id
-            name = {"name": OWN_SPANS if trains else threading.current_thread().name}
-            self._metadata.append(_metadata("thread_name", self.rank, name, lane))
-        return lane
+        self._note("paceline", facts)
+        self._drain()
 
     def _run(self) -> None:
         while not self._done.wait(_PERIOD_S):
@@ -244,7 +241,7 @@ class Recorder:
             lines.append(_text(self._queue.popleft(), self.rank))
         self._count += len(lines)
         while self._metadata:
-            lines.append(_line(self._metadata.popleft()))
+            lines.append(self._metadata.popleft())
         if lines:
             self._write("".join(lines))
         self._writer_ns += time.thread_time_ns() - before
@@ -266,38 +263,8 @@ class Recorder:
             self._file = None
 
 
-class _Span:
-    """A block being timed."""
-
-    __slots__ = ("_begin_ns", "_facts", "_name", "_recorder")
-
-    def __init__(self, recorder: Recorder, name: str, facts: dict[str, Any]) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._facts = facts
-
-    def __enter__(self) -> None:
-        self._begin_ns = now_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.add_own(self._name, self._begin_ns, now_ns(), self._facts or None)
-
-
-class _Nothing:
-    """A block that nobody times."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-_NOTHING = _Nothing()
-_recorder: Recorder | None = None
-_registered: list[bool] = []
+_OFF = nullcontext()
+_recorder: SpanRecorder | None = None
 
 
 def machine_id() -> str:
@@ -319,42 +286,33 @@ def open_for_appending(path: Path) -> int:
             f"Spans cannot be recorded to {path}: {error.strerror}.",
             advice="Name a folder that this process may write to.",
         ) from error
-    size = os.fstat(fd).st_size
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode):
         os.close(fd)
         raise UsageError(f"Spans cannot be recorded to {path}: it is not a plain file.")
-    tail_begin = max(0, size - _TAIL_BYTES)
-    tail = os.pread(fd, _TAIL_BYTES, tail_begin)
-    whole = [match.end() for match in re.finditer(rb"^\{.*\},?$", tail, re.MULTILINE)]
-    if whole:
-        end = tail_begin + whole[-1]
-        os.ftruncate(fd, end)
-        os.lseek(fd, end, os.SEEK_SET)
-        os.write(fd, b"\n" if tail[: whole[-1]].endswith(b",") else b",\n")
-    else:
-        os.ftruncate(fd, 0)
-        os.write(fd, b"[\n")
+    begin = max(0, facts.st_size - _TAIL_BYTES)
+    whole = list(re.finditer(rb"^\{.*\}(?=,?$)", os.pread(fd, _TAIL_BYTES, begin), re.MULTILINE))
+    end = begin + whole[-1].end() if whole else 0
+    os.ftruncate(fd, end)
+    os.lseek(fd, end, os.SEEK_SET)
+    os.write(fd, b",\n" if whole else b"[\n")
     return fd
 
 
 def _measure_call_ns() -> int:
     """What one `add` costs the thread that calls it, here and now."""
-    queue: deque[Event] = deque()
+    queue: deque[_Span] = deque()
     before = now_ns()
     for _ in range(_CALIBRATION_CALLS):
         lane = LANE_BY_NAME["forward"]
         if len(queue) < _QUEUE_LIMIT:
-            queue.append(Event("forward", now_ns(), now_ns(), lane, None))
+            queue.append(_Span("forward", now_ns(), now_ns(), lane, None))
     return (now_ns() - before) // _CALIBRATION_CALLS
 
 
-def _metadata(name: str, rank: int, args: dict[str, Any], lane: int = 0) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "ts": 0, "pid": rank, "tid": lane, "args": args}
-
-
-def _text(event: Event, rank: int) -> str:
+def _text(span: _Span, rank: int) -> str:
     """One event as a line. Written by hand where it is simple, because there are many."""
-    name, begin_ns, end_ns, lane, facts = event
+    name, begin_ns, end_ns, lane, facts = span
     if end_ns is None:
         kind = '"ph":"i","s":"t"'
     else:
@@ -370,17 +328,8 @@ def _microseconds(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}" if ns >= 0 else "0"
 
 
-def _json(facts: dict[str, Any]) -> str:
+def _json(facts: Facts) -> str:
     try:
         return json.dumps(facts, default=str, allow_nan=False)
     except ValueError:  # JSON has no infinities, and a trace must stay readable
         return json.dumps({key: str(value) for key, value in facts.items()})
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event) + ",\n"
-
-
-def _forget() -> None:
-    global _recorder
-    _recorder = None

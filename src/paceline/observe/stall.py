@@ -18,13 +18,13 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import name_ranks
 from paceline.observe import spans
-from paceline.observe.stopwatch import WAIT, Stopwatch
+from paceline.observe.phases import Phase
+from paceline.observe.stopwatch import Awaited, Stopwatch
 
 _KEY = "paceline/stalled/{rank}"
 _STATUS_LIMIT_BYTES = 4096
@@ -36,8 +36,7 @@ _NO_STORE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class Status(NamedTuple):
     """Where a rank that stands still says it is."""
 
     rank: int
@@ -50,24 +49,25 @@ class Status:
 
     @property
     def waits(self) -> bool:
-        return self.phase == WAIT
+        return self.phase == Phase.WAIT
+
+    @property
+    def place(self) -> str:
+        return "in its own code" if self.phase == Phase.OTHER else f"in {self.phase}"
 
     @classmethod
     def from_json(cls, data: bytes) -> Status | None:
         """What another rank left in the store; nothing if that makes no sense."""
         try:
-            value = json.loads(data[:_STATUS_LIMIT_BYTES])
-            status = cls(**value)
+            status = cls(**json.loads(data[:_STATUS_LIMIT_BYTES]))
         except (ValueError, TypeError, RecursionError):
             return None
-        kinds = {"rank": int, "step": int, "phase": str, "what": str, "line": str}
-        is_sane = all(type(getattr(status, name)) is kind for name, kind in kinds.items())
-        return status if is_sane else None
+        return status if [type(value) for value in status] == [int, int, str, str, str] else None
 
 
 def say(status: Status, seconds: float) -> str:
     """What a rank that stands still prints about itself."""
-    doing = f"waiting for {status.what or 'the other ranks'}" if status.waits else _in(status.phase)
+    doing = f"waiting for {status.what or 'the other ranks'}" if status.waits else status.place
     where = f" It is at {status.line}" if status.line else ""
     return (
         f"Rank {status.rank} has made no progress for {seconds:.0f} s: it is at step "
@@ -80,9 +80,12 @@ def accuse(said: Sequence[Status], size: int) -> str:
     waiting = sorted(status.rank for status in said if status.waits)
     if not waiting:
         return ""
-    busy = [status for status in sorted(said, key=lambda s: s.rank) if not status.waits]
     silent = sorted(set(range(size)) - {status.rank for status in said})
-    causes = [f"rank {s.rank}, which is {_in(s.phase)}, at {s.line or 'no line'}" for s in busy]
+    causes = [
+        f"rank {status.rank}, which is {status.place}, at {status.line or 'no line'}"
+        for status in sorted(said)
+        if not status.waits
+    ]
     if silent:
         causes.append(f"{name_ranks(silent)}, which said nothing: busy, stopped or gone")
     if not causes:
@@ -92,22 +95,28 @@ def accuse(said: Sequence[Status], size: int) -> str:
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
-def place_of(frame: FrameType | None) -> str:
+def line_of(frame: FrameType | None) -> str:
     """The innermost line that is the user's own: not torch's, Python's or ours."""
-    innermost, foreign = frame, _foreign_folders()
+    foreign = _foreign_folders()
+    innermost = ""
     while frame is not None:
         path, number = frame.f_code.co_filename, frame.f_lineno
-        source = linecache.getline(path, number).strip()
+        source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
+        line = f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
         # Generated code, as dataclasses have, is in no file; a notebook's cell has its lines.
         if not path.startswith(foreign) and (source or not path.startswith("<")):
-            break
+            return line
+        innermost = innermost or line
         frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    path, number = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
-    return f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return innermost
+
+
+def _foreign_folders() -> tuple[str, ...]:
+    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:
+        folders.append(os.path.dirname(torch.__file__))
+    return tuple(folders)
 
 
 class StallWatch:
@@ -115,43 +124,36 @@ class StallWatch:
 
         quiet --(nothing for timeout_s)--> said --(progress)--> quiet, and says so
 
-    Holds its group weakly: a group that is done with ends the watching.
+    Holds it weakly: a group that is done with ends the watching.
     """
 
     def __init__(
         self,
-        group: Any,
         watch: Stopwatch,
         timeout_s: float,
         *,
         print_line: Callable[[str], None] | None = None,
         clock: Callable[[], int] = spans.now_ns,
     ) -> None:
+        self.watch = weakref.ref(watch)
         self.timeout_s = timeout_s
-        self._group = weakref.ref(group)
-        self._rank: int = group.rank()
-        self._size: int = group.size()
-        self._watch = watch
         self._print = print_line or _print_to_stderr
         self._clock = clock
         self._said_at_ns: int | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self._group() is None
-
-    def watches(self, group: Any) -> bool:
-        return self._group() is group
-
     def look(self) -> None:
         """Speak if there has been no progress, or if there is some again."""
-        since, now = self._watch.since_ns, self._clock()
+        watch = self.watch()
+        membership = watch.membership() if watch is not None else None
+        if watch is None or membership is None:
+            return
+        since, now = watch.since_ns, self._clock()
         if self._said_at_ns is not None and since > self._said_at_ns:
             self._said_at_ns = None
-            self._print(f"Rank {self._rank} goes on, at step {self._watch.step}.")
+            self._print(f"Rank {membership.rank} continues, at step {watch.step}.")
         if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
             self._said_at_ns = now
-            status = self.status()
+            status = status_of(watch, membership.rank)
             self._print(say(status, (now - since) / 1e9))
             # On a thread of its own: a store that is served by a stopped rank never answers.
             asking = threading.Thread(
@@ -159,45 +161,19 @@ class StallWatch:
             )
             asking.start()
 
-    def status(self) -> Status:
-        watch = self._watch
-        describe = watch.waits_for
-        what = ""
-        if describe is not None and watch.bucket is not None:
-            with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
-                what = re.sub(r"^Step \d+: ", "", describe(watch.bucket))
-                missing = watch.missing() if watch.missing is not None else []
-                if self._rank in missing:  # nobody lacks oneself: this host's part is complete
-                    what += ", which lacks other hosts"
-                elif missing:
-                    what += f", which lacks {name_ranks(missing)}"
-        frame = sys._current_frames().get(watch.thread)
-        return Status(
-            rank=self._rank,
-            step=watch.step,
-            phase=watch.phase,
-            what=what,
-            line=place_of(frame),
-        )
-
     def _ask(self, mine: Status, since_ns: int) -> None:
         """Tell the others, hear what they say, and let the lowest rank that speaks sum it up."""
-        group = self._group()
-        if group is None:
-            return
         patience = threading.Timer(self.timeout_s + 1.0, self._print, [_NO_STORE])
         patience.daemon = True
         patience.start()
-        key = _KEY.format(rank=self._rank)
+        key = _KEY.format(rank=mine.rank)
         try:
-            # A connection of its own: the training thread may be holding the other in a wait.
-            store = group.get_group_store().clone()
-            del group
-            store.set(key, json.dumps(asdict(mine)))
-            said = self._listen(store, mine, since_ns)
+            size, store = self._store()
+            store.set(key, json.dumps(mine._asdict()))
+            said = self._listen(store, size, mine, since_ns)
             patience.cancel()
-            verdict = accuse(list(said.values()), self._size)
-            if self._stands_since(since_ns) and verdict and min(said) == self._rank:
+            verdict = accuse(list(said.values()), size)
+            if self._stands_since(since_ns) and verdict and min(said) == mine.rank:
                 self._print(verdict)
             pause = threading.Event()
             while self._stands_since(since_ns):
@@ -208,37 +184,65 @@ class StallWatch:
         finally:
             patience.cancel()
 
-    def _listen(self, store: Any, mine: Status, since_ns: int) -> dict[int, Status]:
+    def _store(self) -> tuple[int, Any]:
+        """How many ranks there are, and a connection of our own to their store.
+
+        The training thread may be holding the other one in a wait. And nobody here may keep the
+        group, whose end would not be noticed then.
+        """
+        watch = self.watch()
+        membership = watch.membership() if watch is not None else None
+        if membership is None:
+            raise RuntimeError("nobody is watched any more")
+        return membership.size, membership.group.get_group_store().clone()
+
+    def _listen(self, store: Any, size: int, mine: Status, since_ns: int) -> dict[int, Status]:
         """What all say, after a while for those that notice later than this rank."""
-        said = {self._rank: mine}
+        said = {mine.rank: mine}
         pause = threading.Event()
         for _ in range(int(max(2.0, self.timeout_s / 2) / _POLL_S)):
-            for rank in set(range(self._size)) - set(said):
+            for rank in set(range(size)) - set(said):
                 key = _KEY.format(rank=rank)
                 status = Status.from_json(store.get(key)) if store.check([key]) else None
                 if status is not None and status.rank == rank:
                     said[rank] = status
-            if len(said) == self._size or not self._stands_since(since_ns):
+            if len(said) == size or not self._stands_since(since_ns):
                 break
             pause.wait(_POLL_S)
         return said
 
     def _stands_since(self, since_ns: int) -> bool:
-        return self._watch.since_ns == since_ns and not self.is_over
+        watch = self.watch()
+        return watch is not None and watch.since_ns == since_ns
+
+
+def status_of(watch: Stopwatch, rank: int) -> Status:
+    """Where the rank of a stopwatch is now."""
+    what = ""
+    if watch.awaited is not None:
+        with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
+            what = _describe(watch.awaited, rank)
+    line = line_of(sys._current_frames().get(watch.thread))
+    return Status(rank, watch.step, watch.phase, what, line)
+
+
+def _describe(awaited: Awaited, rank: int) -> str:
+    what = re.sub(r"^Step \d+: ", "", awaited.describe(awaited.bucket))
+    missing: list[int] = getattr(awaited.reduction, "missing", list)()
+    if rank in missing:  # nobody lacks oneself: this host's part is complete
+        return f"{what}, which lacks other hosts"
+    return f"{what}, which lacks {name_ranks(missing)}" if missing else what
 
 
 def begin(
-    group: Any,
-    watch: Stopwatch,
-    timeout_s: float,
-    print_line: Callable[[str], None] | None = None,
+    watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
 ) -> None:
-    """Watch this rank's progress in `group` from now on, on the one thread for all of them."""
+    """Watch this rank's progress from now on, on the one thread for all stopwatches."""
     global _thread
     with _lock:
-        if any(each.watches(group) for each in _watched):
+        if any(each.watch() is watch for each in _watched):
             return
-        _watched.append(StallWatch(group, watch, timeout_s, print_line=print_line))
+        _watched.append(StallWatch(watch, timeout_s, print_line=print_line))
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="paceline stalls", daemon=True)
             _thread.start()
@@ -250,7 +254,7 @@ def _run() -> None:
     pause = threading.Event()
     while True:
         with _lock:
-            _watched[:] = [each for each in _watched if not each.is_over]
+            _watched[:] = [each for each in _watched if each.watch() is not None]
             current = list(_watched)
             if not current:
                 _thread = None
@@ -280,15 +284,3 @@ os.register_at_fork(after_in_child=_forget)
 
 def _print_to_stderr(line: str) -> None:
     print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
-def _foreign_folders() -> tuple[str, ...]:
-    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.__file__:
-        folders.append(os.path.dirname(torch.__file__))
-    return tuple(folders)
-
-
-def _in(phase: str) -> str:
-    return "in its own code" if phase == "other" else f"in {phase}"

@@ -16,13 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from paceline.comm.membership import Membership
 from paceline.observe import spans
-
-OWN = ("data", "forward", "backward", "optimizer", "other")
-"""Phases in which a rank waits for nobody."""
-WAIT = "wait"
-"""From the end of a rank's own work until the others' has arrived, and been summed."""
-PHASES = (*OWN, WAIT)
+from paceline.observe.phases import MEASURED, OWN, Phase
 
 KEPT_STEPS = 1000
 """How many steps are remembered at most; older ones have been compared long ago."""
@@ -31,14 +27,24 @@ _RESOLVE_PERIOD = 64
 
 
 class StepTimes(NamedTuple):
-    """Where one step's time went, in nanoseconds by phase."""
+    """Where one step's time went, in nanoseconds by measured phase."""
 
     step: int
-    ns_by_phase: dict[str, int]
+    ns_by_phase: dict[Phase, int]
 
     @property
     def own_ns(self) -> int:
         return sum(self.ns_by_phase[phase] for phase in OWN)
+
+
+class Awaited(NamedTuple):
+    """The sum that a rank waits for."""
+
+    describe: Callable[[int], str]
+    """Names a bucket."""
+    bucket: int
+    reduction: Any
+    """May have `missing()`: the ranks that the sum lacks, where the transport knows."""
 
 
 class Stopwatch:
@@ -46,7 +52,7 @@ class Stopwatch:
 
         data -> forward -> other -> backward -> wait --(end_step)--> other -> optimizer -> data
 
-    `phase`, `since_ns`, `step` and `bucket` say where the rank is now, for whoever looks from
+    `phase`, `since_ns`, `step` and `awaited` say where the rank is now, for whoever looks from
     another thread. Invariant: the phases of all steps add up to the time between the first and
     the last.
     """
@@ -55,69 +61,77 @@ class Stopwatch:
     """Whether a change costs so little that every single collective can be told from work."""
 
     def __init__(self, clock: Callable[[], int] = spans.now_ns) -> None:
-        self.phase = "other"
+        self.phase = Phase.OTHER
         self.since_ns = clock()
         self.step = 0
-        self.bucket: int | None = None
-        """The bucket whose sum this rank waits for."""
-        self.waits_for: Callable[[int], str] | None = None
-        """Names a bucket; there only while waiting, because it holds the model."""
-        self.missing: Callable[[], list[int]] | None = None
-        """Which ranks its sum lacks, where the transport knows."""
+        self.awaited: Awaited | None = None
+        """There only while waiting, because it holds the model."""
         self.thread = threading.get_ident()
         """Who trains: whose optimizer steps are meant, and whose stack tells where it is."""
+        self.membership: Callable[[], Membership | None] = lambda: None
+        """In which group it is now; a weak reference, because the group keeps the stopwatch."""
+        self.detector: Any = None
+        """The `StragglerDetector` that compares it with the other ranks', if there is one."""
         self.finished: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._clock = clock
         self._accounted_ns = self.since_ns
-        self._step_ns = dict.fromkeys(PHASES, 0)
-        self._total_ns = dict.fromkeys(PHASES, 0)
+        self._step_ns = dict.fromkeys(MEASURED, 0)
+        self._total_ns = dict.fromkeys(MEASURED, 0)
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: Phase) -> None:
         """What is done from now on belongs to `phase`."""
-        self._change(phase, ends_step=False)
+        self._leave(None)
+        self.phase = phase
 
     def end_step(self, *, counts: bool = True) -> None:
         """All sums of this step have arrived, or it has failed.
 
         A step that does not count was no work of this rank's own.
         """
-        self._change("other", ends_step=True)
-        self.bucket = self.waits_for = self.missing = None
-        self._close(self.step, counts)
+        self._leave(counts)
+        self.phase = Phase.OTHER
+        self.awaited = None
         self.step += 1
 
     def on_forward(self) -> None:
         """A forward pass of a training step begins."""
         self.thread = threading.get_ident()
-        self.enter("forward")
+        self.enter(Phase.FORWARD)
 
-    def totals(self) -> dict[str, float]:
+    def on_generation(self) -> None:
+        """The ranks are in another group from now on."""
+        membership = self.membership()
+        if membership is not None:
+            # Set before the entry is made, so that it is called after the entry is gone.
+            weakref.finalize(membership.group, _ignore_optimizers)
+            _watches[membership.group] = self
+
+    def totals(self) -> dict[Phase, float]:
         """Seconds by phase since the beginning, up to the last change; take the difference of two.
 
         On a CUDA device these run a little behind, because the host does not wait for it.
         """
-        return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in PHASES}
+        return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in MEASURED}
 
-    def _change(self, phase: str, ends_step: bool) -> None:
-        now = self._clock()
-        self._account(self.phase, self._accounted_ns, now, self.step, ends_step)
-        self._accounted_ns = now
-        self.phase = phase
-        self.since_ns = now
+    def _leave(self, counts: bool | None) -> None:
+        """The phase ends; where the step ends with it, `counts` says whether it counts."""
+        self.since_ns = self._clock()
+        self._account(self.since_ns, self.phase, self.step, counts)
 
-    def _account(self, phase: str, begin_ns: int, end_ns: int, step: int, ends_step: bool) -> None:
+    def _account(self, end_ns: int, phase: Phase, step: int, counts: bool | None) -> None:
+        begin_ns, self._accounted_ns = self._accounted_ns, end_ns
         self._step_ns[phase] += end_ns - begin_ns
+        ends_step = counts is not None
         recorder = spans.recorder()
-        if recorder is not None and (phase != "other" or ends_step):
+        if recorder is not None and (phase is not Phase.OTHER or ends_step):
             facts = {"step": step, "last": True} if ends_step else {"step": step}
             recorder.add(phase, begin_ns, end_ns, facts)
-
-    def _close(self, step: int, counts: bool) -> None:
-        for phase, ns in self._step_ns.items():
-            self._total_ns[phase] += ns
-        if counts:
-            self.finished.append(StepTimes(step, self._step_ns))
-        self._step_ns = dict.fromkeys(PHASES, 0)
+        if ends_step:
+            for each, ns in self._step_ns.items():
+                self._total_ns[each] += ns
+            if counts:
+                self.finished.append(StepTimes(step, self._step_ns))
+            self._step_ns = dict.fromkeys(MEASURED, 0)
 
 
 class DeviceStopwatch(Stopwatch):
@@ -138,26 +152,14 @@ class DeviceStopwatch(Stopwatch):
         self._reached.synchronize()  # once: ties the device's clock to the host's
         self._accounted_ns = self._clock()
         self._exact_ns = float(self._accounted_ns)
-        self._pending: deque[tuple[Any, str, int, bool | None]] = deque()
-        """Events with what ended there; and where a step did, whether it counts."""
+        self._pending: deque[tuple[Any, Phase, int, bool | None]] = deque()
+        """Events, with what ended there."""
 
-    def enter(self, phase: str) -> None:
-        self._follow(counts=None)
-        self.phase = phase
+    def _leave(self, counts: bool | None) -> None:
         self.since_ns = self._clock()
-
-    def end_step(self, *, counts: bool = True) -> None:
-        self._follow(counts)
-        self.phase = "other"
-        self.since_ns = self._clock()
-        self.bucket = self.waits_for = self.missing = None
-        self.step += 1
-        self._resolve()
-
-    def _follow(self, counts: bool | None) -> None:
         if len(self._pending) < _PENDING_LIMIT:
             self._pending.append((self._record(), self.phase, self.step, counts))
-        if len(self._pending) % _RESOLVE_PERIOD == 0:
+        if counts is not None or len(self._pending) % _RESOLVE_PERIOD == 0:
             self._resolve()
 
     def _record(self) -> Any:
@@ -174,22 +176,20 @@ class DeviceStopwatch(Stopwatch):
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
             self._spare_events.append(self._reached)
             self._reached = event
-            now = round(self._exact_ns)
-            self._account(phase, self._accounted_ns, now, step, counts is not None)
-            self._accounted_ns = now
-            if counts is not None:
-                self._close(step, counts)
+            self._account(round(self._exact_ns), phase, step, counts)
 
 
-def of(group: Any, device: Any = None) -> Stopwatch:
-    """The stopwatch of this rank in `group`: one, however many models it trains there."""
-    watch = _watches.get(group)
+def of(membership: Membership, device: Any = None) -> Stopwatch:
+    """The stopwatch of this rank: one for a group, however many models it trains there."""
+    watch = find(membership.group)
     if watch is None:
         is_cuda = device is not None and device.type == "cuda"
-        # Set before the entry is made, so that it is called after the entry is gone.
-        weakref.finalize(group, _ignore_optimizers)
-        watch = _watches[group] = DeviceStopwatch(device) if is_cuda else Stopwatch()
+        watch = DeviceStopwatch(device) if is_cuda else Stopwatch()
         _notice_optimizers()
+    if watch.membership() is not membership:
+        watch.membership = weakref.ref(membership)
+        watch.on_generation()
+        membership.follow(watch.on_generation)
     return watch
 
 
@@ -201,12 +201,12 @@ def find(group: Any) -> Stopwatch | None:
 @contextmanager
 def waiting(group: Any) -> Iterator[None]:
     """Inside, this rank waits for the others, whatever phase it was and will be in."""
-    watch = _watches.get(group)
-    if watch is None or watch.phase == WAIT or not watch.pauses:
+    watch = find(group)
+    if watch is None or watch.phase is Phase.WAIT or not watch.pauses:
         yield
         return
     phase = watch.phase
-    watch.enter(WAIT)
+    watch.enter(Phase.WAIT)
     try:
         yield
     finally:
@@ -214,7 +214,14 @@ def waiting(group: Any) -> Iterator[None]:
 
 
 _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
+"""By group, and as long as the group: models come and go at other times on every rank."""
 _handles: list[Any] = []
+
+
+def _all() -> set[Stopwatch]:
+    # The references are taken at once: other threads may add theirs meanwhile.
+    groups = [reference() for reference in _watches.keyrefs()]
+    return {_watches[group] for group in groups if group is not None}
 
 
 def _notice_optimizers() -> None:
@@ -226,8 +233,9 @@ def _notice_optimizers() -> None:
         register_optimizer_step_pre_hook,
     )
 
-    _handles.append(register_optimizer_step_pre_hook(_before_optimizer))
-    _handles.append(register_optimizer_step_post_hook(_after_optimizer))
+    before = register_optimizer_step_pre_hook(lambda *_: _enter_here(Phase.OPTIMIZER))
+    after = register_optimizer_step_post_hook(lambda *_: _enter_here(Phase.DATA))
+    _handles.extend((before, after))
 
 
 def _ignore_optimizers() -> None:
@@ -237,18 +245,11 @@ def _ignore_optimizers() -> None:
             _handles.pop().remove()
 
 
-def _before_optimizer(*_: object) -> None:
-    _enter_on_this_thread("optimizer")
-
-
-def _after_optimizer(*_: object) -> None:
-    _enter_on_this_thread("data")
-
-
-def _enter_on_this_thread(phase: str) -> None:
+def _enter_here(phase: Phase) -> None:
+    """All stopwatches of this thread change their phase."""
     if sys.modules["torch"].compiler.is_compiling():
         return
     thread = threading.get_ident()
-    for watch in list(_watches.values()):
+    for watch in _all():
         if watch.thread == thread:
             watch.enter(phase)

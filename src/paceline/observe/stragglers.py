@@ -1,20 +1,35 @@
-"""Which rank the others wait for, and in which phase it loses the time: a decision, pure.
+"""Which rank the others wait for, and in which phase it loses the time.
 
 A sum makes all ranks equally late, so the time of a whole step says nothing. What is compared is
 each rank's own work: from the moment the last sums arrived, up to the moment its own gradients
-were ready for the next. A rank is slow against the median of the others.
+were ready for the next. Every few steps all ranks exchange a handful of numbers, so seldom that it
+takes about a thousandth of the time. A rank is slow against the median of the others.
 
     windows of a few steps, by rank --> slower than the others, by more than chance? --> Blame
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from paceline.observe.stopwatch import OWN, StepTimes
+from paceline.comm.membership import Membership
+from paceline.errors import PeerError
+from paceline.observe import spans, stopwatch
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.stopwatch import StepTimes, Stopwatch
+
+if TYPE_CHECKING:
+    import torch
 
 WINDOWS = 4
 """How many windows count at most: a rank that recovers is forgiven after so many."""
@@ -25,20 +40,26 @@ LEAST_SHARE = 0.10
 """Of the others' own work; less is not worth a person's time."""
 SIGMAS = 6.0
 """By how many standard errors the difference must exceed chance."""
+WARM_UP_STEPS = 2
+"""The first steps allocate memory and learn the order of gradients; they compare with nothing."""
+LEAST_PERIOD, MOST_PERIOD = 5, 500
+COST_SHARE = 0.001
+"""Of the training time, at most this much is spent on comparing."""
+_CLOCK_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class OwnWork:
     """One rank in one window: its own work in an average step."""
 
     steps: int
     """How many steps were measured; 0 for a rank that had nothing to do."""
-    seconds_by_phase: Mapping[str, float]
+    seconds_by_phase: Mapping[Phase, float]
     variance: float
     """Of the own work of single steps, in seconds squared."""
 
     @property
-    def own(self) -> float:
+    def seconds(self) -> float:
         return sum(self.seconds_by_phase.values())
 
 
@@ -47,7 +68,7 @@ class Blame:
     """One rank makes the others wait."""
 
     rank: int
-    phase: str
+    phase: Phase
     slower_by_s: float
     """How much longer its own work takes in an average step than the others' median."""
     phase_s: float
@@ -55,10 +76,14 @@ class Blame:
     steps: int
     """How many steps were compared."""
 
+    @property
+    def culprit(self) -> tuple[int, Phase]:
+        return self.rank, self.phase
+
     def __str__(self) -> str:
         where = (
             f"its {self.phase} takes {_ms(self.phase_s)}, the others' {_ms(self.others_phase_s)}"
-            if self.phase != "other"
+            if self.phase != Phase.OTHER
             else f"outside forward, backward, optimizer and data it spends {_ms(self.phase_s)}, "
             f"the others {_ms(self.others_phase_s)}"
         )
@@ -68,7 +93,7 @@ class Blame:
         )
 
 
-def summarise(steps: Sequence[StepTimes]) -> Pace:
+def summarise(steps: Sequence[StepTimes]) -> OwnWork:
     """One rank's window in numbers, without its longest step.
 
     A checkpoint, an evaluation or a collection of garbage makes one step of a window long, on one
@@ -78,32 +103,34 @@ def summarise(steps: Sequence[StepTimes]) -> Pace:
     if len(usual) > 2:
         usual.pop()
     if not usual:
-        return Pace(steps=0, seconds_by_phase=dict.fromkeys(OWN, 0.0), variance=0.0)
+        return OwnWork(steps=0, seconds_by_phase=dict.fromkeys(OWN, 0.0), variance=0.0)
     means = {phase: fmean(step.ns_by_phase[phase] for step in usual) / 1e9 for phase in OWN}
-    own = sum(means.values())
-    squares = sum((step.own_ns / 1e9 - own) ** 2 for step in usual)
-    return Pace(steps=len(usual), seconds_by_phase=means, variance=squares / max(1, len(usual) - 1))
+    own_s = sum(means.values())
+    squares = sum((step.own_ns / 1e9 - own_s) ** 2 for step in usual)
+    variance = squares / max(1, len(usual) - 1)
+    return OwnWork(steps=len(usual), seconds_by_phase=means, variance=variance)
 
 
-def find_slow(windows: Sequence[Sequence[Pace]]) -> Blame | None:
+def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
     """The rank that the last windows, each by rank, show to be slow, if any does."""
     recent = windows[-WINDOWS:]
-    if len(recent) < LEAST_WINDOWS:
+    last = recent[-LEAST_WINDOWS:]
+    slowest = {_slowest(window) for window in last}
+    if len(last) < LEAST_WINDOWS or len(slowest) > 1:
         return None
-    slowest = [_slowest(window) for window in recent[-LEAST_WINDOWS:]]
-    rank = slowest[0]
-    if rank is None or any(other != rank for other in slowest):
+    (rank,) = slowest
+    if rank is None:
         return None
     together = [_together([window[r] for window in recent]) for r in range(len(recent[-1]))]
     mine = together[rank]
-    others = [pace for r, pace in enumerate(together) if r != rank and pace.steps]
-    typical = median(pace.own for pace in others)
-    excess = mine.own - typical
-    if excess < max(LEAST_SECONDS, LEAST_SHARE * typical, SIGMAS * _standard_error(mine, others)):
+    others = [work for r, work in enumerate(together) if r != rank and work.steps]
+    typical_s = median(work.seconds for work in others)
+    excess = mine.seconds - typical_s
+    if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _chance(mine, others)):
         return None
-    if any(_excess(window, rank) < excess / 3 for window in recent[-LEAST_WINDOWS:]):
+    if any(_excess(window, rank) < excess / 3 for window in last):
         return None  # it is one window's accident that carries the average
-    usual = {phase: median(p.seconds_by_phase[phase] for p in others) for phase in OWN}
+    usual = {phase: median(work.seconds_by_phase[phase] for work in others) for phase in OWN}
     phase = max(OWN, key=lambda phase: mine.seconds_by_phase[phase] - usual[phase])
     return Blame(
         rank=rank,
@@ -115,41 +142,242 @@ def find_slow(windows: Sequence[Sequence[Pace]]) -> Blame | None:
     )
 
 
-def _slowest(window: Sequence[Pace]) -> int | None:
+def _slowest(window: Sequence[OwnWork]) -> int | None:
     """The rank with the most work of its own, where at least two had any."""
-    busy = [rank for rank, pace in enumerate(window) if pace.steps]
-    return max(busy, key=lambda rank: window[rank].own) if len(busy) > 1 else None
+    busy = [rank for rank, work in enumerate(window) if work.steps]
+    return max(busy, key=lambda rank: window[rank].seconds) if len(busy) > 1 else None
 
 
-def _excess(window: Sequence[Pace], rank: int) -> float:
-    others = [pace.own for r, pace in enumerate(window) if r != rank and pace.steps]
-    return window[rank].own - median(others)
+def _excess(window: Sequence[OwnWork], rank: int) -> float:
+    others = [work.seconds for r, work in enumerate(window) if r != rank and work.steps]
+    return window[rank].seconds - median(others)
 
 
-def _together(paces: Sequence[Pace]) -> Pace:
+def _together(windows: Sequence[OwnWork]) -> OwnWork:
     """Several windows of one rank as one."""
-    steps = sum(pace.steps for pace in paces)
+    steps = sum(work.steps for work in windows)
     if not steps:
-        return paces[-1]
+        return windows[-1]
 
-    def mean(values: Sequence[float]) -> float:
-        return sum(v * pace.steps for v, pace in zip(values, paces, strict=True)) / steps
+    def mean(values: Iterable[float]) -> float:
+        pairs = zip(values, windows, strict=True)
+        return sum(value * work.steps for value, work in pairs) / steps
 
-    means = {phase: mean([pace.seconds_by_phase[phase] for pace in paces]) for phase in OWN}
-    return Pace(steps=steps, seconds_by_phase=means, variance=mean([p.variance for p in paces]))
+    means = {phase: mean(work.seconds_by_phase[phase] for work in windows) for phase in OWN}
+    variance = mean(work.variance for work in windows)
+    return OwnWork(steps=steps, seconds_by_phase=means, variance=variance)
 
 
-def _standard_error(mine: Pace, others: Sequence[Pace]) -> float:
-    """How far the difference of two averages is off by chance.
+def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
+    """How far the difference of two averages is off by chance: its standard error.
 
     If all ranks are equally noisy, all their noise together is the best estimate of it; where
     one is noisier than the rest, its own counts.
     """
-    pooled = fmean([mine.variance, *(pace.variance for pace in others)])
+    pooled = fmean([mine.variance, *(work.variance for work in others)])
     variance = max(pooled, mine.variance)
-    fewest = min(pace.steps for pace in others)
-    return math.sqrt(variance / mine.steps + pooled / fewest)
+    return math.sqrt(variance / mine.steps + pooled / min(work.steps for work in others))
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1000:.1f} ms"
+
+
+class RankNumbers(NamedTuple):
+    """What one rank tells the others; as a row of floats it fits a tensor."""
+
+    work: OwnWork
+    machine: float
+    """The same number on ranks that read the same clock."""
+    begun_ns: float
+    """When this rank began this exchange, on its own clock, and when it ended the one before."""
+    ended_ns: float
+    took_s: float
+    """How long that one took; the rank that came last did not wait in it."""
+    step_s: float
+
+    def row(self) -> list[float]:
+        work, *rest = self
+        seconds = (work.seconds_by_phase[phase] for phase in OWN)
+        return [work.steps, work.variance, *seconds, *rest]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> RankNumbers:
+        steps, variance, *rest = row
+        seconds = dict(zip(OWN, rest, strict=False))
+        work = OwnWork(steps=int(steps), seconds_by_phase=seconds, variance=variance)
+        return cls(work, *rest[len(OWN) :])
+
+
+def clock_offset(bounds: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """How much more rank 0's clock shows than mine, and how far that may be off.
+
+    Nobody can leave an exchange before everybody has entered it. So each exchange bounds the
+    offset from both sides, and the tightest bounds of several count.
+    """
+    lower = max(low for low, _ in bounds)
+    upper = min(high for _, high in bounds)
+    return round((lower + upper) / 2), round(abs(upper - lower) / 2)
+
+
+def next_period(numbers: Sequence[RankNumbers]) -> int:
+    """In how many steps to compare again: the same answer on every rank."""
+    took = min(each.took_s for each in numbers)
+    step = max(each.step_s for each in numbers)
+    wanted = took / (COST_SHARE * step) if step > 0 else MOST_PERIOD
+    return max(LEAST_PERIOD, min(MOST_PERIOD, math.ceil(wanted)))
+
+
+class StragglerDetector:
+    """One rank's part in the comparisons of its group.
+
+        counting steps --(period over)--> exchange --> windows --> a new Blame is told, on rank 0
+
+    Invariant: the number of synchronised steps in this group alone decides when to exchange,
+    so all ranks do.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.listeners: list[Callable[[int, Blame], None]] = []
+        """Called on rank 0 with the step and what was found, besides the line on stderr.
+
+        They live as long as the group, so they must not hold it."""
+        self.print_line: Callable[[str], None] = _print_to_stderr
+        self._watch = watch
+        self._begin(None)
+
+    def _begin(self, group: Any) -> None:
+        """Another group, perhaps of other ranks: nothing known before counts."""
+        self._group = None if group is None else weakref.ref(group)
+        self.blame: Blame | None = None
+        """Who is slow now, as far as is known; the same on every rank."""
+        self.windows: deque[list[OwnWork]] = deque(maxlen=WINDOWS)
+        self._steps = 0
+        self._next = WARM_UP_STEPS + LEAST_PERIOD
+        self._first_step = self._watch.step + WARM_UP_STEPS
+        self._under_way: tuple[Any, Any] | None = None
+        """On a GPU, numbers on their way to the host and the event of their arrival."""
+        self._before: list[RankNumbers] = []
+        self._ended_ns = 0
+        self._took_s = 0.0
+        self._clock_bounds: deque[tuple[float, float]] = deque(maxlen=_CLOCK_ROUNDS)
+        self._knows_clock = False
+
+    def on_step(self, membership: Membership, device: torch.device) -> None:
+        """The sums of a step have arrived; every rank calls this at the same point."""
+        if self._group is None or self._group() is not membership.group:
+            self._begin(membership.group)
+        self._steps += 1
+        if self._steps >= self._next:
+            self._next = self._steps + LEAST_PERIOD
+            # Whoever is missing here is missed by the next sum too, which says so better.
+            with stopwatch.waiting(membership.group), suppress(PeerError):
+                self._exchange(membership, device)
+
+    def _exchange(self, membership: Membership, device: torch.device) -> None:
+        import torch
+
+        from paceline import comm
+
+        rank = membership.rank
+        if self._under_way is not None:
+            gathered, arrival = self._under_way
+            self._under_way = None
+            arrival.synchronize()  # long past: that was some steps ago
+            self._read(rank, gathered)
+        begun = spans.now_ns()
+        where = _exchange_device(membership.group, device)
+        mine = torch.tensor(self._numbers(begun).row(), dtype=torch.float64).to(where)
+        by_rank = comm.all_gather(membership.group, mine, "Comparing the pace of the ranks")
+        gathered = torch.stack(by_rank).to("cpu", non_blocking=True)
+        ended = spans.now_ns()
+        self._took_s = (ended - begun) / 1e9
+        if where.type == "cpu":
+            self._ended_ns = ended
+            self._read(rank, gathered)
+        else:  # the host does not wait for the device
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record()
+            self._under_way = gathered, arrival
+
+    def _numbers(self, begun_ns: int) -> RankNumbers:
+        steps = [step for step in self._watch.finished if step.step >= self._first_step]
+        self._first_step = max((step.step + 1 for step in steps), default=self._first_step)
+        work = summarise(steps)
+        total_ns = sum(sum(step.ns_by_phase.values()) for step in steps)
+        step_s = total_ns / 1e9 / max(1, len(steps))
+        return RankNumbers(work, _machine_number(), begun_ns, self._ended_ns, self._took_s, step_s)
+
+    def _read(self, rank: int, gathered: torch.Tensor) -> None:
+        numbers = [RankNumbers.from_row(row) for row in gathered.tolist()]
+        self.windows.append([each.work for each in numbers])
+        if len(self.windows) == WINDOWS:  # until then often, whatever it costs
+            self._next = self._steps + next_period(numbers)
+        self._set_clock(rank, numbers)
+        known, self.blame = self.blame, find_slow(list(self.windows))
+        if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
+            self._tell(self.blame)
+
+    def _set_clock(self, rank: int, numbers: list[RankNumbers]) -> None:
+        """Write into the recording how far rank 0's clock is, whenever that is known better."""
+        before, self._before = self._before, numbers
+        recorder = spans.recorder()
+        if recorder is None or not before:
+            return
+        mine, zero = numbers[rank], numbers[0]
+        if mine.machine == zero.machine:
+            if not self._knows_clock:
+                recorder.set_clock(0, 0)
+        elif mine.ended_ns:  # else read late, as on a GPU: the times say nothing
+            low = before[0].begun_ns - mine.ended_ns
+            high = zero.ended_ns - before[rank].begun_ns
+            self._clock_bounds.append((low, high))
+            recorder.set_clock(*clock_offset(self._clock_bounds))
+        self._knows_clock = True
+
+    def _tell(self, blame: Blame) -> None:
+        step = self._watch.step
+        self.print_line(f"step {step}: {blame}")
+        recorder = spans.recorder()
+        if recorder is not None:
+            facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
+            recorder.add("blame", spans.now_ns(), None, facts)
+        for listener in self.listeners:
+            listener(step, blame)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def of(membership: Membership, device: torch.device) -> StragglerDetector:
+    """The detector of this rank: one for a group, however many models it trains there."""
+    watch = stopwatch.of(membership, device)
+    if watch.detector is None:
+        watch.detector = StragglerDetector(watch)
+    return cast("StragglerDetector", watch.detector)
+
+
+def find(group: Any) -> StragglerDetector | None:
+    """The detector of this rank in `group`, if it takes part in comparisons."""
+    watch = stopwatch.find(group)
+    return None if watch is None else watch.detector
+
+
+def _exchange_device(group: Any, device: torch.device) -> torch.device:
+    """The CPU where the group can, because numbers that lie there already need no copy."""
+    import torch
+
+    cpu = torch.device("cpu")
+    try:
+        group._get_backend(cpu)
+    except RuntimeError:
+        return device
+    return cpu
+
+
+@cache
+def _machine_number() -> float:
+    """`machine_id` as a number that a float holds exactly."""
+    digest = hashlib.sha256(spans.machine_id().encode()).digest()
+    return float(int.from_bytes(digest[:6], "big"))

@@ -10,10 +10,9 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import UsageError
-from paceline.observe import pace, spans
-from paceline.observe.pace import Comparison
+from paceline.observe import spans, stragglers
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stragglers import Blame
+from paceline.observe.stragglers import Blame, StragglerDetector
 from paceline.run.options import RunOptions
 from paceline.run.record import Record
 
@@ -35,7 +34,7 @@ class Watching:
         self._folder, self._rank = folder, rank
         self._wants_timeline = options.timeline
         self._has_timeline = False
-        self._before: tuple[Comparison, list[Listener], Callable[[str], None]] | None = None
+        self._before: tuple[StragglerDetector, list[Listener], Callable[[str], None]] | None = None
         asked = options.trace_step or env.read_observation().trace_step
         self.trace_step = 0 if folder is None else asked
         """The step to be recorded stage by stage; 0 for none."""
@@ -66,7 +65,7 @@ class Watching:
 
     def begin(self, group: Any, record: Record) -> None:
         """Let the comparison of the ranks speak through the run, which may be drawing a bar."""
-        comparison = pace.find(group)
+        comparison = stragglers.find(group)
         if comparison is not None:
             self._before = comparison, comparison.listeners, comparison.print_line
             comparison.listeners = [lambda _step, blame: record.blame(blame)]

@@ -1,4 +1,4 @@
-"""Blame: a slow rank is named with its phase, and noise is nobody's fault."""
+"""Stragglers: a slow rank is named with its phase, and noise is nobody's fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.observe.stopwatch import OWN, PHASES, StepTimes
-from paceline.observe.stragglers import Blame, Pace, find_slow, summarise
+from paceline.observe.phases import MEASURED, OWN, Phase
+from paceline.observe.stopwatch import StepTimes
+from paceline.observe.stragglers import (
+    LEAST_PERIOD,
+    MOST_PERIOD,
+    Blame,
+    OwnWork,
+    RankNumbers,
+    clock_offset,
+    find_slow,
+    next_period,
+    summarise,
+)
 
 MS = 1_000_000
 WINDOW = 5
@@ -26,20 +37,20 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 
 
 def step(**ms_by_phase: float) -> StepTimes:
-    return StepTimes(0, {phase: int(ms_by_phase.get(phase, 0) * MS) for phase in PHASES})
+    return StepTimes(0, {phase: int(ms_by_phase.get(phase, 0) * MS) for phase in MEASURED})
 
 
 def usual(rng: random.Random, noise: Callable[[random.Random], float]) -> StepTimes:
     return step(**{phase: 5 * noise(rng) for phase in ("data", "forward", "backward", "optimizer")})
 
 
-def window(by_rank: Sequence[Sequence[StepTimes]]) -> list[Pace]:
+def window(by_rank: Sequence[Sequence[StepTimes]]) -> list[OwnWork]:
     return [summarise(steps) for steps in by_rank]
 
 
 def windows_with_delay(
-    size: int, slow: int, phase: str, ms: float, *, count: int = 4, seed: int = 0
-) -> list[list[Pace]]:
+    size: int, slow: int, phase: Phase, ms: float, *, count: int = 4, seed: int = 0
+) -> list[list[OwnWork]]:
     rng = random.Random(seed)
     found = []
     for _ in range(count):
@@ -59,7 +70,7 @@ def windows_with_delay(
     seed=st.integers(0, 1000),
 )
 def test_a_delay_is_blamed_on_its_rank_and_phase_within_ten_steps(
-    size: int, slow: int, phase: str, ms: float, seed: int
+    size: int, slow: int, phase: Phase, ms: float, seed: int
 ) -> None:
     blame = find_slow(windows_with_delay(size, slow % size, phase, ms, count=2, seed=seed))
     assert blame is not None
@@ -71,7 +82,7 @@ def test_a_delay_is_blamed_on_its_rank_and_phase_within_ten_steps(
 @pytest.mark.parametrize("size", [2, 3])
 def test_nobody_is_blamed_when_all_are_equally_noisy(noise: str, size: int) -> None:
     rng = random.Random(7)
-    windows: list[list[Pace]] = []
+    windows: list[list[OwnWork]] = []
     for _ in range(600):
         windows.append(
             window([[usual(rng, NOISES[noise]) for _ in range(WINDOW)] for _ in range(size)])
@@ -90,13 +101,15 @@ def test_one_long_step_is_no_slow_rank() -> None:
 
 
 def test_one_bad_window_is_an_accident() -> None:
-    windows = windows_with_delay(3, 1, "data", 0, count=3)
-    windows += windows_with_delay(3, 1, "data", 500, count=1)
+    windows = windows_with_delay(3, 1, Phase.DATA, 0, count=3)
+    windows += windows_with_delay(3, 1, Phase.DATA, 500, count=1)
     assert find_slow(windows) is None
 
 
 def test_a_rank_that_recovers_is_forgiven() -> None:
-    windows = windows_with_delay(3, 1, "data", 200) + windows_with_delay(3, 1, "data", 0, count=2)
+    windows = windows_with_delay(3, 1, Phase.DATA, 200) + windows_with_delay(
+        3, 1, Phase.DATA, 0, count=2
+    )
     assert find_slow(windows) is None
 
 
@@ -109,25 +122,57 @@ def test_waiting_is_not_work() -> None:
 
 
 def test_small_differences_are_not_worth_a_word() -> None:
-    assert find_slow(windows_with_delay(3, 1, "data", 1)) is None
+    assert find_slow(windows_with_delay(3, 1, Phase.DATA, 1)) is None
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_without_anybody_to_compare_with_is_not_blamed(size: int) -> None:
-    windows = windows_with_delay(2, 1, "data", 200)
+    windows = windows_with_delay(2, 1, Phase.DATA, 200)
     idle = summarise([])
     assert find_slow([[w[1], idle][:size] for w in windows]) is None
 
 
 def test_too_few_windows_say_nothing() -> None:
     assert find_slow([]) is None
-    assert find_slow(windows_with_delay(3, 1, "data", 500, count=1)) is None
+    assert find_slow(windows_with_delay(3, 1, Phase.DATA, 500, count=1)) is None
+
+
+def numbers(took_s: float, step_s: float) -> RankNumbers:
+    return RankNumbers(summarise([step(forward=5)]), 7.0, 1.0, 2.0, took_s, step_s)
+
+
+def test_what_a_rank_tells_survives_a_row_of_floats() -> None:
+    told = numbers(0.002, 0.1)
+    assert RankNumbers.from_row(told.row()) == told
+
+
+def test_comparing_takes_a_thousandth_of_the_time() -> None:
+    assert next_period([numbers(0.002, 0.1), numbers(0.5, 0.1)]) == 20  # who waited does not count
+    assert next_period([numbers(0.00001, 0.1)]) == LEAST_PERIOD
+    assert next_period([numbers(1.0, 0.001)]) == MOST_PERIOD
+    assert next_period([numbers(0.001, 0.0)]) == MOST_PERIOD
+
+
+@settings(deadline=None)
+@given(
+    offset=st.integers(-(10**15), 10**15),
+    rounds=st.lists(st.tuples(*[st.integers(0, 10**9)] * 3), min_size=1, max_size=8),
+)
+def test_clock_bounds_always_hold(offset: int, rounds: list[tuple[int, int, int]]) -> None:
+    """Both enter, both leave after the later one; clocks differ by `offset`."""
+    bounds = []
+    for number, (mine, zero, after) in enumerate(rounds):
+        begin = number * 10**10
+        met = begin + max(mine, zero)
+        bounds.append((begin + zero + offset - met - after, met + offset - begin - mine))
+    found, error = clock_offset(bounds)
+    assert abs(found - offset) <= error + 1
 
 
 def test_the_sentence_says_who_what_and_how_much() -> None:
     blame = Blame(
         rank=2,
-        phase="forward",
+        phase=Phase.FORWARD,
         slower_by_s=0.2012,
         phase_s=0.212,
         others_phase_s=0.0044,
