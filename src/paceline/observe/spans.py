@@ -196,18 +196,21 @@ class SpanRecorder:
         self._done.set()
         self._writer.join()
         self._drain()
-        cost = {
+        self._note("paceline_cost", self.cost())
+        self._write(self._metadata.pop().removesuffix(",\n") + "\n]\n")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def cost(self) -> Facts:
+        """What recording has taken so far, measured: calls on the training thread, the writer."""
+        return {
             "spans": self._count,
             "dropped": self._dropped,
             "call_ns": self._call_ns,
             "writer_ns": self._writer_ns,
             "wall_ns": now_ns() - self._begun_ns,
         }
-        self._note("paceline_cost", cost)
-        self._write(self._metadata.pop().removesuffix(",\n") + "\n]\n")
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _note(self, name: str, args: Facts, lane: int = 0) -> None:
         event = {"name": name, "ph": "M", "ts": 0, "pid": self.rank, "tid": lane, "args": args}

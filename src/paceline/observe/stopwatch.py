@@ -106,7 +106,7 @@ class Stopwatch:
             weakref.finalize(membership.group, _ignore_optimizers)
             _watches[membership.group] = self
 
-    def totals(self) -> dict[Phase, float]:
+    def totals(self) -> dict[str, float]:
         """Seconds by phase since the beginning, up to the last change; take the difference of two.
 
         On a CUDA device these run a little behind, because the host does not wait for it.
