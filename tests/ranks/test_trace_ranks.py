@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, SyncBatchNorm
 from paceline.comm.world import World
-from paceline.record import ranks, record_step, schema, to_json, validate
+from paceline.record import record_step, schema, to_json
+from paceline.record import step as record_module
 from paceline.record.stages import Check, Stage, Trace
 from paceline.testing import run_ranks, seeded
 
@@ -62,7 +63,7 @@ def record(
     told = run_ranks(size, body)
     for other in told[1:]:
         assert {**other, "created": 0} == {**told[0], "created": 0}
-    validate(json.loads(json.dumps(told[0])))
+    schema.from_json(json.loads(json.dumps(told[0])))
     return schema.from_json(told[0])
 
 
@@ -310,7 +311,7 @@ def test_inputs_of_different_lengths_go_through_part_by_part() -> None:
 def test_a_batch_too_large_to_be_sent_has_its_gradients_summed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "WHOLE_BATCH_LIMIT_BYTES", 100)
+    monkeypatch.setattr(record_module, "WHOLE_BATCH_LIMIT_BYTES", 100)
     check = check_of(2)
     assert (check.how, check.is_same) == ("gradients only", True)
 

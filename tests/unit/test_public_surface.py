@@ -65,14 +65,13 @@ NAMES_BY_MODULE = {
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
     "paceline.record": [
-        "Recording",
         "Stage",
+        "StepRecording",
         "Trace",
         "from_json",
         "read",
         "record_step",
         "to_json",
-        "validate",
         "write",
     ],
     "paceline.policy": [
@@ -95,7 +94,7 @@ NAMES_BY_MODULE = {
         "PaddedDistributedSampler",
     ],
     "paceline.explain.trace": [
-        "Recording",
+        "StepRecording",
         "Trace",
         "draw",
         "observe",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline import DataParallel
 from paceline.record import record_step
-from paceline.record.distance import distance
+from paceline.record.reference import distance
 from paceline.record.stages import Check
 from paceline.testing import seeded
 

@@ -8,15 +8,17 @@ import os
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from paceline.errors import WireError
 from paceline.record import schema
-from paceline.record.stages import Epoch, Training
+from paceline.record.stages import Epoch, Trace, Training
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = [DATA / "pipeline-dp.json", DATA / "pipeline-ddp.json"]
@@ -29,15 +31,33 @@ def document() -> dict[str, Any]:
     return loaded
 
 
+def describe(kind: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every field of a dataclass by its path, with its type."""
+    words = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    for name, hint in get_type_hints(kind).items():
+        inner, optional = hint, ""
+        if get_origin(hint) is UnionType:
+            inner, optional = get_args(hint)[0], " or null"
+        is_list = get_origin(inner) is list
+        inner = get_args(inner)[0] if is_list else inner
+        if is_dataclass(inner):
+            path = f"{prefix}{name}{'[]' if is_list else ''}"
+            yield path, f"object{optional}"
+            yield from describe(inner, f"{path}.")
+        else:
+            said = words.get(inner) or " | ".join(map(json.dumps, get_args(inner)))
+            yield f"{prefix}{name}", f"{'list of ' if is_list else ''}{said}{optional}"
+
+
 def test_the_fields_change_on_purpose_only() -> None:
     # Readers of users' files depend on it. A field may be added; a change needs a new version.
     frozen = (DATA / "pipeline-schema.txt").read_text().splitlines()
-    assert [f"{path}: {kind}" for path, kind in schema.describe()] == frozen
+    assert [f"{path}: {kind}" for path, kind in describe(Trace)] == frozen
 
 
 def test_the_page_explains_every_field() -> None:
     page = (DATA.parents[1] / "docs" / "trace.md").read_text()
-    names = {path.rpartition(".")[2].removesuffix("[]") for path, _ in schema.describe()}
+    names = {path.rpartition(".")[2].removesuffix("[]") for path, _ in describe(Trace)}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
@@ -45,7 +65,6 @@ def test_the_page_explains_every_field() -> None:
 def test_a_file_of_a_real_run_is_read_and_written_the_same(path: Path) -> None:
     trace = schema.read(path)
     assert schema.to_json(trace) == json.loads(path.read_text())
-    schema.validate(schema.to_json(trace))
 
 
 @pytest.mark.parametrize(
@@ -70,14 +89,14 @@ def test_the_first_thing_that_is_wrong_is_named(change: Any, words: list[str]) -
     changed = document()
     change(changed)
     with pytest.raises(WireError) as caught:
-        schema.validate(changed)
+        schema.from_json(changed)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.parametrize("nonsense", [None, [], 3, "schema", {}])
 def test_what_is_no_object_of_ours_is_refused(nonsense: Any) -> None:
     with pytest.raises(WireError):
-        schema.validate(nonsense)
+        schema.from_json(nonsense)
 
 
 def test_keys_of_a_later_version_are_ignored() -> None:

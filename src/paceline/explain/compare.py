@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.record.words import count_bytes
+from paceline.observe.units import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -338,7 +338,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.name,
         str(row.processes),
         row.gathered_on,
-        count_bytes(row.main_device_bytes),
+        bytes_text(row.main_device_bytes),
         f"{row.step_s * 1e3:,.2f} ms",
         ", ".join(memory) or "unknown",
     )

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
-    "Recording": "paceline.record.step",
     "Stage": "paceline.record.stages",
+    "StepRecording": "paceline.record.step",
     "Trace": "paceline.record.stages",
     "from_json": "paceline.record.schema",
     "read": "paceline.record.schema",
     "record_step": "paceline.record.step",
     "to_json": "paceline.record.schema",
-    "validate": "paceline.record.schema",
     "write": "paceline.record.schema",
 }
 
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
     from paceline.record.schema import from_json as from_json
     from paceline.record.schema import read as read
     from paceline.record.schema import to_json as to_json
-    from paceline.record.schema import validate as validate
     from paceline.record.schema import write as write
     from paceline.record.stages import Stage as Stage
     from paceline.record.stages import Trace as Trace
-    from paceline.record.step import Recording as Recording
+    from paceline.record.step import StepRecording as StepRecording
     from paceline.record.step import record_step as record_step
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)

@@ -7,49 +7,64 @@
         optimizer.step()
     print(recording.trace)
 
-The step is the caller's own, on the real engine; see `watch`. When the block ends, workers tell
+The step is the caller's own, on the real engine; see `hooks`. When the block ends, workers tell
 each other what they saw, rank 0 computes the step once more by itself, and writes the file. All of
-them call it, in the same step.
+them call it, in the same step, and decide only by what all of them know.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm import tree
+from paceline import comm
+from paceline.comm import codec, tree
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
-from paceline.errors import UsageError
+from paceline.errors import ReplicaError, UsageError, WireError
 from paceline.observe.run_folder import NAME, RunFolder
 from paceline.record import schema
-from paceline.record.evidence import Evidence, Notes, first_line
-from paceline.record.follow import find_weight
-from paceline.record.ranks import trace_ranks
-from paceline.record.reference import Reference
-from paceline.record.replicas import trace_replicas
-from paceline.record.stages import Trace
-from paceline.record.watch import Watch
+from paceline.record.engines import (
+    Notes,
+    RankCounts,
+    describe_rank,
+    describe_replicas,
+    in_order,
+    loss_factor,
+    merge_stages,
+)
+from paceline.record.facts import bytes_of, dataset_rows, find_weight
+from paceline.record.hooks import Piece, StepHooks, trained_parameters
+from paceline.record.reference import EngineStep, Reference, check_sums, not_computed
+from paceline.record.stages import Check, Model, Trace
+
+WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
+"""Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
+INDIRECT = "the loss is computed from gradients, which are not recorded"
+OLDER = "gradients of an earlier backward pass were still there; call zero_grad() first"
+SHARED_GENERATOR = "the model draws random numbers, and replicas in threads share a generator"
 
 
-class Recording:
+class StepRecording:
     """One step being recorded; `trace` is there when the block has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes) -> None:
         self.trace: Trace | None = None
-        self.notes = Notes()
+        self._notes = notes
 
     def note_batch(self, indices: Sequence[int]) -> None:
         """Say which rows of the dataset this worker's batch has, in order."""
-        self.notes.indices = [int(index) for index in indices]
+        self._notes.indices = [int(index) for index in indices]
 
     def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
         """Say what the loss is, before backward; of several, their sum is shown.
@@ -58,7 +73,7 @@ class Recording:
         With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
         batch too.
         """
-        notes = self.notes
+        notes = self._notes
         notes.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
         value = loss.detach().clone()
         notes.loss = value if notes.loss is None else notes.loss + value
@@ -79,7 +94,7 @@ def record_step(
     values: bool = False,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     check: bool = True,
-) -> Iterator[Recording]:
+) -> Iterator[StepRecording]:
     """Record the step inside the block; on `DistributedDataParallel`, in all workers at once.
 
     `model` is wrapped by one of our engines. With `folder` the file `pipeline/step{n}.json` is
@@ -101,49 +116,278 @@ def record_step(
             f"A run folder cannot be named {target.name!r}.",
             advice="Use up to 64 letters, digits, dots, dashes and underscores.",
         )
-    parameters = {n: p for n, p in bare(model).named_parameters() if p.requires_grad}
-    followed = find_weight(weight, parameters)
+    trained = trained_parameters(model)
+    followed = find_weight(weight, trained)
+    notes = Notes(
+        dataset=dataset,
+        values=values,
+        sample=sample,
+        weight=followed,
+        weight_before=None if followed is None else followed.read(trained),
+        loss_fn=loss_fn,
+    )
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
-    reference, trouble = _copy(model, optimizer) if check and is_main else (None, "")
-    before = None if followed is None else followed.read(parameters)
-    watch = Watch(model, optimizer, keeps_tensors=check)
-    recording = Recording()
+    copied = _copy(model, optimizer, is_main) if check else None
+    hooks = StepHooks(model, optimizer, keeps_tensors=check)
+    recording = StepRecording(notes)
     begin_ns = time.perf_counter_ns()
-    with watch:
+    with hooks:
         yield recording
-    step_s = (time.perf_counter_ns() - begin_ns) / 1e9
-    if not watch.calls and group is None:
+    seconds = (time.perf_counter_ns() - begin_ns) / 1e9
+    if not hooks.calls and group is None:
         raise UsageError(
             "The model was not called in the recorded step.",
             advice="Put forward, backward and the optimizer's step into the block.",
         )
-    evidence = Evidence(
-        model=model,
-        watch=watch,
-        notes=recording.notes,
-        reference=reference,
-        trouble=trouble,
-        wants_check=check,
-        followed=followed,
-        before=before,
-        sample=sample,
-        values=values,
-        dataset=dataset,
-        step=step,
-        step_s=step_s,
-        loss_fn=loss_fn,
-    )
     with torch.no_grad():
-        trace = trace_replicas(evidence) if group is None else trace_ranks(evidence, group)
+        if group is None:
+            trace = _trace_replicas(hooks, notes, copied, step, seconds)
+        else:
+            trace = _trace_ranks(hooks, notes, copied, step, seconds, group)
     recording.trace = trace
     if target is not None and is_main:
         target.create()
         schema.write(trace, target.pipeline_of(step))
 
 
-def _copy(model: Any, optimizer: Optimizer | None) -> tuple[Reference | None, str]:
+Copied = Reference | str | None
+"""What the step is compared with, or why it cannot be; None where nobody wants to compare."""
+
+
+def _copy(model: Any, optimizer: Optimizer | None, is_main: bool) -> Copied:
+    if not is_main:
+        return ""
     try:
-        return Reference(model.module, optimizer), ""
+        return Reference(model.module, optimizer)
     except Exception as error:  # some modules cannot be copied; the step matters more
-        return None, f"the model cannot be copied: {first_line(error)}"
+        return f"the model cannot be copied: {_first_line(error)}"
+
+
+def _trace_replicas(
+    hooks: StepHooks, notes: Notes, copied: Copied, step: int, seconds: float
+) -> Trace:
+    """The trace of a step of one process with several replicas."""
+    devices = [_device_name(device) for device in hooks.model.device_ids]
+    calls = in_order(hooks.calls, devices)
+    first = [call for call in calls if call.turn == 0]  # what is drawn; all are checked
+    if len(notes.targets) == 1:  # one loss for all replicas: targets of the whole batch
+        for call in calls:
+            call.targets = list(tree.tensors(notes.targets))
+    done = _engine_step(hooks, notes, calls, 1.0, None if notes.loss is None else notes.loss.item())
+    contributions = None
+    if isinstance(copied, Reference) and len(first) > 1 and not any(c.random_state for c in first):
+        # Replicas share the parameters, so what each adds to a gradient is never seen by itself.
+        try:
+            each = [notes.read_weight(copied.gradients_of(call, done)) for call in first]
+            contributions = [0.0 if number is None else number for number in each]
+        except Exception:
+            contributions = None
+    devices = devices[: len(first)]
+    stages, sample, weight = describe_replicas(hooks, notes, first, devices, contributions)
+    return Trace(
+        engine="DataParallel",
+        step=step,
+        workers=len(first),
+        devices=devices,
+        batch_rows=sum(call.rows for call in first),
+        seconds=seconds,
+        stages=stages,
+        sample=sample,
+        weight=weight,
+        check=None if copied is None else _check_replicas(hooks, copied, done),
+        **_heading(hooks, notes),
+    )
+
+
+def _check_replicas(hooks: StepHooks, copied: Reference | str, done: EngineStep) -> Check:
+    if isinstance(copied, str):
+        return not_computed(copied)
+    if hooks.has_older_gradients or hooks.is_indirect:
+        return not_computed(OLDER if hooks.has_older_gradients else INDIRECT)
+    check = _compare(copied, done)
+    is_random = any(piece.random_state for piece in done.pieces)
+    if not check.is_same and is_random and len(done.pieces) > 1:
+        return not_computed(SHARED_GENERATOR)
+    return check
+
+
+def _trace_ranks(
+    hooks: StepHooks, notes: Notes, copied: Copied, step: int, seconds: float, group: Any
+) -> Trace:
+    """The trace of a step of all workers; the same on every one of them."""
+    hooks.look_at_buckets()
+    device = hooks.model.device
+    is_equal = None
+    if hooks.has_update and group.size() > 1:
+        is_equal = _is_in_sync(hooks.model)
+    told = comm.exchange(group, asdict(_count(hooks, notes)), device, "Recording a step: counts")
+    ranks = [RankCounts(**each) for each in told]
+    check = None
+    if copied is not None:
+        check = _check_ranks(hooks, notes, copied, ranks, group)
+        check = check and replace(check, is_equal_on_all=is_equal)
+    stages, sample, weight = describe_rank(hooks, notes, ranks, group.rank(), is_equal)
+    own = Trace(
+        engine="DistributedDataParallel",
+        step=step,
+        workers=group.size(),
+        devices=[str(device)],
+        batch_rows=sum(each.rows for each in ranks),
+        seconds=seconds,
+        stages=stages,
+        sample=sample,
+        weight=weight,
+        check=check,
+        **_heading(hooks, notes),
+    )
+    told = comm.exchange(group, schema.to_json(own), device, "Recording a step: stages")
+    traces = [schema.from_json(each) for each in told]
+    return replace(
+        traces[0],
+        created=own.created,
+        devices=[each.devices[0] for each in traces],
+        seconds=max(each.seconds for each in traces),
+        stages=merge_stages([each.stages for each in traces]),
+        sample=next((each.sample for each in traces if each.sample is not None), None),
+    )
+
+
+def _count(hooks: StepHooks, notes: Notes) -> RankCounts:
+    return RankCounts(
+        rows=sum(call.rows for call in hooks.calls),
+        passes=len(hooks.calls),
+        indices=notes.indices,
+        engine_weight=hooks.loss_weight,
+        loss_weight=hooks.loss_weight if notes.loss_weight is None else notes.loss_weight,
+        loss=None if notes.loss is None else notes.loss.item(),
+        has_update=hooks.has_update,
+        has_older_gradients=hooks.has_older_gradients,
+        weight=[notes.weight_before]
+        + [notes.read_weight(each) for each in (hooks.local, hooks.averaged, hooks.trained)],
+    )
+
+
+def _is_in_sync(model: Any) -> bool:
+    try:
+        model.check_in_sync()
+    except ReplicaError:
+        return False
+    return True
+
+
+def _check_ranks(
+    hooks: StepHooks,
+    notes: Notes,
+    copied: Reference | str,
+    ranks: Sequence[RankCounts],
+    group: Any,
+) -> Check | None:
+    """Rank 0's check; the others' is not looked at, they only hand over their rows."""
+    if any(each.has_older_gradients for each in ranks):
+        return not_computed(OLDER)
+    factor = loss_factor(ranks)
+    for call, targets in zip(hooks.calls, notes.targets, strict=False):
+        call.targets = list(tree.tensors(targets))
+    trouble = INDIRECT if hooks.is_indirect else copied if isinstance(copied, str) else ""
+    pieces, reason = _gather_pieces(hooks, trouble, group)
+    if reason:
+        return check_sums(
+            _sums_again(hooks, factor, group), (p.dtype for p in hooks.trained.values()), reason
+        )
+    if isinstance(copied, str):
+        return None
+    if not pieces or not hooks.calls:
+        return not_computed("rank 0 had no rows in this step")
+    losses = [each.loss for each in ranks if each.loss is not None]
+    total = sum(1.0 if each.loss_weight is None else each.loss_weight for each in ranks)
+    loss = sum(losses) / total if len(losses) == len(ranks) and total else None
+    return _compare(copied, _engine_step(hooks, notes, pieces, factor, loss))
+
+
+def _gather_pieces(hooks: StepHooks, trouble: str, group: Any) -> tuple[list[Piece], str]:
+    """The rows of all workers, or why they are not sent; the same answer on every worker."""
+    device = hooks.model.device
+    names = [field.name for field in fields(Piece)]
+    try:
+        data = codec.encode([{n: getattr(call, n) for n in names} for call in hooks.calls])
+    except WireError as error:
+        data, trouble = b"", f"its inputs cannot be sent: {error.what}"
+    told = comm.exchange(group, [len(data), trouble], device, "Recording a step: sizes")
+    sizes = [size for size, _ in told]
+    if sum(sizes) > WHOLE_BATCH_LIMIT_BYTES:
+        return [], "the batch is too large to be computed again by one process"
+    if any(said for _, said in told):
+        return [], next(said for _, said in told if said)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = comm.all_gather(group, padded.to(device), "Recording a step: rows")
+    if group.rank() != 0:
+        return [], ""
+    here = [part.cpu().contiguous() for part in parts]
+    sent = [ctypes.string_at(p.data_ptr(), size) for p, size in zip(here, sizes, strict=True)]
+    return [Piece(**piece) for each in sent for piece in codec.decode(each)], ""
+
+
+def _sums_again(hooks: StepHooks, factor: float, group: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The workers' own gradients, averaged once more by plain sums in double, and the engine's."""
+    for name, param in hooks.trained.items():
+        wide = torch.complex128 if param.is_complex() else torch.float64
+        own = hooks.local.get(name)
+        total = torch.zeros_like(param, dtype=wide) if own is None else own.to(wide)
+        comm.all_reduce(group, total, f"Recording a step: the gradient of {name!r}")
+        engines = hooks.averaged.get(name)
+        yield total * factor, torch.zeros_like(total) if engines is None else engines
+
+
+def _engine_step(
+    hooks: StepHooks, notes: Notes, pieces: Sequence[Piece], factor: float, loss: float | None
+) -> EngineStep:
+    return EngineStep(
+        pieces=pieces,
+        arguments=hooks.calls[0].arguments,
+        factor=factor,
+        autocast=hooks.autocast,
+        gradients=hooks.averaged,
+        applied=hooks.applied,
+        parameters=hooks.trained if hooks.has_update else {},
+        loss=loss,
+        loss_fn=notes.loss_fn,
+        targets=notes.targets[0] if notes.targets else None,
+    )
+
+
+def _compare(reference: Reference, done: EngineStep) -> Check:
+    try:
+        return reference.check(done)
+    except Exception as error:  # the step is done and right; only its check is missing
+        return not_computed(f"computing it again failed: {_first_line(error)}")
+
+
+def _heading(hooks: StepHooks, notes: Notes) -> dict[str, Any]:
+    """What a trace says of the step as a whole, for either engine."""
+    whole = bare(hooks.model)
+    parameters = list(whole.parameters())
+    return {
+        "created": time.time(),
+        "dataset_rows": dataset_rows(notes.dataset),
+        "has_values": notes.values,
+        "model": Model(
+            name=type(whole).__name__,
+            parameters=sum(p.numel() for p in parameters),
+            bytes=bytes_of(parameters),
+        ),
+    }
+
+
+def _device_name(device: Any) -> str:
+    """`cuda:1` for an index, as in `device_ids`; `cpu:1` for a part of the CPU."""
+    if not isinstance(device, int):
+        return str(device)
+    accelerator = torch.accelerator.current_accelerator()
+    return f"{accelerator.type if accelerator else 'cuda'}:{device}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from paceline import record
 from paceline.ddp import DistributedDataParallel
 from paceline.observe.run_folder import RunFolder
-from paceline.record import Recording
+from paceline.record import StepRecording
 
 
 class StepRecorder:
@@ -39,7 +39,7 @@ class StepRecorder:
         self._say = say
 
     @contextmanager
-    def around(self, number: int, indices: Sequence[int]) -> Iterator[Recording | None]:
+    def around(self, number: int, indices: Sequence[int]) -> Iterator[StepRecording | None]:
         """Put this around step `number`, of which this worker computes the samples `indices`."""
         if number != self._number:
             yield None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm import tree
 from paceline.errors import UsageError
-from paceline.record import Recording
+from paceline.record import StepRecording
 from paceline.run.context import Workshop
 from paceline.run.loader import Portion, Shard
 from paceline.run.seeds import derive
@@ -62,7 +62,7 @@ class Step:
         self._on_summed, self._on_end = on_summed, on_end
         self._shop = workshop
         self._inside, self._around = ExitStack(), ExitStack()
-        self._recording: Recording | None = None
+        self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._shard: Shard | None = None
         self._done = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
-    "Recording": "paceline.record.step",
+    "StepRecording": "paceline.record.step",
     "Trace": "paceline.record.stages",
     "draw": "paceline.explain.trace.drawing",
     "observe": "paceline.explain.trace.observation",
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.explain.trace.prediction import trace_prediction as trace_prediction
     from paceline.record.schema import read as read
     from paceline.record.stages import Trace as Trace
-    from paceline.record.step import Recording as Recording
+    from paceline.record.step import StepRecording as StepRecording
     from paceline.record.step import record_step as record_step
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)

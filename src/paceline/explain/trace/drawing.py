@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from paceline.explain.trace.boxes import Box, connect, meet, room_inside, side_by_side
 from paceline.explain.trace.lines import WIDTH, Line, Style, cut, paragraph, short_number
 from paceline.explain.trace.tables import draw_prediction, draw_training
+from paceline.observe.units import bytes_text, count_text, seconds_text, shape_text
 from paceline.record.stages import (
     Part,
     Sample,
@@ -21,7 +22,6 @@ from paceline.record.stages import (
     Trace,
     Weight,
 )
-from paceline.record.words import count, count_bytes, count_time, shape_words
 
 LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
@@ -66,9 +66,9 @@ def _heading(trace: Trace, width: int) -> list[Line]:
         *paragraph(f"{who}.", width, ""),
     ]
     facts = (
-        f"Step {trace.step} of a real training, recorded: {count(trace.batch_rows, 'row')}, "
+        f"Step {trace.step} of a real training, recorded: {count_text(trace.batch_rows, 'row')}, "
         f"model {trace.model.name} with {trace.model.parameters:,} weights, "
-        f"{count_time(trace.seconds)} in all."
+        f"{seconds_text(trace.seconds)} in all."
     )
     lines += paragraph(facts, width, "", "quiet")
     if trace.sample is not None:
@@ -98,9 +98,9 @@ def _stage(
     """The lines of one stage, and how many lanes leave it."""
     cost = []
     if stage.bytes_moved:
-        cost.append(f"{count_bytes(stage.bytes_moved)} moved")
+        cost.append(f"{bytes_text(stage.bytes_moved)} moved")
     if stage.seconds is not None:
-        cost.append(count_time(stage.seconds))
+        cost.append(seconds_text(stage.seconds))
     title = f"{number:>2}  {stage.title.upper()}"
     right = ", ".join(cost)
     gap = max(2, width - len(title) - len(right))
@@ -137,7 +137,7 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> Box:
     for facts in part.tensors[:2]:
         lines += _tensor(facts, stage.name, room)
     if len(part.tensors) > 2:
-        lines.append(f"and {count(len(part.tensors) - 2, 'tensor')} more")
+        lines.append(f"and {count_text(len(part.tensors) - 2, 'tensor')} more")
     if part.text:
         lines += textwrap.wrap(part.text, room)
     for mark in _marks(trace, stage, part):
@@ -145,7 +145,7 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> Box:
     is_somewhere = part.device and part.device != part.title and part.worker is not None
     title = f"{part.title} on {part.device}"
     title = title if is_somewhere and room > 30 else part.title
-    took = "" if part.seconds is None or part.worker is None else count_time(part.seconds)
+    took = "" if part.seconds is None or part.worker is None else seconds_text(part.seconds)
     return Box(title, [cut(line, room) for line in lines], took)
 
 
@@ -155,12 +155,12 @@ _OBVIOUS = {"input", "inputs", "output", "batch"}
 def _tensor(facts: TensorFacts, stage: str, room: int) -> list[str]:
     """Shape, dtype and size on a line, then the first values or else their statistics."""
     if facts.name == "model":
-        return [f"model, {count_bytes(facts.bytes)}"]
+        return [f"model, {bytes_text(facts.bytes)}"]
     if facts.name == "loss" and facts.first:
         return [f"loss {facts.first[0]:.6g}"]
-    shape = shape_words(facts.shape)
+    shape = shape_text(facts.shape)
     if facts.name in _OBVIOUS or stage == "batch":
-        words = [shape, facts.dtype, count_bytes(facts.bytes)]
+        words = [shape, facts.dtype, bytes_text(facts.bytes)]
     else:
         words = [f"{shape} {facts.name}"]
     first = words[0]
@@ -227,7 +227,7 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
             continue
         if number == len(parts) - 1 and len(parts) > MOST_BUCKETS + 1:
             lines.append(f"... {len(parts) - MOST_BUCKETS - 1} more ...")
-        size = count_bytes(part.tensors[0].bytes) if part.tensors else ""
+        size = bytes_text(part.tensors[0].bytes) if part.tensors else ""
         lines.append(f"{part.title}  {size}")
         if len(parts) <= 2:
             lines += textwrap.wrap(part.text, room)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 
 from paceline.explain.trace.lines import WIDTH, Line, cut, paragraph, short_number
+from paceline.observe.units import shape_text
 from paceline.record.stages import Prediction, Training
-from paceline.record.words import shape_words
 
 
 def draw_training(training: Training, width: int = WIDTH) -> list[Line]:
@@ -37,7 +37,7 @@ def draw_prediction(prediction: Prediction, width: int = WIDTH) -> list[Line]:
     ]
     layers = [" ".join(part for part in (name, kind) if part) for name, kind, _, _ in rows]
     wide = min(28, max([5, *map(len, layers)]))
-    shapes = [shape_words(shape) for _, _, shape, _ in rows]
+    shapes = [shape_text(shape) for _, _, shape, _ in rows]
     long = min(18, max([5, *map(len, shapes)]))
     header = f"  {'layer':<{wide}}  {'shape':<{long}}"
     header += f"  {'min':>8} {'mean':>8} {'max':>8} {'zeros':>6}"

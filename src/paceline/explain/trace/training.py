@@ -29,7 +29,7 @@ from paceline.explain.trace.observation import observe
 from paceline.explain.trace.prediction import trace_prediction
 from paceline.explain.trace.task import Task, count_right
 from paceline.launcher import launch
-from paceline.record.follow import find_weight
+from paceline.record.facts import find_weight
 from paceline.record.schema import from_json, to_json
 from paceline.record.stages import Epoch, Prediction, Trace
 from paceline.record.step import record_step
