@@ -21,8 +21,8 @@ from typing import Any
 
 from paceline import __version__, env
 from paceline.errors import PacelineError, UsageError
+from paceline.launcher import count_cores
 from paceline.launcher.flags import FLAGS, read_settings
-from paceline.launcher.machine import count_cores
 
 TEST_TIMEOUT_S = 60
 SHOWN_VARIABLES = (

@@ -52,10 +52,26 @@ class Placement:
     def is_single_node(self) -> bool:
         return self.local_size == self.size
 
+    def as_variables(self) -> dict[str, str]:
+        """What a launcher of ours sets: torchrun's variables, and a port to know its store by."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_has_store),
+            "PACELINE_STORE_PORT": str(self.master_port),
+        }
 
-def read_placement(environ: Mapping[str, str] | None = None) -> Placement | None:
+
+def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """Read this worker's place, or None where no launcher has set one."""
-    environ = os.environ if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _checked(_from_torchrun(environ))
     if is_slurm_step(environ):
@@ -218,76 +234,6 @@ def expand_host_list(text: str) -> list[str]:
     return hosts
 
 
-def worker_environment(
-    place: Placement,
-    *,
-    run_id: str,
-    error_file: str,
-    environ: Mapping[str, str],
-    role: str = "default",
-    restart_count: int = 0,
-    max_restarts: int = 0,
-    cores: int = 1,
-    threads: int | None = None,
-    interface: str | None = None,
-    virtual_local_rank: bool = False,
-) -> dict[str, str]:
-    """What a launcher of ours sets for one worker, to lay over the `environ` it inherits.
-
-    torchrun's variables, plus two of ours. `interface` is the one that Gloo is told to use. What
-    the user has set for threads, memory and Gloo is left alone.
-    """
-    ours = {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.node),
-        "GROUP_WORLD_SIZE": str(place.nodes),
-        "ROLE_NAME": role,
-        "ROLE_RANK": str(place.rank),
-        "ROLE_WORLD_SIZE": str(place.size),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(place.agent_has_store),
-        "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "PACELINE_RUN_ID": run_id,
-        "PACELINE_STORE_PORT": str(place.master_port),
-    }
-    if threads is not None:
-        ours["OMP_NUM_THREADS"] = str(threads)
-    elif "OMP_NUM_THREADS" not in environ and place.local_size > 1:
-        # One worker alone is left to torch, which knows physical cores from logical ones.
-        ours["OMP_NUM_THREADS"] = str(max(1, cores // place.local_size))
-    if not has_malloc_settings(environ):
-        ours |= KEEP_FREED_MEMORY
-    if HUGE_PAGES.keys().isdisjoint(environ):
-        ours |= HUGE_PAGES
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in environ:
-        ours["GLOO_SOCKET_IFNAME"] = interface
-    if virtual_local_rank:
-        ours["LOCAL_RANK"] = "0"
-        ours["CUDA_VISIBLE_DEVICES"] = _visible_device(environ, place.local_rank)
-    return ours
-
-
-def _visible_device(environ: Mapping[str, str], local_rank: int) -> str:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(local_rank)
-    devices = [name.strip() for name in visible.split(",") if name.strip()]
-    if local_rank >= len(devices):
-        raise SettingError(
-            f"CUDA_VISIBLE_DEVICES is {visible!r}: nothing there for local rank {local_rank}.",
-            advice="Start fewer workers, or make more devices visible.",
-        )
-    return devices[local_rank]
-
-
 @dataclass(frozen=True, slots=True)
 class TerminalSettings:
     """What the environment says about showing things on a terminal."""
@@ -300,20 +246,14 @@ class TerminalSettings:
     has_colour: bool = True
 
 
-def read_terminal(environ: Mapping[str, str] | None = None) -> TerminalSettings:
+def read_terminal(environ: Mapping[str, str] = os.environ) -> TerminalSettings:
     """Read PACELINE_PROGRESS, CI, TERM and NO_COLOR."""
-    environ = os.environ if environ is None else environ
     return TerminalSettings(
         progress=environ.get("PACELINE_PROGRESS", "").strip().lower(),
         is_ci=environ.get("CI", "").lower() not in ("", "0", "false"),
         is_dumb=environ.get("TERM") == "dumb",
         has_colour=not environ.get("NO_COLOR"),
     )
-
-
-def progress_environment(mode: str) -> dict[str, str]:
-    """What a launcher sets so that runs show themselves in this way; empty for no wish."""
-    return {"PACELINE_PROGRESS": mode} if mode else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,13 +276,12 @@ def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:
     return {SCREEN_VARIABLE: f"{fd}:{number}:{os.fstat(stdout).st_ino}:{mark}"}
 
 
-def read_screen(stdout: int, environ: Mapping[str, str] | None = None) -> ScreenOffer | None:
+def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenOffer | None:
     """The launcher's offer, if it is meant for this process and its stream `stdout`.
 
     Processes that a worker starts inherit the variable but not the descriptors it names: the
     numbers mean something else there, or nothing.
     """
-    environ = os.environ if environ is None else environ
     match = re.fullmatch(
         r"(-1|\d{1,9}):(\d{1,20}):(\d{1,20}):(.*)", environ.get(SCREEN_VARIABLE, "")
     )
@@ -373,31 +312,29 @@ def keep_gloo_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def read_attempt(environ: Mapping[str, str] | None = None) -> int:
+def read_attempt(environ: Mapping[str, str] = os.environ) -> int:
     """How often the launcher has started the workers again; 0 without one."""
-    environ = os.environ if environ is None else environ
     return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
 
 
-def has_threads(environ: Mapping[str, str] | None = None) -> bool:
+def has_threads(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has said how many threads a process of torch's is to have."""
-    return bool((os.environ if environ is None else environ).get("OMP_NUM_THREADS"))
+    return bool(environ.get("OMP_NUM_THREADS"))
 
 
-def has_malloc_settings(environ: Mapping[str, str] | None = None) -> bool:
+def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has told glibc how to treat freed memory."""
-    environ = os.environ if environ is None else environ
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)
 
 
-def read_host_override(environ: Mapping[str, str] | None = None) -> str:
+def read_host_override(environ: Mapping[str, str] = os.environ) -> str:
     """A name that sets ranks of one machine apart, as if they were on several; normally empty."""
-    return (os.environ if environ is None else environ).get("PACELINE_HOST", "")
+    return environ.get("PACELINE_HOST", "")
 
 
-def read_transport(environ: Mapping[str, str] | None = None) -> str:
+def read_transport(environ: Mapping[str, str] = os.environ) -> str:
     """The transport asked for by PACELINE_TRANSPORT, where the code leaves the choice open."""
-    return (os.environ if environ is None else environ).get("PACELINE_TRANSPORT", "")
+    return environ.get("PACELINE_TRANSPORT", "")
 
 
 DEFAULT_STALL_S = 120.0
@@ -418,29 +355,8 @@ class Observation:
     """The step that a `Run` records stage by stage; 0 for none."""
 
 
-def observation_environment(
-    *,
-    timeline: str = "",
-    stall_s: float | None = None,
-    trace_step: int | None = None,
-    environ: Mapping[str, str],
-) -> dict[str, str]:
-    """What a launcher sets so that its workers can `read_observation`; all get the same."""
-    ours: dict[str, str] = {}
-    if timeline:
-        ours["PACELINE_TIMELINE"] = os.path.abspath(timeline)
-    if stall_s is not None:
-        ours["PACELINE_STALL_S"] = f"{stall_s:g}"
-    elif "PACELINE_STALL_S" not in environ:
-        ours["PACELINE_STALL_S"] = f"{DEFAULT_STALL_S:g}"
-    if trace_step is not None:
-        ours["PACELINE_TRACE_STEP"] = str(trace_step)
-    return ours
-
-
-def read_observation(environ: Mapping[str, str] | None = None) -> Observation:
+def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
     """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_BLAME and PACELINE_TRACE_STEP."""
-    environ = os.environ if environ is None else environ
     stall = environ.get("PACELINE_STALL_S", "0")
     blame = environ.get("PACELINE_BLAME", "1")
     try:

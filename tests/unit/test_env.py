@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from paceline.env import (
@@ -12,10 +10,8 @@ from paceline.env import (
     expand_host_list,
     expand_repeats,
     is_slurm_step,
-    observation_environment,
     read_observation,
     read_placement,
-    worker_environment,
 )
 from paceline.errors import SettingError
 
@@ -177,96 +173,18 @@ PLACE = Placement(
 )
 
 
-def written(environ: dict[str, str] | None = None, **options: object) -> dict[str, str]:
-    return worker_environment(
-        PLACE,
-        run_id="r1",
-        error_file="/tmp/e.json",
-        environ=environ or {},
-        **options,  # type: ignore[arg-type]
-    )
-
-
 def test_what_the_launcher_writes_is_what_a_worker_reads() -> None:
-    assert read_placement(written()) == PLACE
-
-
-def test_a_script_that_chooses_its_own_port_serves_its_own_store() -> None:
-    place = read_placement({**written(), "MASTER_PORT": "12355"})
+    written = PLACE.as_variables() | {"PACELINE_RUN_ID": "r1"}
+    assert read_placement(written) == PLACE
+    # A script that chooses its own port serves its own store.
+    place = read_placement({**written, "MASTER_PORT": "12355"})
     assert place is not None
     assert not place.agent_has_store
 
 
-def test_all_of_torchruns_variables_are_written() -> None:
-    assert written(role="trainer", restart_count=1, max_restarts=3, cores=8) == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_NAME": "trainer",
-        "ROLE_RANK": "2",
-        "ROLE_WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "4567",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_RUN_ID": "r1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/tmp/e.json",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "PACELINE_RUN_ID": "r1",
-        "PACELINE_STORE_PORT": "4567",
-        "OMP_NUM_THREADS": "4",
-        "MALLOC_MMAP_THRESHOLD_": "33554432",
-        "MALLOC_TRIM_THRESHOLD_": "4294967296",
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (5, "2"), (64, "32")])
-def test_cores_are_divided_among_workers_but_nobody_gets_none(cores: int, threads: str) -> None:
-    assert written(cores=cores)["OMP_NUM_THREADS"] == threads
-
-
-def test_what_the_user_has_set_is_left_alone() -> None:
-    environ = {
-        "OMP_NUM_THREADS": "7",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "THP_MEM_ALLOC_ENABLE": "0",
-    }
-    ours = written(environ, cores=8, interface="lo")
-    assert ours.keys().isdisjoint({*environ, "MALLOC_MMAP_THRESHOLD_"})
-
-
-def test_a_flag_for_threads_wins_over_the_environment() -> None:
-    assert written({"OMP_NUM_THREADS": "7"}, threads=3)["OMP_NUM_THREADS"] == "3"
-
-
-def test_gloo_is_kept_on_loopback_when_asked() -> None:
-    assert written(interface="lo")["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in written()
-
-
-def test_a_virtual_local_rank_sees_one_device_of_those_visible() -> None:
-    ours = written({"CUDA_VISIBLE_DEVICES": "3, 5"}, virtual_local_rank=True)
-    assert (ours["LOCAL_RANK"], ours["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
-    with pytest.raises(SettingError, match="local rank 0"):
-        written({"CUDA_VISIBLE_DEVICES": ""}, virtual_local_rank=True)
-
-
-def test_what_a_launcher_wants_to_watch_is_read_back_by_its_workers() -> None:
-    ours = observation_environment(timeline="spans", stall_s=None, environ={})
-    assert read_observation(ours) == Observation(os.path.abspath("spans"), 120.0, True)
-    ours = observation_environment(timeline="", stall_s=0.0, environ={})
-    assert read_observation(ours) == Observation()
-    ours = observation_environment(stall_s=0.0, trace_step=7, environ={})
-    assert read_observation(ours) == Observation(trace_step=7)
-    assert (
-        observation_environment(timeline="", stall_s=None, environ={"PACELINE_STALL_S": "5"}) == {}
-    )
+def test_what_to_watch_is_read_from_the_environment() -> None:
+    environ = {"PACELINE_TIMELINE": "/spans", "PACELINE_STALL_S": "120", "PACELINE_TRACE_STEP": "7"}
+    assert read_observation(environ) == Observation("/spans", 120.0, True, 7)
 
 
 def test_without_a_launcher_only_paces_are_compared() -> None:

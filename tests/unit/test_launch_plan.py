@@ -5,40 +5,50 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from paceline.env import read_observation, read_placement
 from paceline.errors import SettingError
-from paceline.launcher.flags import FLAGS, read_settings
-from paceline.launcher.options import RunOptions, read_options
+from paceline.launcher.flags import FLAGS, LaunchOptions, read_options, read_settings
 from paceline.launcher.plan import (
+    STDERR,
+    STDOUT,
     WORKER_FILE,
-    Facts,
-    Meeting,
+    Assignment,
     Route,
     WorkerSpec,
+    count_workers,
     plan_workers,
-    writes_logs,
 )
 
 
-def options_of(environ: dict[str, str] | None = None, **given: str) -> RunOptions:
-    return read_options(read_settings(given, environ or {}), "train.py", ("--lr", "1"))
+def options_of(environ: dict[str, str] | None = None, **given: str) -> LaunchOptions:
+    return read_options(given, environ or {}, "train.py", ("--lr", "1"))
 
 
-def plan(size: int, environ: dict[str, str] | None = None, **given: str) -> tuple[WorkerSpec, ...]:
-    meeting = Meeting(host="127.0.0.1", port=4567, size=size, local_size=size)
-    facts = Facts(
+def plan(
+    size: int,
+    environ: dict[str, str] | None = None,
+    *,
+    where: dict[str, Any] | None = None,
+    cores: int = 8,
+    interface: str | None = "lo",
+    **given: str,
+) -> list[WorkerSpec]:
+    where = {"host": "127.0.0.1", "port": 4567, "size": size, "local_size": size} | (where or {})
+    return plan_workers(
+        options_of(**given),
+        Assignment(**where),
         run_id="r1",
-        folder="/tmp/f",
-        cores=8,
-        environ=environ or {"PATH": "/bin"},
-        loopback="lo",
-        log_folder="/logs/attempt_0" if writes_logs(options_of(**given)) else "",
+        folder="/logs/attempt_1",
+        environ={"PATH": "/bin"} if environ is None else environ,
+        cores=cores,
+        interface=interface,
+        attempt=1,
     )
-    return plan_workers(options_of(**given), meeting, facts)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -51,20 +61,78 @@ def test_every_worker_knows_its_place(size: int) -> None:
 
 
 def test_ranks_continue_where_the_machines_before_end() -> None:
-    meeting = Meeting(host="node0", port=1, size=5, local_size=2, first_rank=3, node=1, nodes=2)
-    facts = Facts(run_id="r", folder="/tmp/f", cores=2, environ={}, loopback="lo")
-    specs = plan_workers(options_of(nnodes="2", node_rank="1", master_addr="node0"), meeting, facts)
+    where = {"host": "node0", "size": 5, "local_size": 2, "first_rank": 3, "node": 1, "nodes": 2}
+    specs = plan(2, where=where, interface=None, nnodes="2", node_rank="1", master_addr="node0")
     assert [(spec.rank, spec.local_rank) for spec in specs] == [(3, 0), (4, 1)]
     assert specs[0].environment["GROUP_RANK"] == "1"
     assert "GLOO_SOCKET_IFNAME" not in specs[0].environment
 
 
+def test_all_of_torchruns_variables_are_written() -> None:
+    spec = plan(2, {}, role="trainer", max_restarts="3")[1]
+    assert spec.environment == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4567",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "r1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/logs/attempt_1/1/error.json",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PACELINE_RUN_ID": "r1",
+        "PACELINE_STORE_PORT": "4567",
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (5, "2"), (64, "32")])
+def test_cores_are_divided_among_workers_but_nobody_gets_none(cores: int, threads: str) -> None:
+    assert plan(2, cores=cores)[0].environment["OMP_NUM_THREADS"] == threads
+    assert "OMP_NUM_THREADS" not in plan(1, cores=cores)[0].environment, "torch knows better"
+
+
+def test_what_the_user_has_set_is_left_alone() -> None:
+    environ = {
+        "MY_SETTING": "1",
+        "OMP_NUM_THREADS": "7",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "THP_MEM_ALLOC_ENABLE": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+    found = plan(2, environ)[1].environment
+    assert environ.items() <= found.items()
+    assert "MALLOC_MMAP_THRESHOLD_" not in found
+    assert plan(2, environ, threads="3")[0].environment["OMP_NUM_THREADS"] == "3", "a flag wins"
+
+
+def test_a_virtual_local_rank_sees_one_device_of_those_visible() -> None:
+    seen = plan(2, {"CUDA_VISIBLE_DEVICES": "3, 5"}, virtual_local_rank="1")[1].environment
+    assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("0", "5")
+    with pytest.raises(SettingError, match="local rank 1"):
+        plan(2, {"CUDA_VISIBLE_DEVICES": "3"}, virtual_local_rank="1")
+
+
 def test_every_worker_is_told_what_to_record() -> None:
-    for spec in plan(2, timeline="spans", trace_step="7"):
+    for spec in plan(2, timeline="spans", trace_step="7", stall_after="0"):
         wishes = read_observation(spec.environment)
         assert (wishes.timeline, wishes.trace_step) == (os.path.abspath("spans"), 7)
-    theirs = plan(2, {"PACELINE_TRACE_STEP": "4"})[1].environment
-    assert read_observation(theirs).trace_step == 4
+        assert wishes.stall_s == 0.0
+    theirs = plan(2, {"PACELINE_TRACE_STEP": "4", "PACELINE_STALL_S": "5"})[1].environment
+    assert (read_observation(theirs).trace_step, read_observation(theirs).stall_s) == (4, 5.0)
 
 
 def test_every_worker_is_told_how_a_run_shows_itself() -> None:
@@ -75,11 +143,6 @@ def test_every_worker_is_told_how_a_run_shows_itself() -> None:
     assert "PACELINE_PROGRESS" not in plan(2)[0].environment
 
 
-def test_on_a_single_machine_gloo_stays_on_loopback() -> None:
-    assert plan(2)[0].environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert plan(2, {"GLOO_SOCKET_IFNAME": "x"})[0].environment["GLOO_SOCKET_IFNAME"] == "x"
-
-
 def test_the_command_is_the_same_on_every_rank_and_ends_in_the_scripts_arguments() -> None:
     first, second = plan(2)
     assert first.argv == second.argv
@@ -87,14 +150,12 @@ def test_the_command_is_the_same_on_every_rank_and_ends_in_the_scripts_arguments
     assert first.argv[-4:] == (WORKER_FILE, "train.py", "--lr", "1")
 
 
-def test_what_the_user_has_in_the_environment_reaches_the_workers() -> None:
-    assert plan(2, {"MY_SETTING": "1"})[1].environment["MY_SETTING"] == "1"
-
-
 def test_a_single_worker_takes_the_terminal_and_several_do_not() -> None:
     assert plan(1)[0].takes_terminal
     assert not plan(2)[0].takes_terminal
     assert not plan(1, redirects="1")[0].takes_terminal
+    assert [spec.label for spec in plan(2)] == [0, 1]
+    assert plan(2, no_label="1")[1].label is plan(1)[0].label is None
 
 
 @pytest.mark.parametrize(
@@ -113,19 +174,12 @@ def test_a_single_worker_takes_the_terminal_and_several_do_not() -> None:
 def test_streams_of_local_rank_1_go_where_the_flags_say(
     given: dict[str, str], stdout: Route, stderr: Route
 ) -> None:
-    spec = plan(2, **given)[1]
+    spec = plan(2, **given)[1]  # type: ignore[arg-type]
 
     def named(route: Route) -> Route:
-        return Route(route.on_console, route.log_file.rpartition("/1/")[2])
+        return Route(route.on_console, route.log_file.replace("/logs/attempt_1/1/", ""))
 
-    assert (named(spec.stdout), named(spec.stderr)) == (stdout, stderr)
-
-
-def test_log_files_lie_in_the_log_folder_and_error_files_beside_them() -> None:
-    spec = plan(2, tee="3")[1]
-    assert spec.stdout.log_file == "/logs/attempt_0/1/stdout.log"
-    assert spec.error_file == "/logs/attempt_0/1/error.json"
-    assert spec.environment["TORCHELASTIC_ERROR_FILE"] == spec.error_file
+    assert (named(spec.routes[STDOUT]), named(spec.routes[STDERR])) == (stdout, stderr)
 
 
 def test_a_flag_wins_over_torchruns_variable_which_wins_over_the_default() -> None:
@@ -134,52 +188,71 @@ def test_a_flag_wins_over_torchruns_variable_which_wins_over_the_default() -> No
     assert (settings["nproc_per_node"].value, settings["nproc_per_node"].source) == ("4", "flag")
     assert settings["max_restarts"].source == "environment"
     assert settings["role"].source == "default"
-    assert read_options(settings, "x.py").max_restarts == 2
+    assert options_of(environ).max_restarts == 2
+
+
+def test_an_option_has_the_name_of_its_flag_and_can_be_given_in_python() -> None:
+    names = [declared.name for declared in fields(LaunchOptions)]
+    assert names == ["program", "arguments", *(flag.dest for flag in FLAGS)]
+    assert LaunchOptions(program="x.py", max_restarts=2).told()["TORCHELASTIC_MAX_RESTARTS"] == "2"
 
 
 def test_torchs_variable_for_the_shutdown_timeout_counts() -> None:
-    options = options_of({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"})
-    assert (options.shutdown_timeout_s, options.signal_timeout_s) == (7.0, 7.0)
+    assert options_of({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).shutdown_timeout == 7.0
 
 
 def test_defaults_are_those_of_a_single_machine_that_chooses_its_own_port() -> None:
     options = options_of()
-    assert (options.workers, options.max_nodes, options.host, options.port) == ("1", 1, "", 0)
-    assert options.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    assert (options.shutdown_timeout_s, options.signal_timeout_s) == (0.5, 30.0)
+    assert (options.nproc_per_node, options.nnodes) == ("1", (1, 1))
+    assert options.meeting_point == ("", 0)
+    assert options.signals_to_handle == (
+        *(signal.SIGTERM, signal.SIGINT),
+        *(signal.SIGHUP, signal.SIGQUIT),
+    )
+    assert options.shutdown_timeout is None
 
 
-def test_an_endpoint_is_needless_on_one_machine_so_its_port_is_not_fought_over() -> None:
-    options = options_of(rdzv_backend="c10d", rdzv_endpoint="localhost:29400")
-    assert (options.host, options.port) == ("", 0)
-
-
-def test_machines_without_numbers_meet_at_the_endpoint() -> None:
-    options = options_of(nnodes="2:4", rdzv_backend="c10d", rdzv_endpoint="[::1]:29401")
-    assert (options.host, options.port, options.node_rank) == ("::1", 29401, None)
-    assert (options.min_nodes, options.max_nodes) == (2, 4)
-
-
-def test_machines_with_numbers_meet_at_the_master() -> None:
-    options = options_of(nnodes="2", node_rank="1", master_addr="node0")
-    assert (options.host, options.port, options.node_rank) == ("node0", 29500, 1)
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        # One machine need not meet anybody, so an endpoint's port is not fought over.
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:29400"}, ("", 0)),
+        ({"rdzv_endpoint": "localhost:29400"}, ("localhost", 29400)),
+        ({"master_port": "1234"}, ("", 1234)),
+        (
+            {"nnodes": "2:4", "rdzv_backend": "c10d", "rdzv_endpoint": "[::1]:29401"},
+            ("::1", 29401),
+        ),
+        ({"nnodes": "2", "rdzv_backend": "c10d", "rdzv_endpoint": "node0"}, ("node0", 29400)),
+        ({"nnodes": "2", "node_rank": "1", "master_addr": "node0"}, ("node0", 29500)),
+    ],
+)
+def test_machines_meet_where_the_flags_say(given: dict[str, str], where: tuple[str, int]) -> None:
+    assert options_of(**given).meeting_point == where
 
 
 def test_rendezvous_settings_are_read() -> None:
-    options = options_of(rdzv_conf="join_timeout=5,last_call_timeout=1,is_host=0")
-    assert (options.join_timeout_s, options.last_call_s, options.is_host) == (5.0, 1.0, False)
+    options = options_of(rdzv_conf="join_timeout=5,last_call_timeout=1,is_host=no,store=file")
+    assert options.rdzv_conf == {"join_timeout": 5.0, "last_call_timeout": 1.0, "is_host": False}
 
 
 def test_words_to_filter_by_may_contain_a_doubled_comma() -> None:
-    assert options_of(duplicate_stdout_filters="apple,a,,b").stdout_filters == ("apple", "a,b")
+    options = options_of(duplicate_stdout_filters="apple,a,,b")
+    assert options.duplicate_stdout_filters == ("apple", "a,b")
+
+
+def test_workers_are_counted_by_number_or_by_core() -> None:
+    assert count_workers("3") == 3
+    assert count_workers("cpu") >= 1
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"nproc_per_node": "0"}, r"--nproc-per-node \(--workers\) is 0, .* at least one"),
+        ({"nproc_per_node": "0"}, r"--nproc-per-node \(--workers\) is 0, .*\n.* from 1 up"),
         ({"nproc_per_node": "-2"}, "is -2"),
         ({"nproc_per_node": "many"}, "is 'many'"),
+        ({"nproc_per_node": "xpu"}, "is 'xpu'.*\n.*XPUs are not supported yet"),
         ({"threads": "0"}, "--threads is 0"),
         ({"nnodes": "0"}, "--nnodes is 0"),
         ({"nnodes": "3:2"}, "--nnodes is 3:2"),
@@ -192,20 +265,20 @@ def test_words_to_filter_by_may_contain_a_doubled_comma() -> None:
         ({"rdzv_backend": "etcd"}, "'etcd', which is not supported"),
         ({"rdzv_endpoint": "a:b:c"}, "not HOST:PORT"),
         ({"rdzv_endpoint": "a:70000"}, "not HOST:PORT"),
-        ({"rdzv_id": "../x"}, "cannot name a run"),
+        ({"rdzv_id": "../x"}, "not a name for a run"),
         ({"rdzv_conf": "timeout"}, "has no value"),
-        ({"rdzv_conf": "timeout=soon"}, "'soon'"),
-        ({"master_port": "70000"}, "not a port"),
+        ({"rdzv_conf": "timeout=soon"}, "timeout in --rdzv-conf is 'soon'"),
+        ({"master_port": "70000"}, "too large.*\n.*to 65535"),
         ({"master_port": "-1"}, "too small"),
         ({"max_restarts": "-1"}, "--max-restarts is -1"),
         ({"max_restarts": "x"}, "not a whole number"),
-        ({"shutdown_timeout": "-1"}, "no number of seconds"),
-        ({"monitor_interval": "nan"}, "no number of seconds"),
-        ({"redirects": "4"}, "names no streams"),
-        ({"tee": "0:1,"}, "names no streams"),
-        ({"local_ranks_filter": "a"}, "no list of local ranks"),
-        ({"signals_to_handle": "SIGNOPE"}, "'SIGNOPE', which is no signal"),
-        ({"signals_to_handle": "SIGKILL"}, "no process can handle"),
+        ({"shutdown_timeout": "-1"}, "not a number of seconds"),
+        ({"monitor_interval": "nan"}, "not a number of seconds"),
+        ({"redirects": "4"}, "not a choice of streams"),
+        ({"tee": "0:1,"}, "not a choice of streams"),
+        ({"local_ranks_filter": "a"}, "not a list of local ranks"),
+        ({"signals_to_handle": "SIGNOPE"}, "'SIGNOPE', which is not a signal"),
+        ({"signals_to_handle": "SIGKILL"}, "not a signal that a process can handle"),
         ({"trace_step": "0"}, "--trace-step is 0"),
         ({"numa_binding": "moon"}, "not a way of binding"),
         ({"module": "1", "no_python": "1"}, "contradict"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launcher.worker import Orders, claim_store, when_imported
+from paceline.launcher.worker import Instructions, claim_store, when_imported
 
 
 @pytest.fixture
@@ -64,12 +64,12 @@ def test_a_module_that_is_there_already_is_heard_of_at_once(module: str) -> None
     assert heard == [module]
 
 
-def test_orders_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders = Orders(parent=7, kind="module", listen_fd=3, as_torch=True)
-    for name, value in orders.as_variable().items():
+def test_instructions_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions = Instructions(parent=7, kind="module", listen_fd=3, as_torch=True)
+    for name, value in instructions.as_variable().items():
         monkeypatch.setenv(name, value)
-    assert Orders.take() == orders
-    assert not any(name in os.environ for name in orders.as_variable())
+    assert Instructions.take() == instructions
+    assert not any(name in os.environ for name in instructions.as_variable())
 
 
 def test_only_the_first_claims_the_store(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ def test_a_run_is_what_paceline_run_would_start(tmp_path: Path) -> None:
     script = Script(program="train.py", arguments=("--batch", "{workers}00", "{folder}"), threads=2)
     options = read_run_options(script, 3, tmp_path)
 
-    assert (options.workers, options.threads, options.kind) == ("3", 2, "script")
+    assert (options.nproc_per_node, options.threads, options.kind) == ("3", 2, "script")
     assert options.arguments == ("--batch", "300", str(tmp_path / "job"))
     assert options.timeline == str(tmp_path / "timeline")
     assert options.redirects == {-1: 3}
-    assert options.signals
+    assert options.signals_to_handle
 
 
 def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,8 +166,7 @@ def _mean_square(output: Any, *_targets: Any) -> Tensor:
 
 
 def _measure(name: str, task: _Task, processes: int, train: Callable[[], Any]) -> Row:
-    from paceline.launcher import launch
-    from paceline.launcher.machine import count_cores
+    from paceline.launcher import count_cores, launch
 
     threads = max(1, count_cores() // processes)
     ranks = launch(train, workers=processes, threads=threads, label=False)

@@ -1,35 +1,93 @@
 """`paceline run --as-torch`: an unmodified torch script gets our classes under torch's names.
 
-The names are exchanged right after torch has been imported and before the script goes on, so
+The names are exchanged right after torch has been imported and before the script continues, so
 `from torch.nn.parallel import DistributedDataParallel` finds ours everywhere: in the script, in
 its own modules and in the libraries it uses. torch's own code keeps torch's classes, because it
 relies on their insides.
+
+Scripts that call `torch.multiprocessing.spawn` train in processes of their own, often with a
+MASTER_PORT of their own. So what a worker is prepared for here holds in what it spawns as well.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from paceline.launcher.worker import when_imported
+
+_DDP = "paceline.ddp", "DistributedDataParallel"
+_DP = "paceline.dp", "DataParallel"
+_SAMPLER = "paceline.data", "PaddedDistributedSampler"
 OURS_BY_TORCHS = {
-    ("torch.nn.parallel", "DistributedDataParallel"): ("paceline.ddp", "DistributedDataParallel"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"): (
-        "paceline.ddp",
-        "DistributedDataParallel",
-    ),
-    ("torch.nn", "DataParallel"): ("paceline.dp", "DataParallel"),
-    ("torch.nn.parallel", "DataParallel"): ("paceline.dp", "DataParallel"),
+    ("torch.nn.parallel", "DistributedDataParallel"): _DDP,
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _DDP,
+    ("torch.nn", "DataParallel"): _DP,
+    ("torch.nn.parallel", "DataParallel"): _DP,
     ("torch.nn", "SyncBatchNorm"): ("paceline.ddp.sync_batch_norm", "SyncBatchNorm"),
-    ("torch.utils.data", "DistributedSampler"): ("paceline.data", "PaddedDistributedSampler"),
-    ("torch.utils.data.distributed", "DistributedSampler"): (
-        "paceline.data",
-        "PaddedDistributedSampler",
-    ),
+    ("torch.utils.data", "DistributedSampler"): _SAMPLER,
+    ("torch.utils.data.distributed", "DistributedSampler"): _SAMPLER,
 }
 
 _KEEP_TORCHS = {"torch", "paceline"}
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def prepare_spawned(store_port: int, as_torch: bool) -> None:
+    """Prepare a process that a worker has spawned as the worker was."""
+    when_imported("multiprocessing.spawn", lambda: prepare_spawning(store_port, as_torch))
+    when_imported("torch", lambda: prepare_torch(store_port, as_torch))
+
+
+def prepare_spawning(store_port: int, as_torch: bool) -> None:
+    """Make every process that multiprocessing spawns call `prepare_spawned` before all else."""
+    from multiprocessing import spawn
+
+    original = spawn.get_command_line
+    call = f"prepare_spawned({store_port}, {as_torch})"
+    prefix = f"from {__name__} import prepare_spawned; {call}; "
+
+    def get_command_line(**kwargs: Any) -> list[str]:
+        command = original(**kwargs)
+        if "-c" in command[:-1]:
+            at = command.index("-c") + 1
+            command[at] = prefix + command[at]
+        return command
+
+    spawn.get_command_line = get_command_line
+
+
+def prepare_torch(store_port: int, as_torch: bool) -> None:
+    """Do what must be done as soon as torch has been imported."""
+    import torch.distributed
+
+    if torch.distributed.is_available():
+        # An import statement would find the function of the same name.
+        serve_other_stores(import_module("torch.distributed.rendezvous"), store_port)
+    if as_torch:
+        swap_classes()
+
+
+def serve_other_stores(rendezvous: ModuleType, store_port: int) -> None:
+    """Let rank 0 serve a store of the script's own: the launcher serves only its own."""
+    original: Callable[..., Any] | None = getattr(rendezvous, "_create_c10d_store", None)
+    if original is None:
+        return
+
+    def create_store(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        if port == store_port or _AGENT_STORE not in os.environ:
+            return original(hostname, port, *args, **kwargs)
+        before = os.environ.pop(_AGENT_STORE)
+        try:
+            return original(hostname, port, *args, **kwargs)
+        finally:
+            os.environ[_AGENT_STORE] = before
+
+    vars(rendezvous)["_create_c10d_store"] = create_store
 
 
 def swap_classes() -> None:

@@ -1,45 +1,25 @@
-"""The flags of `paceline run` as a table: torchrun's, with torchrun's meaning, and a few of ours.
+"""The options of `paceline run`: each is declared, read and checked here, and nowhere else.
 
-A flag's value comes from the command line, else from torchrun's variable `PET_<FLAG>`, else from
-the default; a `Setting` remembers which.
+A field of `LaunchOptions` that is made by `flag()` is a flag: torchrun's, with torchrun's meaning,
+and a few of ours. Its value comes from the command line, else from torchrun's variable
+`PET_<FLAG>`, else from the default; the error about an impossible one names where it came from.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from paceline.errors import SettingError
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag: its spellings, the first of which names it, and what it does."""
-
-    names: tuple[str, ...]
-    help: str
-    default: str | None = ""
-    """As one would write it on the command line; None marks a switch, which takes no value."""
-    metavar: str = ""
-
-    @property
-    def dest(self) -> str:
-        return self.names[0].lstrip("-").replace("-", "_")
-
-    @property
-    def title(self) -> str:
-        """How messages call it: `--nproc-per-node (--workers)`."""
-        first, *others = [name for name in self.names if name.startswith("--")]
-        return f"{first} ({others[0]})" if others else first
-
-    @property
-    def variable(self) -> str:
-        return f"PET_{self.dest.upper()}"
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """With dashes and, as torchrun, with underscores."""
-        both = [(name, name[:2] + name[2:].replace("-", "_")) for name in self.names]
-        return tuple(dict.fromkeys(name for pair in both for name in pair))
+SHUTDOWN_TIMEOUT_S = 0.5
+# After a signal from the user a step and a checkpoint should fit in.
+SIGNAL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,237 +31,527 @@ class Setting:
     name: str
     """The flag or the variable, for messages."""
 
+    def error(self, problem: str, advice: str) -> SettingError:
+        shown = self.value if re.fullmatch(r"-?\d+", self.value) else repr(self.value)
+        return SettingError(f"{self.name} is {shown}, which is {problem}.", advice=advice)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: how it is written, and what it does."""
+
+    usage: str
+    """Its spellings, the first of which names it, then a word for its value unless it is a switch:
+    `--tee -t STREAMS`."""
+    help: str
+    read: Callable[[Setting], Any] | None
+    """Turns text into the option's value, or raises; None for plain text and for switches."""
+    default: str = ""
+    """As one would write it on the command line."""
+    tells: str = ""
+    """The variable that tells workers the value; for a switch with what it is set to, NAME=TEXT."""
+    variables: tuple[str, ...] = ()
+    """Variables that set it, besides `PET_<FLAG>`."""
+
     @property
-    def is_on(self) -> bool:
-        return self.value not in {"", "0"}
+    def names(self) -> list[str]:
+        return [word for word in self.usage.split() if word.startswith("-")]
+
+    @property
+    def metavar(self) -> str:
+        return "".join(word for word in self.usage.split() if not word.startswith("-"))
+
+    @property
+    def dest(self) -> str:
+        return self.names[0].lstrip("-").replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """With dashes and, as torchrun, with underscores."""
+        both = [(name, name[:2] + name[2:].replace("-", "_")) for name in self.names]
+        return tuple(dict.fromkeys(name for pair in both for name in pair))
+
+    def setting(self, given: str | None, environ: Mapping[str, str]) -> Setting:
+        """The flag's value as text, and its source."""
+        first, *others = [name for name in self.names if name.startswith("--")]
+        title = f"{first} ({others[0]})" if others else first
+        if given is not None:
+            return Setting(given, "flag", title)
+        for variable in (f"PET_{self.dest.upper()}", *self.variables):
+            if variable in environ:
+                return Setting(environ[variable], "environment", variable)
+        return Setting(self.default, "default", title)
+
+    def value(self, setting: Setting) -> Any:
+        if self.read is not None:
+            return self.read(setting)
+        return setting.value if self.metavar else setting.value not in {"", "0"}
 
 
-FLAGS_BY_GROUP: dict[str, tuple[Flag, ...]] = {
-    "workers": (
-        Flag(
-            ("--nproc-per-node", "--workers"),
-            "how many workers to start on this machine: a number, or auto, gpu, cpu or xpu for "
-            "as many as it has",
-            "1",
-            "N",
+def optional(read: Callable[[Setting], Any]) -> Callable[[Setting], Any]:
+    """Read nothing as None."""
+    return lambda setting: read(setting) if setting.value else None
+
+
+def matching(
+    pattern: str, problem: str, advice: str, convert: Callable[[str], Any] = str
+) -> Callable[[Setting], Any]:
+    """A reader of text that matches a pattern as a whole."""
+
+    def read(setting: Setting) -> Any:
+        text = setting.value.strip()
+        if re.fullmatch(pattern, text) is None:
+            raise setting.error(problem, advice)
+        return convert(text)
+
+    return read
+
+
+def whole(at_least: int, at_most: int = 2**63) -> Callable[[Setting], int]:
+    """A reader of whole numbers."""
+
+    def read(setting: Setting) -> int:
+        advice = f"Use a whole number from {at_least} " + (
+            "up." if at_most > 2**16 else f"to {at_most}."
+        )
+        try:
+            number = int(setting.value)
+        except ValueError:
+            raise setting.error("not a whole number", advice) from None
+        if not at_least <= number <= at_most:
+            raise setting.error("too small" if number < at_least else "too large", advice)
+        return number
+
+    return read
+
+
+def seconds(setting: Setting) -> float:
+    try:
+        number = float(setting.value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise setting.error("not a number of seconds", "Use a number from 0 up.")
+    return number
+
+
+def endpoint(setting: Setting) -> tuple[str, int | None]:
+    """`host`, `host:port` or `[::1]:port` as host and port."""
+    match = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+))(?::(\d+))?", setting.value)
+    if match is None or int(match[3] or 0) >= 2**16:
+        raise setting.error("not HOST:PORT", "Write it as node0:29400, or [::1]:29400 for IPv6.")
+    return match[1] or match[2], int(match[3]) if match[3] else None
+
+
+def rendezvous_conf(setting: Setting) -> dict[str, float]:
+    """`join_timeout=60,is_host=1` as numbers, without what only torchrun's backends know."""
+    found: dict[str, float] = {}
+    for pair in filter(str.strip, setting.value.split(",")):
+        key, _, text = (part.strip() for part in pair.partition("="))
+        if not text:
+            raise setting.error(
+                f"not complete: {key!r} has no value", "Write it as join_timeout=60,is_host=1."
+            )
+        if key == "is_host":
+            found[key] = text.lower() in {"1", "true", "yes", "t", "y"}
+        elif key in {"join_timeout", "timeout", "last_call_timeout"}:
+            found[key] = seconds(Setting(text, setting.source, f"{key} in {setting.name}"))
+    return found
+
+
+def streams(text: str) -> dict[int, int]:
+    """`3` as {-1: 3} (all local ranks), `0:3,1:2` as {0: 3, 1: 2}."""
+    pairs = [("-1:" + part).split(":")[-2:] for part in text.split(",")]
+    return {int(rank): int(which) for rank, which in pairs}
+
+
+def words(setting: Setting) -> tuple[str, ...]:
+    """Words between commas; a doubled comma stands for one."""
+    parts = re.split(r"(?<!,),(?!,)", setting.value)
+    return tuple(part.replace(",,", ",") for part in parts if part)
+
+
+def signals(setting: Setting) -> tuple[signal.Signals, ...]:
+    possible = {s.name: s for s in signal.Signals if s not in {signal.SIGKILL, signal.SIGSTOP}}
+    names = [name for part in setting.value.split(",") if (name := part.strip())]
+    for name in names:
+        if name not in possible:
+            raise SettingError(
+                f"{setting.name} names {name!r}, which is not a signal that a process can handle.",
+                advice="Write names such as SIGTERM,SIGUSR1.",
+            )
+    return tuple(possible[name] for name in names)
+
+
+read_streams = matching(
+    r"[0-3]|\d+:[0-3](,\d+:[0-3])*",
+    "not a choice of streams",
+    "Use 0 none, 1 stdout, 2 stderr or 3 both; by local rank as in 0:3,1:2.",
+    streams,
+)
+
+
+def flag(usage: str, help: str, read: Callable[[Setting], Any] | None = None, **more: Any) -> Any:
+    """Declare a field of `LaunchOptions` that is also a flag."""
+    made = Flag(usage, help, read, **more)
+    default = made.value(made.setting(None, {}))
+    return field(default_factory=lambda: default, metadata={"flag": made})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Everything the flags say, each in a field named as the flag, and checked together."""
+
+    program: str
+    arguments: tuple[str, ...] = ()
+
+    nproc_per_node: str = flag(
+        "--nproc-per-node --workers N",
+        "how many workers to start here: a number, or auto, gpu or cpu for as many as there are",
+        matching(
+            r"[1-9]\d*|auto|gpu|cpu",
+            "not a number of workers",
+            "Pass a whole number from 1 up, or auto, gpu or cpu; XPUs are not supported yet.",
         ),
-        Flag(
-            ("--threads",),
-            "CPU threads per worker (OMP_NUM_THREADS); unless that variable is set, the default "
-            "with several workers is the machine's cores divided among them",
-            "",
-            "N",
+        default="1",
+    )
+    threads: int | None = flag(
+        "--threads N",
+        "CPU threads per worker (OMP_NUM_THREADS); unless that variable is set, the default "
+        "with several workers is the machine's cores divided among them",
+        optional(whole(1)),
+        tells="OMP_NUM_THREADS",
+    )
+    as_torch: bool = flag(
+        "--as-torch",
+        "give the script Paceline's DistributedDataParallel and DistributedSampler where it asks "
+        "for torch's, without changing the script",
+    )
+    virtual_local_rank: bool = flag(
+        "--virtual-local-rank",
+        "show each worker only its own GPU, as device 0, and set LOCAL_RANK to 0",
+    )
+    numa_binding: str = flag(
+        "--numa-binding MODE",
+        "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
+        matching(
+            "|node|socket|exclusive|core-complex",
+            "not a way of binding",
+            "Use node, socket, exclusive or core-complex.",
         ),
-        Flag(
-            ("--as-torch",),
-            "give the script Paceline's DistributedDataParallel and DistributedSampler where it "
-            "asks for torch's, without changing the script",
-            None,
+    )
+    role: str = flag("--role NAME", "a name for the workers", default="default", tells="ROLE_NAME")
+
+    module: bool = flag("--module -m", "run a module, as `python -m` does")
+    no_python: bool = flag("--no-python", "run a program that is not a Python script")
+
+    nnodes: tuple[int, int] = flag(
+        "--nnodes N",
+        "how many machines take part, or MIN:MAX",
+        matching(
+            r"[1-9]\d*(:[1-9]\d*)?",
+            "not a number of machines",
+            "Pass a whole number from 1 up, or MIN:MAX.",
+            lambda text: (int(text.partition(":")[0]), int(text.rpartition(":")[2])),
         ),
-        Flag(
-            ("--virtual-local-rank",),
-            "show each worker only its own GPU, as device 0, and set LOCAL_RANK to 0",
-            None,
+        default="1",
+    )
+    node_rank: int | None = flag(
+        "--node-rank R", "this machine's number, from 0 (static rendezvous)", optional(whole(0))
+    )
+    master_addr: str = flag(
+        "--master-addr ADDR",
+        "the address of machine 0 (static rendezvous); 127.0.0.1 by default",
+    )
+    master_port: int | None = flag(
+        "--master-port PORT",
+        "the port on machine 0 (static rendezvous); a free one on a single machine, 29500 on "
+        "several",
+        optional(whole(0, 2**16 - 1)),
+    )
+    rdzv_backend: str = flag(
+        "--rdzv-backend NAME",
+        "how machines find each other: static (numbered by --node-rank) or c10d (numbered as "
+        "they arrive at --rdzv-endpoint)",
+        matching(
+            "static|c10d",
+            "not supported",
+            "Use static with --node-rank, or c10d with --rdzv-endpoint.",
         ),
-        Flag(
-            ("--numa-binding",),
-            "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
-            "",
-            "MODE",
+        default="static",
+    )
+    rdzv_endpoint: tuple[str, int | None] | None = flag(
+        "--rdzv-endpoint HOST:PORT",
+        "where they meet: an address of one of the machines",
+        optional(endpoint),
+    )
+    rdzv_id: str = flag(
+        "--rdzv-id ID",
+        "a name for this run, the same on all machines",
+        matching(  # it becomes part of a folder's name
+            r"[A-Za-z0-9._-]{0,64}",
+            "not a name for a run",
+            "Use up to 64 letters, digits, dots, dashes and underscores.",
         ),
-        Flag(("--role",), "a name for the workers (ROLE_NAME)", "default", "NAME"),
-    ),
-    "program": (
-        Flag(("--module", "-m"), "run a module, as `python -m` does", None),
-        Flag(("--no-python",), "run a program that is not a Python script", None),
-    ),
-    "several machines": (
-        Flag(("--nnodes",), "how many machines take part, or MIN:MAX", "1", "N"),
-        Flag(("--node-rank",), "this machine's number, from 0 (static rendezvous)", "", "R"),
-        Flag(
-            ("--master-addr",),
-            "the address of machine 0 (static rendezvous); 127.0.0.1 by default",
-            "",
-            "ADDR",
+    )
+    rdzv_conf: Mapping[str, float] = flag(
+        "--rdzv-conf K=V,...",
+        "join_timeout=S, last_call_timeout=S, is_host=0|1, separated by commas",
+        rendezvous_conf,
+    )
+    standalone: bool = flag("--standalone", "a single machine, whatever is said about others")
+    local_addr: str = flag(
+        "--local-addr ADDR",
+        "accepted and ignored: workers find the master by the address of the rendezvous",
+    )
+
+    max_restarts: int = flag(
+        "--max-restarts N",
+        "restart all workers up to N times after a failure",
+        whole(0),
+        default="0",
+        tells="TORCHELASTIC_MAX_RESTARTS",
+    )
+    shutdown_timeout: float | None = flag(
+        "--shutdown-timeout S",
+        "seconds between asking workers to end and killing them; unless it is given, "
+        f"{SHUTDOWN_TIMEOUT_S:g} after a failure and {SIGNAL_TIMEOUT_S:g} after a signal; the "
+        "variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it too",
+        optional(seconds),
+        variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
+    )
+    signals_to_handle: tuple[signal.Signals, ...] = flag(
+        "--signals-to-handle NAMES",
+        "signals to the launcher that are passed on to the workers and end the run",
+        signals,
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    )
+    monitor_interval: float = flag(
+        "--monitor-interval S",
+        "seconds between looks at the other machines; workers here are watched without polling",
+        seconds,
+        default="0.1",
+    )
+
+    no_label: bool = flag("--no-label", "do not put `[rank N]` before each line")
+    quiet: bool = flag(
+        "--quiet",
+        "of a run, say only what is wrong: no bar, no table (PACELINE_PROGRESS=quiet)",
+        tells="PACELINE_PROGRESS=quiet",
+    )
+    json: bool = flag(
+        "--json",
+        "of a run, print one JSON object per line, without a label (PACELINE_PROGRESS=json)",
+        tells="PACELINE_PROGRESS=json",
+    )
+    log_dir: str = flag(
+        "--log-dir DIR",
+        "where log files go: DIR/<run>_<random>/attempt_<n>/<local rank>/; a temporary folder by "
+        "default",
+    )
+    redirects: Mapping[int, int] = flag(
+        "--redirects -r STREAMS",
+        "send streams to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both, "
+        "for all workers or by local rank as in 0:3,1:2",
+        read_streams,
+        default="0",
+    )
+    tee: Mapping[int, int] = flag(
+        "--tee -t STREAMS",
+        "send streams to log files as well as the console, in the same form",
+        read_streams,
+        default="0",
+    )
+    local_ranks_filter: frozenset[int] | None = flag(
+        "--local-ranks-filter RANKS",
+        "show only these local ranks on the console, separated by commas",
+        optional(
+            matching(
+                r"\d+(,\d+)*",
+                "not a list of local ranks",
+                "Write it as 0,1,2.",
+                lambda text: frozenset(map(int, text.split(","))),
+            )
         ),
-        Flag(
-            ("--master-port",),
-            "the port on machine 0 (static rendezvous); a free one on a single machine, "
-            "29500 on several",
-            "",
-            "PORT",
-        ),
-        Flag(
-            ("--rdzv-backend",),
-            "how machines find each other: static (numbered by --node-rank) or c10d (numbered "
-            "as they arrive at --rdzv-endpoint)",
-            "static",
-            "NAME",
-        ),
-        Flag(
-            ("--rdzv-endpoint",),
-            "where they meet: HOST:PORT of one of the machines",
-            "",
-            "HOST:PORT",
-        ),
-        Flag(("--rdzv-id",), "a name for this run, the same on all machines", "", "ID"),
-        Flag(
-            ("--rdzv-conf",),
-            "join_timeout=S, last_call_timeout=S, is_host=0|1, separated by commas",
-            "",
-            "K=V,...",
-        ),
-        Flag(("--standalone",), "a single machine, whatever else is said about others", None),
-        Flag(
-            ("--local-addr",),
-            "accepted and ignored: workers find the master by the address of the rendezvous",
-            "",
-            "ADDR",
-        ),
-    ),
-    "failures and signals": (
-        Flag(("--max-restarts",), "restart all workers up to N times after a failure", "0", "N"),
-        Flag(
-            ("--shutdown-timeout",),
-            "seconds between asking workers to end and killing them; 30 after a signal unless it "
-            "is given; the variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it too",
-            "0.5",
-            "S",
-        ),
-        Flag(
-            ("--signals-to-handle",),
-            "signals to the launcher that are passed on to the workers and end the run",
-            "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            "NAMES",
-        ),
-        Flag(
-            ("--monitor-interval",),
-            "seconds between looks at the other machines; workers of this one are watched "
-            "without polling",
-            "0.1",
-            "S",
-        ),
-    ),
-    "output": (
-        Flag(("--no-label",), "do not put `[rank N]` before each line", None),
-        Flag(
-            ("--quiet",),
-            "of a run, say only what is wrong: no bar, no table (PACELINE_PROGRESS=quiet)",
-            None,
-        ),
-        Flag(
-            ("--json",),
-            "of a run, print one JSON object per line, without a label (PACELINE_PROGRESS=json)",
-            None,
-        ),
-        Flag(
-            ("--log-dir",),
-            "where log files go: DIR/<run>_<random>/attempt_<n>/<local rank>/; a temporary "
-            "folder by default",
-            "",
-            "DIR",
-        ),
-        Flag(
-            ("--redirects", "-r"),
-            "send streams to log files instead of the console: 0 none, 1 stdout, 2 stderr, "
-            "3 both, for all workers or by local rank as in 0:3,1:2",
-            "0",
-            "STREAMS",
-        ),
-        Flag(
-            ("--tee", "-t"),
-            "send streams to log files as well as the console, in the same form",
-            "0",
-            "STREAMS",
-        ),
-        Flag(
-            ("--local-ranks-filter",),
-            "show only these local ranks on the console, separated by commas",
-            "",
-            "RANKS",
-        ),
-        Flag(
-            ("--duplicate-stdout-filters",),
-            "also write stdout lines that contain one of these words, separated by commas, to "
-            "filtered_stdout.log in the log folder",
-            "",
-            "WORDS",
-        ),
-        Flag(
-            ("--duplicate-stderr-filters",), "the same for stderr, filtered_stderr.log", "", "WORDS"
-        ),
-    ),
-    "watching the training": (
-        Flag(
-            ("--timeline",),
-            "record what every worker does when, as one Chrome trace per rank in this folder; "
-            "`paceline timeline FOLDER` puts them together",
-            "",
-            "FOLDER",
-        ),
-        Flag(
-            ("--trace-step",),
-            "record this step of a script that uses paceline.Run, stage by stage, in the run's "
-            "folder; `paceline trace RUN` draws it",
-            "",
-            "N",
-        ),
-        Flag(
-            ("--stall-after",),
-            "seconds without progress after which a worker says where it is and whom it waits "
-            "for; 0 for never; 120 unless PACELINE_STALL_S is set",
-            "",
-            "S",
-        ),
-    ),
-    "accepted as torchrun does, without effect here": (
-        Flag(("--run-path",), "a script always runs in the interpreter that prepared it", None),
-        Flag(
-            ("--start-method",), "workers are fresh processes, whichever is named", "spawn", "NAME"
-        ),
-        Flag(("--event-log-handler",), "no events are logged", "null", "NAME"),
-        Flag(("--logs-specs",), "log files have one layout", "", "NAME"),
-    ),
+    )
+    duplicate_stdout_filters: tuple[str, ...] = flag(
+        "--duplicate-stdout-filters WORDS",
+        "also write stdout lines that contain one of these words, separated by commas, to "
+        "filtered_stdout.log in the log folder",
+        words,
+    )
+    duplicate_stderr_filters: tuple[str, ...] = flag(
+        "--duplicate-stderr-filters WORDS", "the same for stderr, filtered_stderr.log", words
+    )
+
+    timeline: str = flag(
+        "--timeline FOLDER",
+        "record what every worker does when, as one Chrome trace per rank in this folder; "
+        "`paceline timeline FOLDER` puts them together",
+        lambda setting: os.path.abspath(setting.value) if setting.value else "",
+        tells="PACELINE_TIMELINE",
+    )
+    trace_step: int | None = flag(
+        "--trace-step N",
+        "record this step of a script that uses paceline.Run, stage by stage, in the run's "
+        "folder; `paceline trace RUN` draws it",
+        optional(whole(1)),
+        tells="PACELINE_TRACE_STEP",
+    )
+    stall_after: float | None = flag(
+        "--stall-after S",
+        "seconds without progress after which a worker says where it is and whom it waits for; "
+        "0 for never; 120 unless PACELINE_STALL_S is set",
+        optional(seconds),
+        tells="PACELINE_STALL_S",
+    )
+
+    run_path: bool = flag("--run-path", "a script always runs in the interpreter that prepared it")
+    start_method: str = flag(
+        "--start-method NAME", "workers are fresh processes, whichever is named", default="spawn"
+    )
+    event_log_handler: str = flag(
+        "--event-log-handler NAME", "no events are logged", default="null"
+    )
+    logs_specs: str = flag("--logs-specs NAME", "log files have one layout")
+
+    def __post_init__(self) -> None:
+        for problem, advice in self._contradictions():
+            raise SettingError(problem, advice=advice)
+
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """What is wrong with the flags together, and what to do about it."""
+        least, most = self.nnodes
+        spelled = f"{least}:{most}" if least < most else str(most)
+        if self.module and self.no_python:
+            yield (
+                "--module and --no-python contradict each other.",
+                "A module runs under Python; drop one of the two.",
+            )
+        if self.quiet and self.json:
+            yield "--quiet and --json contradict each other.", "Drop one of the two."
+        if least > most:
+            yield f"--nnodes is {least}:{most}, which is impossible.", "MIN is not above MAX."
+        if self.standalone and most > 1:
+            yield (
+                f"--standalone means one machine, but --nnodes is {spelled}.",
+                "Drop one of the two.",
+            )
+        if self.rdzv_backend == "c10d":
+            if most > 1 and self.rdzv_endpoint is None:
+                yield (
+                    "--rdzv-backend c10d needs to know where the machines meet.",
+                    "Pass --rdzv-endpoint HOST:PORT, the same on all machines, with the address "
+                    "of one of them.",
+                )
+            return
+        if most > 1 and not self.master_addr and self.rdzv_endpoint is None:
+            yield (
+                "Several machines need the address of the first one.",
+                "Pass --master-addr, the same on all machines.",
+            )
+        if (self.node_rank or 0) >= most:
+            yield (
+                f"--node-rank is {self.node_rank}, but there are {most} machines.",
+                f"Machines are numbered from 0 to {most - 1}; set --nnodes as well.",
+            )
+        if most > 1 and self.node_rank is None:
+            yield (
+                f"--nnodes is {spelled}, but nothing says which of them this machine is.",
+                "Pass --node-rank, a different one on each machine, or use --rdzv-backend c10d "
+                "--rdzv-endpoint HOST:PORT, which numbers them.",
+            )
+        if least < most:
+            yield (
+                f"--nnodes is {spelled}, but with --node-rank the number of machines is fixed.",
+                "Pass one number, or use --rdzv-backend c10d.",
+            )
+
+    @property
+    def kind(self) -> str:
+        """What `program` is: `script`, `module` or `program`."""
+        if self.module:
+            return "module"
+        return "program" if self.no_python and not self.run_path else "script"
+
+    @property
+    def is_single_node(self) -> bool:
+        return self.nnodes[1] == 1
+
+    @property
+    def meeting_point(self) -> tuple[str, int]:
+        """Host and port where machines meet; "" and 0 leave the choice to a single machine."""
+        if self.rdzv_backend == "c10d" and self.is_single_node:
+            return "", 0  # one machine need not meet anybody
+        host, port = self.rdzv_endpoint or (self.master_addr.strip("[]"), self.master_port)
+        if port is None:
+            port = 29400 if self.rdzv_backend == "c10d" else 29500
+            port = 0 if self.is_single_node and self.rdzv_endpoint is None else port
+        return host, port
+
+    @property
+    def writes_logs(self) -> bool:
+        """Whether anything goes to log files, so that their folder must exist."""
+        chosen = [*self.redirects.values(), *self.tee.values()]
+        return bool(self.log_dir or any(chosen) or self.has_filters)
+
+    @property
+    def has_filters(self) -> bool:
+        return bool(self.duplicate_stdout_filters or self.duplicate_stderr_filters)
+
+    def told(self) -> dict[str, str]:
+        """The variables through which workers learn of the flags that concern them."""
+        variables: dict[str, str] = {}
+        for one in FLAGS:
+            value = getattr(self, one.dest)
+            if one.tells and value is not None and value is not False and value != "":
+                name, _, text = one.tells.partition("=")
+                variables[name] = text or str(value)
+        return variables
+
+
+FLAGS: tuple[Flag, ...] = tuple(
+    declared.metadata["flag"] for declared in fields(LaunchOptions) if declared.metadata
+)
+_TITLE_BY_FIRST = {
+    "nproc_per_node": "workers",
+    "module": "program",
+    "nnodes": "several machines",
+    "max_restarts": "failures and signals",
+    "no_label": "output",
+    "timeline": "watching the training",
+    "run_path": "accepted as torchrun does, without effect here",
 }
-
-FLAGS = tuple(flag for flags in FLAGS_BY_GROUP.values() for flag in flags)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the whole table to a parser, leaving every default to `read_settings`."""
-    for title, flags in FLAGS_BY_GROUP.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            if flag.default is None:
-                group.add_argument(
-                    *flag.spellings,
-                    dest=flag.dest,
-                    action="store_const",
-                    const="1",
-                    help=flag.help,
-                )
-            else:
-                default = f" (default: {flag.default})" if flag.default else ""
-                group.add_argument(
-                    *flag.spellings, dest=flag.dest, metavar=flag.metavar, help=flag.help + default
-                )
+    """Add all flags to a parser, leaving every default to `read_settings`."""
+    group: argparse._ActionsContainer = parser
+    for flag in FLAGS:
+        if flag.dest in _TITLE_BY_FIRST:
+            group = parser.add_argument_group(_TITLE_BY_FIRST[flag.dest])
+        if flag.metavar:
+            default = f" (default: {flag.default})" if flag.default else ""
+            kind: dict[str, Any] = {"metavar": flag.metavar, "help": flag.help + default}
+        else:
+            kind = {"action": "store_const", "const": "1", "help": flag.help}
+        group.add_argument(*flag.spellings, dest=flag.dest, **kind)
 
 
 def read_settings(
     given: Mapping[str, str | None], environ: Mapping[str, str]
 ) -> dict[str, Setting]:
-    """Each flag's value and its source, by the flag's name in code."""
-    settings: dict[str, Setting] = {}
-    for flag in FLAGS:
-        variables = [flag.variable]
-        if flag.dest == "shutdown_timeout":
-            variables.append("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        value = given.get(flag.dest)
-        variable = next((name for name in variables if name in environ), None)
-        if value is not None:
-            settings[flag.dest] = Setting(value, "flag", flag.title)
-        elif variable is not None:
-            settings[flag.dest] = Setting(environ[variable], "environment", variable)
-        else:
-            settings[flag.dest] = Setting(flag.default or "", "default", flag.title)
-    return settings
+    """Each flag's value as text and its source, by the flag's name in code."""
+    return {flag.dest: flag.setting(given.get(flag.dest), environ) for flag in FLAGS}
+
+
+def read_options(
+    given: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    program: str,
+    arguments: tuple[str, ...] = (),
+) -> LaunchOptions:
+    """Read and check all flags. The first impossible value is named in the error."""
+    settings = read_settings(given, environ)
+    values = {flag.dest: flag.value(settings[flag.dest]) for flag in FLAGS}
+    return LaunchOptions(program=program, arguments=arguments, **values)

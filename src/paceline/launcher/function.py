@@ -19,21 +19,26 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError
-from paceline.launcher import output
-from paceline.launcher.ending import Ending, describe_exit
-from paceline.launcher.machine import count_cores
-from paceline.launcher.output import Collector, Console, Source, Stream
-from paceline.launcher.process import Running
-from paceline.launcher.sentinel import Sentinel
-from paceline.launcher.store import StoreDoor
-from paceline.launcher.watch import end_now, watch
-from paceline.launcher.worker import Orders, Worker, die_with
+from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
+from paceline.launcher.output import Collector, Pipes, text_console, write_all
+from paceline.launcher.plan import (
+    STDERR,
+    STDOUT,
+    Assignment,
+    WorkerSpec,
+    count_cores,
+    plan_workers,
+)
+from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, describe_exit, end_now
+from paceline.launcher.store import StoreSocket
+from paceline.launcher.supervise import Supervisor
+from paceline.launcher.worker import Instructions, Worker, die_with
 
 T = TypeVar("T")
 _VALUE, _REFUSED = b"v", b"r"
@@ -45,7 +50,7 @@ def launch(
     workers: int,
     threads: int | None = None,
     label: bool = True,
-    shutdown_timeout_s: float = 0.5,
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> list[T]:
     """Call `fn(*args)` in `workers` processes and return their results, by rank.
 
@@ -56,128 +61,62 @@ def launch(
     _check(fn, workers, threads)
     import torch  # noqa: F401  loaded once here, not once per worker
 
+    options = LaunchOptions(program="", threads=threads, no_label=not label)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        door = stack.enter_context(closing(StoreDoor(os.path.join(folder, "store-claimed"))))
-        sentinel = stack.enter_context(closing(Sentinel()))
-        console = output.text_console(sys.stdout, sys.stderr, os.environ)
-        party = _Party(fn, args, workers, threads, label, folder, door, sentinel, console)
-        nursery = stack.enter_context(closing(_Nursery()))
-        stack.callback(party.bury)
-        try:
-            running = nursery.start(party)
-        except BaseException:
-            party.close_ours()
-            raise
-        finally:
-            party.close_theirs()
-            door.shut()
-        ending = watch(
-            running,
-            sentinel=sentinel,
-            shutdown_timeout_s=shutdown_timeout_s,
-            linger_fd=party.linger_writer,
+        store = stack.enter_context(closing(StoreSocket(os.path.join(folder, "store-claimed"))))
+        guard = stack.enter_context(closing(OrphanGuard()))
+        forks = stack.enter_context(closing(_Forks(partial(fn, *args), store, guard)))
+        specs = plan_workers(
+            options,
+            Assignment(host=store.host, port=store.port, size=workers, local_size=workers),
+            run_id=secrets.token_hex(8),
+            folder=folder,
+            environ=os.environ,
+            cores=count_cores(),
+            interface=env.loopback_interface(),
         )
+        forks.start(specs)
+        ending = Supervisor(
+            forks.workers,
+            guard,
+            shutdown_timeout_s=shutdown_timeout_s,
+            linger_fd=forks.linger_writer,
+        ).run()
     if not ending.succeeded:
         raise _worker_error(ending, workers)
-    return _results(party)
+    return _decode([bytes(result.data) for result in forks.results])
 
 
-@dataclass(slots=True)
-class _Seat:
-    """One worker's pipes: our end and its end of each."""
+class _Forks:
+    """The workers, forked from a thread of its own, which lives as long as they do.
 
-    rank: int
-    pairs: dict[str, tuple[int, int]]
-    """(ours, its) by name: stdout, stderr, result, status; records if it may draw."""
-    sources: list[Source]
-    """What the launcher reads from this worker."""
-    result: Collector
-
-
-@dataclass(slots=True)
-class _Party:
-    """Everything made before the first fork, so that each worker can close what is not its own."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    size: int
-    threads: int | None
-    label: bool
-    folder: str
-    door: StoreDoor
-    sentinel: Sentinel
-    console: Console
-    seats: list[_Seat] = field(default_factory=list)
-    processes: list[Any] = field(default_factory=list)
-    linger_reader: int = field(init=False)
-    linger_writer: int = field(init=False)
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def __post_init__(self) -> None:
-        self.linger_reader, self.linger_writer = os.pipe()
-        for rank in range(self.size):
-            pairs = {name: os.pipe() for name in ("stdout", "stderr", "result", "status")}
-            result = Collector(pairs["result"][0])
-            sources = self._sources(rank, pairs, result)
-            if rank == 0 and self.console.screen is not None:
-                records, writer = output.open_records(self.console.screen)
-                pairs["records"] = records.fd, writer
-                sources.append(records)
-            self.seats.append(_Seat(rank, pairs, sources, result))
-            os.mkdir(os.path.join(self.folder, str(rank)), 0o700)
-
-    def error_file(self, rank: int) -> str:
-        return os.path.join(self.folder, str(rank), "error.json")
-
-    def _sources(
-        self, rank: int, pairs: dict[str, tuple[int, int]], result: Collector
-    ) -> list[Source]:
-        shown = partial(
-            Stream,
-            rank=rank if self.label and self.size > 1 else None,
-            console=self.console,
-            patience_s=output.TERMINAL_PATIENCE_S,
-            mark=self.console.mark if rank == 0 else "",
-        )
-        return [shown(pairs["stdout"][0], 1), shown(pairs["stderr"][0], 2), result]
-
-    def close_theirs(self) -> None:
-        os.close(self.linger_reader)
-        for seat in self.seats:
-            for _, its in seat.pairs.values():
-                os.close(its)
-
-    def close_ours(self) -> None:
-        os.close(self.linger_writer)
-        for seat in self.seats:
-            for ours, _ in seat.pairs.values():
-                os.close(ours)
-
-    def bury(self) -> None:
-        """Let multiprocessing forget the workers, which have ended."""
-        for process in self.processes:
-            process.join()
-            process.close()
-
-
-class _Nursery:
-    """Forks the workers from a thread of its own, which lives as long as they do.
-
-    See Note [Forking from a fresh thread].
+    See Note [Forking from a fresh thread]. A fork inherits every descriptor, so a worker's pipes
+    are made just before it, and its ends of them closed here just after.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[], object], store: StoreSocket, guard: OrphanGuard) -> None:
+        self.call = call
+        self.store = store
+        self.console = text_console(sys.stdout, sys.stderr, os.environ)
+        self.linger_reader, self.linger_writer = os.pipe()
+        self.ours = [guard.writer, self.linger_writer]
+        """What only the launcher may hold open."""
+        self.workers: list[WorkerProcess] = []
+        self.results: list[Collector] = []
+        self.processes: list[Any] = []
+        self.error: BaseException | None = None
         self.started = threading.Event()
         self.finished = threading.Event()
-        self.running: list[Running] = []
-        self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
 
-    def start(self, party: _Party) -> list[Running]:
+    def start(self, specs: list[WorkerSpec]) -> None:
+        """Fork them all; if one cannot be, or on an interrupt, end those that were."""
+        for spec in specs:
+            os.mkdir(os.path.dirname(spec.error_file), 0o700)
         context = contextvars.copy_context()
         self.thread = threading.Thread(
-            target=context.run, args=(self._fork_all, party), name="paceline-launch", daemon=True
+            target=context.run, args=(self._fork_all, specs), name="paceline-launch", daemon=True
         )
         self.thread.start()
         try:
@@ -186,120 +125,99 @@ class _Nursery:
                 raise self.error
         except BaseException:
             self.started.wait()
-            end_now(self.running)
+            end_now(self.workers)
+            for fd in self.ours[1:]:
+                os.close(fd)
             raise
-        return self.running
 
     def close(self) -> None:
         self.finished.set()
         if self.thread is not None:
             self.thread.join()
+        for process in self.processes:  # multiprocessing forgets the workers, which have ended
+            process.join()
+            process.close()
 
-    def _fork_all(self, party: _Party) -> None:
+    def _fork_all(self, specs: list[WorkerSpec]) -> None:
         try:
-            for seat in party.seats:
-                process = multiprocessing.get_context("fork").Process(
-                    target=_work, args=(party, seat, os.getpid()), name=f"rank {seat.rank}"
-                )
-                with warnings.catch_warnings():
-                    # Python 3.12 warns of forks among threads; the Note says why this one works.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
-                party.processes.append(process)
-                self.running.append(
-                    Running(
-                        rank=seat.rank,
-                        pid=process.pid or -1,
-                        poll=partial(getattr, process, "exitcode"),
-                        error_file=party.error_file(seat.rank),
-                        status_fd=seat.pairs["status"][0],
-                        streams=seat.sources,
-                    )
-                )
+            for spec in specs:
+                self._fork(replace(spec, takes_terminal=False))
+                if spec.rank == 0:  # which has them now
+                    self.store.shut()
+                    os.close(self.linger_reader)
         except BaseException as error:
             self.error = error
         self.started.set()
         self.finished.wait()
 
-
-def _work(party: _Party, seat: _Seat, parent: int) -> None:
-    """A worker's whole life, after the fork."""
-    os.setpgid(0, 0)
-    _settle_in(party, seat)
-    die_with(parent)
-    rank, size = seat.rank, party.size
-    place = env.Placement(
-        rank=rank,
-        size=size,
-        local_rank=rank,
-        local_size=size,
-        node=0,
-        nodes=1,
-        master_addr=party.door.host,
-        master_port=party.door.port,
-        agent_has_store=True,
-        source="paceline run",
-    )
-    os.environ.update(
-        env.worker_environment(
-            place,
-            run_id=party.run_id,
-            error_file=party.error_file(rank),
-            environ=os.environ,
-            cores=count_cores(),
-            threads=party.threads,
-            interface=env.loopback_interface(),
+    def _fork(self, spec: WorkerSpec) -> None:
+        pipes = Pipes(spec, self.console)
+        reader, writer = os.pipe()
+        pipes.theirs.append(writer)
+        self.results.append(Collector(reader))
+        pipes.sources.append(self.results[-1])
+        self.ours += pipes.ours
+        process = multiprocessing.get_context("fork").Process(
+            target=self._work, args=(spec, pipes, writer, os.getpid()), name=f"rank {spec.rank}"
         )
-    )
-    if rank == 0:
-        _, writer = seat.pairs.get("records", (-1, -1))
-        os.environ.update(env.screen_environment(writer, stdout=1, mark=party.console.mark))
-    _set_threads()
-    serves = rank == 0
-    worker = Worker(
-        Orders(
-            parent=parent,
-            status_fd=seat.pairs["status"][1],
-            listen_fd=party.door.fileno() if serves else -1,
-            claim_file=party.door.claim_file,
-            linger_fd=party.linger_reader if serves else -1,
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks among threads; the Note says why this one works.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        pipes.close_theirs()
+        self.processes.append(process)
+        self.workers.append(
+            WorkerProcess(
+                rank=spec.rank,
+                pid=process.pid or -1,
+                poll=partial(getattr, process, "exitcode"),
+                error_file=spec.error_file,
+                status_fd=pipes.status_fd,
+                sources=pipes.sources,
+            )
         )
-    )
-    worker.prepare()
 
-    def call() -> None:
-        _send(seat.pairs["result"][1], party.fn(*party.args))
+    def _work(self, spec: WorkerSpec, pipes: Pipes, result_fd: int, parent: int) -> None:
+        """A worker's whole life, after the fork."""
+        os.setpgid(0, 0)
+        for fd in self.ours:
+            os.close(fd)
+        _settle_in(pipes)
+        die_with(parent)
+        os.environ.update({**spec.environment, **pipes.variables})
+        _set_threads()
+        serves = spec.rank == 0
+        worker = Worker(
+            Instructions(
+                parent=parent,
+                status_fd=pipes.status_writer,
+                listen_fd=self.store.fileno() if serves else -1,
+                claim_file=self.store.claim_file,
+                linger_fd=self.linger_reader if serves else -1,
+            )
+        )
+        worker.prepare()
+        code: Any
+        try:
+            code = worker.call(lambda: _send(result_fd, self.call()))
+        except SystemExit as stop:
+            code = stop.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        worker.linger()
+        sys.exit(code)
 
-    code: Any
-    try:
-        code = worker.call(call)
-    except SystemExit as stop:
-        code = stop.code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    worker.linger()
-    sys.exit(code)
 
-
-def _settle_in(party: _Party, seat: _Seat) -> None:
-    """Undo what a fork inherits: other workers' pipes, signal handlers, the parent's streams."""
+def _settle_in(pipes: Pipes) -> None:
+    """Undo what a fork inherits: signal handlers, and the parent's standard streams."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.close(party.sentinel.writer)
-    os.close(party.linger_writer)
-    for other in party.seats:
-        for ours, its in other.pairs.values():
-            os.close(ours)
-            if other is not seat:
-                os.close(its)
-    if seat.rank != 0:
-        os.close(party.linger_reader)
-        party.door.shut()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        pipe = seat.pairs[name][1]
+    for fd, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+        pipe = pipes.streams[fd]
+        assert pipe is not None
         os.dup2(pipe, fd)
         os.close(pipe)
         text = os.fdopen(fd, "w", 1, encoding="utf-8", errors="replace", closefd=False)
@@ -322,20 +240,18 @@ def _send(fd: int, result: object) -> None:
         message = _VALUE + encode(result)
     except WireError as error:
         message = _REFUSED + error.what.encode()
-    output.write_all(fd, message)
+    write_all(fd, message)
     os.close(fd)
 
 
-def _results(party: _Party) -> list[Any]:
+def _decode(messages: list[bytes]) -> list[Any]:
     from paceline.comm.codec import decode
 
-    results: list[Any] = []
-    refused: list[str] = []
-    for seat in party.seats:
-        kind, payload = seat.result.data[:1], bytes(seat.result.data[1:])
-        results.append(decode(payload) if kind == _VALUE else None)
-        if kind == _REFUSED:
-            refused.append(f"rank {seat.rank}: {payload.decode()}")
+    refused = [
+        f"rank {rank}: {message[1:].decode()}"
+        for rank, message in enumerate(messages)
+        if message[:1] == _REFUSED
+    ]
     if refused:
         warnings.warn(
             "launch() returns None for what cannot be sent back.\n"
@@ -344,13 +260,13 @@ def _results(party: _Party) -> list[Any]:
             "rather than the model.",
             stacklevel=3,
         )
-    return results
+    return [decode(message[1:]) if message[:1] == _VALUE else None for message in messages]
 
 
 def _worker_error(ending: Ending, size: int) -> WorkerError:
     first = ending.first_failure
     assert first is not None  # nothing else ends a run without a signal inbox
-    traceback = first.record.traceback if first.record is not None else ""
+    traceback = first.error.traceback if first.error is not None else ""
     return WorkerError(
         f"rank {first.rank} of {size} failed: {describe_exit(first)}",
         where=traceback.rstrip(),

@@ -15,25 +15,28 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 from paceline.comm.sockets import listen
 from paceline.env import is_loopback
 from paceline.errors import PacelineError, PeerError, UsageError
-from paceline.launcher.attempt import Site
-from paceline.launcher.ending import Ending, describe_exit, report, signal_name
-from paceline.launcher.options import RunOptions
-from paceline.launcher.plan import Meeting
-from paceline.launcher.run import restart_line, say, wants_restart
-from paceline.launcher.watch import OtherMachines, SignalInbox
+from paceline.launcher.flags import LaunchOptions
+from paceline.launcher.plan import Assignment
+from paceline.launcher.process import Ending, describe_exit, report, signal_name
+from paceline.launcher.run import LocalRun, say
+from paceline.launcher.store import open_store
+from paceline.launcher.supervise import SignalInbox
 
+JOIN_TIMEOUT_S = 600.0
+LAST_CALL_S = 30.0
 STORE_TIMEOUT_S = 30.0
 BEAT_S = 1.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
 _LOOK_S = 0.05
 _NOTICE_S = 10.0
+HOST_IS_GONE = "The launcher at {}:{}, where all machines meet, is gone."
 _NOT_OURS = {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
 
 
@@ -45,13 +48,13 @@ class Interrupted(Exception):
         self.number = number
 
 
-def run_with_others(site: Site) -> int:
+def run_with_others(run: LocalRun) -> int:
     """This machine's part of a run on several; the exit code."""
     rendezvous: Rendezvous | None = None
     try:
-        rendezvous = Rendezvous(site.options, site.run_id, site.inbox)
-        rendezvous.arrive(site.local_size)
-        return _run_attempts(site, rendezvous)
+        rendezvous = Rendezvous(run.options, run.run_id, run.inbox)
+        rendezvous.arrive(run.local_size)
+        return _run_attempts(run, rendezvous)
     except Interrupted as interrupted:
         stopped = Ending(workers=(), signal=interrupted.number)
         if rendezvous is not None:
@@ -62,8 +65,7 @@ def run_with_others(site: Site) -> int:
         raise
     except RuntimeError as error:  # what torch's store raises
         raise PeerError(
-            f"The launcher at {site.options.host}:{site.options.port}, where all machines meet, "
-            "is gone.",
+            HOST_IS_GONE.format(*run.options.meeting_point),
             advice="See what it printed; it is the one that serves the store.",
         ) from error
     finally:
@@ -71,21 +73,18 @@ def run_with_others(site: Site) -> int:
             rendezvous.close()
 
 
-def _run_attempts(site: Site, rendezvous: Rendezvous) -> int:
-    options = site.options
-    for attempt in range(options.max_restarts + 1):
-        meeting = rendezvous.meet(attempt)
-        others = OtherMachines(options.monitor_interval_s, rendezvous.look)
-        ending = site.run(meeting, attempt, others=others)
+def _run_attempts(run: LocalRun, rendezvous: Rendezvous) -> int:
+    for attempt in range(run.options.max_restarts + 1):
+        assignment = rendezvous.meet(attempt)
+        ending = run.run(assignment, attempt, look_elsewhere=rendezvous.look)
         if ending.succeeded:
-            elsewhere = rendezvous.wait_for_the_others()
-            ending = Ending(workers=ending.workers, elsewhere=elsewhere)
+            ending = replace(ending, elsewhere=rendezvous.wait_for_the_others())
         else:
             rendezvous.tell_failure(ending)
         say(report(ending))
-        if rendezvous.is_over or not wants_restart(site, ending, attempt):
+        if rendezvous.is_over or not run.may_restart(ending, attempt):
             break
-        say(restart_line(options, attempt, meeting.size))
+        run.say_restart(attempt, assignment.size)
     return ending.exit_code
 
 
@@ -96,10 +95,17 @@ class Rendezvous:
     to an attempt has the attempt in its name.
     """
 
-    def __init__(self, options: RunOptions, run_id: str, inbox: SignalInbox) -> None:
-        self.options = options
+    def __init__(self, options: LaunchOptions, run_id: str, inbox: SignalInbox) -> None:
         self.inbox = inbox
-        self.deadline_s = time.monotonic() + options.join_timeout_s
+        self.host, self.port = options.meeting_point
+        self.nnodes = options.nnodes
+        arrives = options.rdzv_backend == "c10d"
+        self.number = None if arrives else options.node_rank
+        """This machine's number; None where machines are numbered as they arrive."""
+        conf = options.rdzv_conf
+        self.join_timeout_s = conf.get("join_timeout", conf.get("timeout", JOIN_TIMEOUT_S))
+        self.last_call_s = conf.get("last_call_timeout", LAST_CALL_S)
+        self.deadline_s = time.monotonic() + self.join_timeout_s
         self.attempt = 0
         self.node = -1
         self.sizes: list[int] = []
@@ -109,7 +115,8 @@ class Rendezvous:
         self.beats = 0
         self.heard: tuple[int, float] = (-1, 0.0)
         self.worker_store: Any = None
-        server = self._listen()
+        is_host = conf.get("is_host") if self.number is None else self.number == 0
+        server = self._listen(is_host)
         self.is_host = server is not None
         import torch.distributed as dist
 
@@ -119,20 +126,20 @@ class Rendezvous:
 
     def arrive(self, local_size: int) -> None:
         """Take a number, and wait until everybody has one."""
-        most = self.options.max_nodes
-        if self.options.node_rank is None:
+        _, most = self.nnodes
+        if self.number is None:
             self.node = self.store.add("arrived", 1) - 1
         else:
-            self.node = self.options.node_rank
+            self.node = self.number
             if self.store.add(f"seat/{self.node}", 1) > 1:
                 raise UsageError(
                     f"Two machines say that they are number {self.node}.",
                     advice="Give each machine its own --node-rank.",
                 )
         self.store.set(f"workers/{self.node}", str(local_size))
-        if self.options.node_rank is None:
+        if self.number is None:
             if self.node == 0:
-                self._close_the_door()
+                self._close_registration()
             self._wait("closed", "the first machine to begin")
             most = int(self.store.get("closed"))
             if self.node >= most:
@@ -144,12 +151,12 @@ class Rendezvous:
             self._wait(f"workers/{node}", f"machine {node}")
         self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(most)]
 
-    def meet(self, attempt: int) -> Meeting:
+    def meet(self, attempt: int) -> Assignment:
         """Wait until every machine is ready for this attempt; which ranks are ours."""
         self.attempt = attempt
-        self.deadline_s = time.monotonic() + self.options.join_timeout_s
+        self.deadline_s = time.monotonic() + self.join_timeout_s
         self.heard = (-1, 0.0)
-        port = self.options.port
+        port = self.port
         if attempt > 0:
             if self.is_host:
                 self.store.set(f"port/{attempt}", str(self._open_worker_store()))
@@ -158,8 +165,8 @@ class Rendezvous:
         self.store.set(f"ready/{attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
             self._wait(f"ready/{attempt}/{node}", f"machine {node}")
-        return Meeting(
-            host=self.options.host,
+        return Assignment(
+            host=self.host,
             port=port,
             size=sum(self.sizes),
             local_size=self.sizes[self.node],
@@ -178,7 +185,7 @@ class Rendezvous:
             return self._listen_to_neighbour()
         except RuntimeError:
             self.is_over = True
-            return f"The launcher at {self._endpoint}, where all machines meet, is gone."
+            return HOST_IS_GONE.format(self.host, self.port)
 
     def tell_failure(self, ending: Ending) -> None:
         """Tell the others why this machine's workers ended, unless they told us."""
@@ -210,7 +217,7 @@ class Rendezvous:
                 else:
                     self._pause(_LOOK_S)
         except RuntimeError:
-            return f"The launcher at {self._endpoint}, where all machines meet, is gone."
+            return HOST_IS_GONE.format(self.host, self.port)
         return ""
 
     def close(self) -> None:
@@ -227,24 +234,19 @@ class Rendezvous:
 
     @property
     def _endpoint(self) -> str:
-        return f"{self.options.host}:{self.options.port}"
+        return f"{self.host}:{self.port}"
 
-    def _listen(self) -> socket.socket | None:
+    def _listen(self, is_host: float | None) -> socket.socket | None:
         """The store's socket if this machine is the host: the one that owns the address."""
-        options = self.options
-        is_host = options.is_host
-        if options.node_rank is not None:
-            is_host = options.node_rank == 0
-        named_here = options.host in {socket.gethostname(), socket.getfqdn()}
-        if is_host is False:
+        if is_host is not None and not is_host:
             return None
         try:
-            return listen(_bind_address(options.host), options.port)
+            return listen(_bind_address(self.host), self.port)
         except UsageError as error:
             code = getattr(error.__cause__, "errno", None)
-            if is_host or named_here:
+            if is_host or self.host in {socket.gethostname(), socket.getfqdn()}:
                 if code == errno.EADDRNOTAVAIL:  # behind an address that only others see
-                    return listen("0.0.0.0", options.port)
+                    return listen("0.0.0.0", self.port)
                 raise
             if code not in _NOT_OURS and not isinstance(error.__cause__, socket.gaierror):
                 raise
@@ -254,7 +256,8 @@ class Rendezvous:
         if server is None:
             self._wait_until_somebody_listens()
         try:
-            return _tcp_store(self.options.host, self.options.port, server)
+            listen_fd = -1 if server is None else server.detach()
+            return open_store(self.host, self.port, listen_fd, STORE_TIMEOUT_S)
         except RuntimeError as error:
             raise PeerError(
                 f"What listens at {self._endpoint} does not answer as a store.",
@@ -265,7 +268,7 @@ class Rendezvous:
         notice_at_s = time.monotonic() + _NOTICE_S
         while True:
             try:
-                socket.create_connection((self.options.host, self.options.port), 2.0).close()
+                socket.create_connection((self.host, self.port), 2.0).close()
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -273,7 +276,7 @@ class Rendezvous:
             if now_s > self.deadline_s:
                 raise PeerError(
                     f"Nobody listens at {self._endpoint} after "
-                    f"{self.options.join_timeout_s:g} s: {reason}.",
+                    f"{self.join_timeout_s:g} s: {reason}.",
                     advice="Start the launcher on that machine too, check the address and the "
                     "firewall, or allow more time with --rdzv-conf join_timeout=S.",
                 )
@@ -282,15 +285,15 @@ class Rendezvous:
                 notice_at_s = now_s + _NOTICE_S
             self._pause(0.2)
 
-    def _close_the_door(self) -> None:
+    def _close_registration(self) -> None:
         """As the first to arrive: begin when all are there, or enough and nobody comes any more."""
-        least, most = self.options.min_nodes, self.options.max_nodes
+        least, most = self.nnodes
         last_call_s = float("inf")
         count = 0
         while count < most and time.monotonic() < last_call_s:
             now = self.store.add("arrived", 0)
             if now >= least and now > count:
-                last_call_s = time.monotonic() + self.options.last_call_s
+                last_call_s = time.monotonic() + self.last_call_s
             count = now
             if count < least:
                 self._check_deadline(f"{least} machines; {count} have come")
@@ -299,9 +302,9 @@ class Rendezvous:
 
     def _open_worker_store(self) -> int:
         """A fresh store for an attempt's workers: addresses in the old one are stale."""
-        server = listen(_bind_address(self.options.host), 0)
+        server = listen(_bind_address(self.host), 0)
         port: int = server.getsockname()[1]
-        self.worker_store = _tcp_store(self.options.host, port, server)
+        self.worker_store = open_store(self.host, port, server.detach(), STORE_TIMEOUT_S)
         return port
 
     def _listen_to_neighbour(self) -> str:
@@ -331,7 +334,7 @@ class Rendezvous:
     def _check_deadline(self, whom: str) -> None:
         if time.monotonic() > self.deadline_s:
             raise PeerError(
-                f"Waited {self.options.join_timeout_s:g} s at {self._endpoint} for {whom}.",
+                f"Waited {self.join_timeout_s:g} s at {self._endpoint} for {whom}.",
                 advice="Start the launcher on every machine with the same --nnodes and --rdzv-id, "
                 "or allow more time with --rdzv-conf join_timeout=S.",
             )
@@ -355,18 +358,3 @@ def _bind_address(host: str, resolve: Callable[[str], str] = socket.gethostbynam
         return "0.0.0.0" if is_loopback(resolve(host)) else host
     except OSError:
         return host
-
-
-def _tcp_store(host: str, port: int, server: socket.socket | None) -> Any:
-    import torch.distributed as dist
-
-    listening: dict[str, Any] = {} if server is None else {"master_listen_fd": server.detach()}
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        None,
-        server is not None,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        wait_for_workers=False,
-        **listening,
-    )

@@ -1,7 +1,9 @@
 """The output of many workers on one console: whole lines, each with its rank.
 
+    worker --Pipes--> Stream --Lines--> Console, log file
+
 `Lines` cuts a stream into lines without knowing where they go, so a test can feed it bytes and a
-clock. Bytes stay bytes: what is no text passes through unchanged. On a terminal the console also
+clock. Bytes stay bytes: what is not text passes through unchanged. On a terminal the console also
 has a `Screen`, whose bottom line says where the run is: `Records` reads that from rank 0.
 """
 
@@ -10,10 +12,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import BinaryIO, Protocol, TextIO
+from types import MappingProxyType
+from typing import BinaryIO, TextIO
 
+from paceline.env import screen_environment
+from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec
 from paceline.progress.line import Glance
 from paceline.progress.painter import terminal_of
 from paceline.progress.screen import Screen, can_draw
@@ -93,6 +98,7 @@ class Console:
         colours: Mapping[int, bool],
         screen: Screen | None = None,
         streams_on_screen: frozenset[int] = frozenset(),
+        patience_s_by_stream: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.write_by_stream = write_by_stream
         self.colours = colours
@@ -100,6 +106,7 @@ class Console:
         """The terminal's bottom line, where there is a terminal that can have one."""
         self.streams_on_screen = streams_on_screen
         """Those that lead to the same terminal; whichever a line came from, it is written there."""
+        self.patience_s_by_stream = patience_s_by_stream
         # Terminals ignore a string of this kind, should one ever be shown.
         self.mark = f"\x1b_{secrets.token_hex(8)}\x1b\\"
 
@@ -128,33 +135,38 @@ class Console:
 def file_console(environ: Mapping[str, str]) -> Console:
     """The launcher's own standard streams, coloured where they are terminals."""
     colours = {fd: wants_colour(os.isatty(fd), environ) for fd in (1, 2)}
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    patience_s = {fd: TERMINAL_PATIENCE_S if os.isatty(fd) else LOG_PATIENCE_S for fd in (1, 2)}
     writes = {fd: partial(write_all, fd) for fd in (1, 2)}
-    screen = None
-    if can_draw(1, environ):
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        screen = Screen(writes[1], fd=1, encoding=encoding, has_colour=colours[1])
-    return Console(writes, colours, screen, frozenset(fd for fd in (1, 2) if _are_same(fd, 1)))
+    return _console(writes, colours, (1, 2), encoding, environ, patience_s)
 
 
 def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> Console:
-    """Python's own streams, which in a notebook are no files."""
+    """Python's own streams, which in a notebook are not files, and encode what they are given."""
 
-    def writer(stream: TextIO) -> Callable[[bytes], object]:
-        def write(data: bytes) -> None:
-            stream.write(data.decode("utf-8", "replace"))
-            stream.flush()
+    def write(stream: TextIO, data: bytes) -> None:
+        stream.write(data.decode("utf-8", "replace"))
+        stream.flush()
 
-        return write
+    writes = {1: partial(write, stdout), 2: partial(write, stderr)}
+    fds = terminal_of(stdout), terminal_of(stderr)
+    return _console(writes, {1: False, 2: False}, fds, "utf-8", environ, {})
 
-    writes = {1: writer(stdout), 2: writer(stderr)}
-    fds = {1: terminal_of(stdout), 2: terminal_of(stderr)}
+
+def _console(
+    writes: Mapping[int, Callable[[bytes], object]],
+    colours: Mapping[int, bool],
+    fds: tuple[int, int],
+    encoding: str,
+    environ: Mapping[str, str],
+    patience_s: Mapping[int, float],
+) -> Console:
     screen = None
-    if can_draw(fds[1], environ):
+    if can_draw(fds[0], environ):
         has_colour = wants_colour(True, environ)
-        # The stream itself encodes what it is given.
-        screen = Screen(writes[1], fd=fds[1], encoding="utf-8", has_colour=has_colour)
-    on_screen = frozenset(number for number in (1, 2) if _are_same(fds[number], fds[1]))
-    return Console(writes, {1: False, 2: False}, screen, on_screen)
+        screen = Screen(writes[1], fd=fds[0], encoding=encoding, has_colour=has_colour)
+    on_screen = frozenset(n for n, fd in enumerate(fds, 1) if _are_same(fd, fds[0]))
+    return Console(writes, colours, screen, on_screen, patience_s)
 
 
 def _are_same(fd: int, other: int) -> bool:
@@ -177,62 +189,57 @@ def write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-class Source(Protocol):
+class Source:
     """Something of a worker's that the launcher reads until it ends."""
 
-    fd: int
-
-    @property
-    def due_s(self) -> float | None:
-        """When `tick` has something to do, if ever."""
-
-    def read(self, now_s: float) -> bool: ...
-
-    def tick(self, now_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Collector:
-    """Keeps everything a pipe says."""
-
     due_s: float | None = None
+    """When `tick` has something to do, if ever."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.data = bytearray()
 
     def read(self, now_s: float) -> bool:
+        """Take what there is; False at the end."""
         try:
-            data = os.read(self.fd, 2**20)
+            data = os.read(self.fd, 2**16)
         except BlockingIOError:
             return True
-        self.data += data
+        except OSError:
+            return False
+        self.take(data, now_s)
         return bool(data)
 
+    def take(self, data: bytes, now_s: float) -> None:
+        raise NotImplementedError
+
     def tick(self, now_s: float) -> None:
-        """Nothing is ever overdue."""
+        """Do what is due."""
 
     def close(self) -> None:
         os.close(self.fd)
 
 
-class Records:
+class Collector(Source):
+    """Keeps everything a pipe says."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self.data = bytearray()
+
+    def take(self, data: bytes, now_s: float) -> None:
+        self.data += data
+
+
+class Records(Source):
     """What rank 0 says about the bottom line of the screen."""
 
-    due_s: float | None = None
-
     def __init__(self, fd: int, screen: Screen) -> None:
-        self.fd = fd
+        super().__init__(fd)
         self.screen = screen
         self.rest = b""
 
-    def read(self, now_s: float) -> bool:
-        """Draw what is new; False at the end of the pipe."""
-        try:
-            data = os.read(self.fd, 2**16)
-        except BlockingIOError:
-            return True
+    def take(self, data: bytes, now_s: float) -> None:
+        """Draw what is new."""
         *whole, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
             self.rest = b""
@@ -245,7 +252,6 @@ class Records:
                 self.screen.receive(record)
         if newest is not None:
             self.screen.show(newest)
-        return bool(data)
 
     def tick(self, now_s: float) -> None:
         self.screen.refresh()
@@ -253,7 +259,7 @@ class Records:
     def close(self) -> None:
         """Rank 0 is gone, and its line with it."""
         self.screen.clear()
-        os.close(self.fd)
+        super().close()
 
 
 def open_records(screen: Screen) -> tuple[Records, int]:
@@ -263,7 +269,7 @@ def open_records(screen: Screen) -> tuple[Records, int]:
     return Records(reader, screen), writer
 
 
-class Stream:
+class Stream(Source):
     """One stream of one worker, from its pipe to the console, a log file, or both."""
 
     def __init__(
@@ -274,47 +280,35 @@ class Stream:
         rank: int | None,
         console: Console | None,
         log: BinaryIO | None = None,
-        filters: tuple[bytes, ...] = (),
-        filtered: BinaryIO | None = None,
+        copy: LineCopy | None = None,
         patience_s: float = LOG_PATIENCE_S,
         mark: str = "",
     ) -> None:
         """Lines that begin with `mark` are shown without the rank: they speak for all."""
-        self.mark = mark.encode()
-        self.fd = fd
+        super().__init__(fd)
         self.number = number
         self.rank = rank
         self.console = console
         self.log = log
-        self.filters = filters
-        self.filtered = filtered
+        self.copy = copy
+        self.mark = mark.encode()
         self.lines = Lines(patience_s)
 
     @property
-    def due_s(self) -> float | None:
+    def due_s(self) -> float | None:  # type: ignore[override]
         return self.lines.due_s
 
-    def read(self, now_s: float) -> bool:
-        """Pass on what there is; False at the end of the stream."""
-        try:
-            data = os.read(self.fd, 2**16)
-        except BlockingIOError:
-            return True
-        except OSError:
-            data = b""
-        if not data:
-            return False
+    def take(self, data: bytes, now_s: float) -> None:
         if self.log is not None:
             self.log.write(data)
         self._show(self.lines.feed(data, now_s))
-        return True
 
     def tick(self, now_s: float) -> None:
         self._show(self.lines.overdue(now_s))
 
     def close(self) -> None:
         self._show(self.lines.close())
-        os.close(self.fd)
+        super().close()
         if self.log is not None:
             self.log.close()
 
@@ -324,10 +318,8 @@ class Stream:
         ranked = [pair for line in lines for pair in self._unmarked(line)]
         if self.console is not None:
             self.console.show_all(self.number, ranked)
-        if self.filtered is not None:
-            for _, line in ranked:
-                if any(word in line for word in self.filters):
-                    self.filtered.write(line + b"\n")
+        if self.copy is not None:
+            self.copy.write(line for _, line in ranked)
 
     def _unmarked(self, line: bytes) -> list[tuple[int | None, bytes]]:
         """The line with its rank, or without it behind a mark; what had not ended is a line."""
@@ -335,3 +327,91 @@ class Stream:
             return [(self.rank, line)]
         before, *marked = line.split(self.mark)
         return [*([(self.rank, before)] if before else []), *((None, part) for part in marked)]
+
+
+class LineCopy:
+    """A file that gets the lines with one of some words in them, from all workers."""
+
+    def __init__(self, path: str, words: Iterable[str]) -> None:
+        self.words = [word.encode() for word in words]
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            if any(word in line for word in self.words):
+                self.file.write(line + b"\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Pipes:
+    """Everything between the launcher and one worker: our ends to read from, its ends to pass on.
+
+    A worker that takes the terminal inherits the launcher's streams instead, which are None here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        console: Console,
+        copies: Mapping[int, LineCopy] = MappingProxyType({}),
+    ) -> None:
+        self.status_fd, self.status_writer = os.pipe()
+        self.theirs = [self.status_writer]
+        self.sources: list[Source] = []
+        self.streams: dict[int, int | None] = {STDOUT: None, STDERR: None}
+        self.variables: dict[str, str] = {}
+        if not spec.takes_terminal:
+            for number in self.streams:
+                self.streams[number] = self._open(spec, number, console, copies.get(number))
+        if spec.speaks_for_all:
+            self._offer_screen(console, console.mark if spec.may_mark(STDOUT) else "")
+
+    def _open(self, spec: WorkerSpec, number: int, console: Console, copy: LineCopy | None) -> int:
+        """The worker's end of one stream."""
+        route = spec.routes[number]
+        if not route.on_console and copy is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            writer = os.open(route.log_file or os.devnull, flags, 0o600)
+        else:
+            reader, writer = os.pipe()
+            stream = Stream(
+                reader,
+                number,
+                rank=spec.label,
+                console=console if route.on_console else None,
+                log=open(route.log_file, "wb", buffering=0) if route.log_file else None,  # noqa: SIM115
+                copy=copy,
+                patience_s=console.patience_s_by_stream.get(number, TERMINAL_PATIENCE_S),
+                mark=console.mark if spec.may_mark(number) else "",
+            )
+            self.sources.append(stream)
+        self.theirs.append(writer)
+        return writer
+
+    def _offer_screen(self, console: Console, mark: str) -> None:
+        """Let rank 0 say what the bottom line of the screen should be, if there is one."""
+        writer = -1
+        if console.screen is not None:
+            records, writer = open_records(console.screen)
+            self.sources.append(records)
+            self.theirs.append(writer)
+        stdout = self.streams[STDOUT]
+        self.variables = screen_environment(writer, STDOUT if stdout is None else stdout, mark)
+
+    @property
+    def ours(self) -> list[int]:
+        return [self.status_fd, *(source.fd for source in self.sources)]
+
+    def close_theirs(self) -> None:
+        """Let go of what the worker has now."""
+        while self.theirs:
+            os.close(self.theirs.pop())
+
+    def close(self) -> None:
+        """Give up: there is no worker at the other end."""
+        self.close_theirs()
+        os.close(self.status_fd)
+        for source in self.sources:
+            source.close()

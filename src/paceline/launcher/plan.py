@@ -6,6 +6,8 @@ starting anything.
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import subprocess
 import sys
@@ -13,21 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.env import (
-    Placement,
-    is_loopback,
-    observation_environment,
-    progress_environment,
-    worker_environment,
-)
-from paceline.launcher.options import RunOptions
+from paceline import env
+from paceline.errors import DeviceError, SettingError
+from paceline.launcher.flags import LaunchOptions
 
 WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 STDOUT, STDERR = 1, 2
 
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Assignment:
     """Where the workers of one attempt meet, and which of them this machine starts."""
 
     host: str
@@ -39,29 +39,8 @@ class Meeting:
     nodes: int = 1
 
     @property
-    def is_single_node(self) -> bool:
-        return self.nodes == 1
-
-    @property
     def is_on_loopback(self) -> bool:
-        return self.is_single_node or is_loopback(self.host)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a plan needs to know of this machine and this attempt."""
-
-    run_id: str
-    folder: str
-    """A private folder of this attempt."""
-    cores: int
-    environ: Mapping[str, str]
-    loopback: str | None = None
-    outward: str | None = None
-    """The interface that leads to other machines, where Gloo would not find it by itself."""
-    attempt: int = 0
-    log_folder: str = ""
-    """Where this attempt's log files go, if any are written."""
+        return self.nodes == 1 or env.is_loopback(self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,95 +60,166 @@ class WorkerSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     error_file: str
-    stdout: Route
-    stderr: Route
+    routes: Mapping[int, Route]
+    """By stream: standard output and standard error."""
+    label: int | None
+    """The rank to put before its lines, if any."""
     takes_terminal: bool
     """Alone on the console, it inherits the launcher's streams as they are."""
 
+    @property
+    def speaks_for_all(self) -> bool:
+        """Rank 0 alone says where the run is, and not if nobody wants to see what it says."""
+        return self.rank == 0 and self.routes[STDOUT].on_console
 
-def plan_workers(options: RunOptions, meeting: Meeting, facts: Facts) -> tuple[WorkerSpec, ...]:
-    """One spec for each worker of this machine, by local rank."""
-    return tuple(_plan_worker(options, meeting, facts, i) for i in range(meeting.local_size))
-
-
-def writes_logs(options: RunOptions) -> bool:
-    """Whether anything goes to log files, so that their folder must exist."""
-    wanted = [*options.redirects.values(), *options.tee.values()]
-    filters = options.stdout_filters or options.stderr_filters
-    return bool(options.log_dir or any(wanted) or filters)
+    def may_mark(self, stream: int) -> bool:
+        """Whether it may mark lines of the whole run: only where nobody but us reads them."""
+        is_ours = not self.takes_terminal and not self.routes[STDOUT].log_file
+        return is_ours and stream == STDOUT and self.speaks_for_all
 
 
-def program_argv(options: RunOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """How every worker is started: by Python and our worker file, unbuffered as under torchrun."""
-    python = environ.get("PYTHON_EXEC", sys.executable)
+def plan_workers(
+    options: LaunchOptions,
+    assignment: Assignment,
+    *,
+    run_id: str,
+    folder: str,
+    environ: Mapping[str, str],
+    cores: int,
+    interface: str | None = None,
+    attempt: int = 0,
+) -> list[WorkerSpec]:
+    """One spec for each worker of this machine, by local rank.
+
+    `folder` takes the attempt's error and log files; `interface` is the one Gloo should use.
+    """
+    argv = (*python_argv(environ), WORKER_FILE, options.program, *options.arguments)
+    defaults = _defaults(environ, assignment.local_size, cores, interface)
+    specs = []
+    for local_rank in range(assignment.local_size):
+        place = env.Placement(
+            rank=assignment.first_rank + local_rank,
+            size=assignment.size,
+            local_rank=local_rank,
+            local_size=assignment.local_size,
+            node=assignment.node,
+            nodes=assignment.nodes,
+            master_addr=assignment.host,
+            master_port=assignment.port,
+            agent_has_store=True,
+            source="paceline run",
+        )
+        error_file = os.path.join(folder, str(local_rank), "error.json")
+        ours = place.as_variables() | {
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_ERROR_FILE": error_file,
+            "PACELINE_RUN_ID": run_id,
+        }
+        if options.virtual_local_rank:
+            visible = _visible_device(environ, local_rank)
+            ours |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible}
+        routes = {
+            STDOUT: _route(options, local_rank, STDOUT, os.path.dirname(error_file)),
+            STDERR: _route(options, local_rank, STDERR, os.path.dirname(error_file)),
+        }
+        is_plain = set(routes.values()) == {Route()} and not options.has_filters
+        specs.append(
+            WorkerSpec(
+                rank=place.rank,
+                local_rank=local_rank,
+                argv=argv,
+                environment={**defaults, **environ, **ours, **options.told()},
+                error_file=error_file,
+                routes=routes,
+                label=None if options.no_label or place.size == 1 else place.rank,
+                takes_terminal=place.size == 1 and is_plain,
+            )
+        )
+    return specs
+
+
+def python_argv(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """How Python is started for a worker: unbuffered, as under torchrun."""
     # -X, -W, -O and the like hold for the workers as they do for the launcher.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return (python, "-u", *flags, WORKER_FILE, options.program, *options.arguments)
+    return (environ.get("PYTHON_EXEC", sys.executable), "-u", *flags)
 
 
-def _plan_worker(
-    options: RunOptions, meeting: Meeting, facts: Facts, local_rank: int
-) -> WorkerSpec:
-    place = Placement(
-        rank=meeting.first_rank + local_rank,
-        size=meeting.size,
-        local_rank=local_rank,
-        local_size=meeting.local_size,
-        node=meeting.node,
-        nodes=meeting.nodes,
-        master_addr=meeting.host,
-        master_port=meeting.port,
-        agent_has_store=True,
-        source="paceline run",
-    )
-    folder = os.path.join(facts.log_folder or facts.folder, str(local_rank))
-    error_file = os.path.join(folder, "error.json")
-    ours = worker_environment(
-        place,
-        run_id=facts.run_id,
-        error_file=error_file,
-        environ=facts.environ,
-        role=options.role,
-        restart_count=facts.attempt,
-        max_restarts=options.max_restarts,
-        cores=facts.cores,
-        threads=options.threads,
-        interface=facts.loopback if meeting.is_on_loopback else facts.outward,
-        virtual_local_rank=options.virtual_local_rank,
-    )
-    ours |= observation_environment(
-        timeline=options.timeline,
-        stall_s=options.stall_after_s,
-        trace_step=options.trace_step,
-        environ=facts.environ,
-    )
-    ours |= progress_environment(options.progress)
-    stdout = _route(options, local_rank, STDOUT, os.path.join(folder, "stdout.log"))
-    stderr = _route(options, local_rank, STDERR, os.path.join(folder, "stderr.log"))
-    plain = Route()
-    filters = options.stdout_filters or options.stderr_filters
-    return WorkerSpec(
-        rank=place.rank,
-        local_rank=local_rank,
-        argv=program_argv(options, facts.environ),
-        environment={**facts.environ, **ours},
-        error_file=error_file,
-        stdout=stdout,
-        stderr=stderr,
-        takes_terminal=meeting.size == 1 and stdout == stderr == plain and not filters,
-    )
+def _defaults(
+    environ: Mapping[str, str], local_size: int, cores: int, interface: str | None
+) -> dict[str, str]:
+    """What workers get unless the user has set it."""
+    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **env.HUGE_PAGES}
+    if not env.has_malloc_settings(environ):
+        found |= env.KEEP_FREED_MEMORY
+    if local_size > 1:  # one worker alone is left to torch, which knows physical cores from logical
+        found["OMP_NUM_THREADS"] = str(max(1, cores // local_size))
+    if interface is not None:
+        found["GLOO_SOCKET_IFNAME"] = interface
+    return found
 
 
-def _route(options: RunOptions, local_rank: int, stream: int, log_file: str) -> Route:
-    redirected = _streams_of(options.redirects, local_rank) & stream
-    teed = _streams_of(options.tee, local_rank) & stream
-    shown = options.shown_local_ranks is None or local_rank in options.shown_local_ranks
+def _visible_device(environ: Mapping[str, str], local_rank: int) -> str:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = [name.strip() for name in visible.split(",") if name.strip()]
+    if local_rank >= len(devices):
+        raise SettingError(
+            f"CUDA_VISIBLE_DEVICES is {visible!r}: nothing there for local rank {local_rank}.",
+            advice="Start fewer workers, or make more devices visible.",
+        )
+    return devices[local_rank]
+
+
+def _route(options: LaunchOptions, local_rank: int, stream: int, folder: str) -> Route:
+    redirected, teed = (
+        bool(by_rank.get(local_rank, by_rank.get(-1, 0)) & stream)
+        for by_rank in (options.redirects, options.tee)
+    )
+    shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
+    name = "stdout.log" if stream == STDOUT else "stderr.log"
     # As under torchrun, what is both redirected and teed is teed.
     return Route(
-        on_console=shown and bool(teed or not redirected),
-        log_file=log_file if redirected or teed else "",
+        on_console=shown and (teed or not redirected),
+        log_file=os.path.join(folder, name) if redirected or teed else "",
     )
 
 
-def _streams_of(by_rank: Mapping[int, int], local_rank: int) -> int:
-    return by_rank.get(local_rank, by_rank.get(-1, 0))
+def count_cores() -> int:
+    """Cores this process may use: by affinity, and by a container's limit where there is one."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_LIMIT.read_text().split()
+        limit = math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # no such file, or `max`: no limit
+        return cores
+    return max(1, min(cores, limit))
+
+
+def count_workers(wanted: str) -> int:
+    """How many workers `--nproc-per-node` means here: a number, or auto, gpu, cpu."""
+    if wanted == "cpu":
+        return count_cores()
+    if wanted not in {"auto", "gpu"}:
+        return int(wanted)
+    may_have_gpus = sys.platform != "linux" or any(map(glob.glob, _GPU_FILES))
+    count = _ask_torch() if may_have_gpus or wanted == "gpu" else 0
+    if count == 0 and wanted == "gpu":
+        raise DeviceError(
+            "--nproc-per-node is gpu, but torch finds none on this machine.",
+            advice="Pass a number, or look at `paceline doctor`.",
+        )
+    return count or count_cores()
+
+
+def _ask_torch() -> int:
+    """Count GPUs in a process of its own: only torch knows all the ways to hide a device."""
+    question = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    last_line = answer.stdout.strip().rpartition("\n")[2]
+    return int(last_line) if answer.returncode == 0 and last_line.isdigit() else 0

@@ -1,8 +1,8 @@
 """`paceline run`: from flags to workers, attempt by attempt.
 
-flags -> options -> meeting -> plan -> start -> watch -> report
-                       ^                                   |
-                       +------ while restarts are left ----+
+flags -> plan -> start -> supervise -> report
+           ^                             |
+           +--- while restarts are left -+
 """
 
 from __future__ import annotations
@@ -12,21 +12,40 @@ import importlib.machinery
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
+from paceline import env
+from paceline.comm.sockets import interface_towards
 from paceline.errors import UsageError
-from paceline.launcher.attempt import Site
-from paceline.launcher.ending import Ending, report
-from paceline.launcher.flags import FLAGS, add_flags, read_settings
-from paceline.launcher.machine import count_workers
-from paceline.launcher.options import RunOptions, read_options
-from paceline.launcher.output import write_all
-from paceline.launcher.plan import Meeting
-from paceline.launcher.sentinel import Sentinel
-from paceline.launcher.store import StoreDoor
-from paceline.launcher.watch import SignalInbox
+from paceline.launcher.flags import (
+    FLAGS,
+    SHUTDOWN_TIMEOUT_S,
+    SIGNAL_TIMEOUT_S,
+    LaunchOptions,
+    add_flags,
+    read_options,
+)
+from paceline.launcher.output import LineCopy, Pipes, file_console, write_all
+from paceline.launcher.plan import (
+    STDERR,
+    STDOUT,
+    Assignment,
+    WorkerSpec,
+    count_cores,
+    count_workers,
+    plan_workers,
+)
+from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, end_now, report
+from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreSocket
+from paceline.launcher.supervise import SignalInbox, Supervisor
+from paceline.launcher.worker import Instructions
+
+STOPPING = "stopping, once more kills"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,31 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the script; the exit code."""
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
-    settings = read_settings(given, os.environ)
-    options = read_options(settings, args.script, tuple(args.script_args))
+    options = read_options(given, os.environ, args.script, tuple(args.script_args))
     check_program(options)
-    return run(options)
-
-
-def run(options: RunOptions) -> int:
-    """Start the workers, watch them, restart them as often as allowed; the exit code."""
-    local_size = count_workers(options.workers)
-    run_id = options.run_id or ("none" if options.max_nodes > 1 else secrets.token_hex(8))
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        sentinel = stack.enter_context(closing(Sentinel()))
-        inbox = stack.enter_context(SignalInbox(options.signals))
-        site = Site(options, local_size, run_id, folder, sentinel, inbox)
-        if site.log_root:
-            say(f"paceline: log files are in {site.log_root}\n")
-        if options.max_nodes == 1:
-            return run_alone(site)
+        run = LocalRun(options, stack)
+        if run.log_root:
+            say(f"paceline: log files are in {run.log_root}\n")
+        if options.is_single_node:
+            return run_alone(run)
         from paceline.launcher.nodes import run_with_others
 
-        return run_with_others(site)
+        return run_with_others(run)
 
 
-def check_program(options: RunOptions) -> None:
+def check_program(options: LaunchOptions) -> None:
     """Find out, before anything starts, that there is nothing to start."""
     name = options.program
     if options.kind == "program":
@@ -104,34 +112,190 @@ def check_program(options: RunOptions) -> None:
         )
 
 
-def run_alone(site: Site) -> int:
-    """All workers are on this machine."""
-    options = site.options
-    for attempt in range(options.max_restarts + 1):
-        with closing(StoreDoor(site.claim_file(attempt), options.host, options.port)) as door:
-            size = site.local_size
-            meeting = Meeting(host=door.host, port=door.port, size=size, local_size=size)
-            ending = site.run(meeting, attempt, door=door)
-        say(report(ending))
-        if not wants_restart(site, ending, attempt):
-            break
-        say(restart_line(options, attempt, site.local_size))
-    return ending.exit_code
+class LocalRun:
+    """This machine's part of a run: what stays the same when the workers are restarted."""
+
+    def __init__(self, options: LaunchOptions, stack: ExitStack) -> None:
+        self.options = options
+        self.local_size = count_workers(options.nproc_per_node)
+        unnamed = secrets.token_hex(8) if options.is_single_node else "none"
+        self.run_id = options.rdzv_id or unnamed
+        self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+        self.guard = stack.enter_context(closing(OrphanGuard()))
+        self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
+        self.console = file_console(os.environ)
+        self.log_root = (
+            _make_log_folder(options.log_dir, self.run_id) if options.writes_logs else ""
+        )
+
+    def run_alone(self, attempt: int, look_elsewhere: Callable[[], str] | None = None) -> Ending:
+        """Run one attempt whose workers are all on this machine."""
+        patience_s = 0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S
+        claim_file = os.path.join(self.folder, f"store-claimed-{attempt}")
+        size = self.local_size
+        with closing(StoreSocket(claim_file, *self.options.meeting_point, patience_s)) as store:
+            assignment = Assignment(host=store.host, port=store.port, size=size, local_size=size)
+            return self.run(assignment, attempt, store=store, look_elsewhere=look_elsewhere)
+
+    def run(
+        self,
+        assignment: Assignment,
+        attempt: int,
+        *,
+        store: StoreSocket | None = None,
+        look_elsewhere: Callable[[], str] | None = None,
+    ) -> Ending:
+        """Start this machine's workers and watch them to the end."""
+        options = self.options
+        folder = os.path.join(self.log_root or self.folder, f"attempt_{attempt}")
+        specs = plan_workers(
+            options,
+            assignment,
+            run_id=self.run_id,
+            folder=folder,
+            environ={"PACELINE_STALL_S": f"{env.DEFAULT_STALL_S:g}", **os.environ},
+            cores=count_cores(),
+            interface=(
+                env.loopback_interface()
+                if assignment.is_on_loopback
+                else interface_towards(assignment.host)
+            ),
+            attempt=attempt,
+        )
+        for spec in specs:
+            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
+        with ExitStack() as stack:
+            copies = {
+                number: stack.enter_context(closing(LineCopy(os.path.join(folder, name), words)))
+                for number, name, words in (
+                    (STDOUT, "filtered_stdout.log", options.duplicate_stdout_filters),
+                    (STDERR, "filtered_stderr.log", options.duplicate_stderr_filters),
+                )
+                if words
+            }
+            workers, linger_fd = self._start(specs, store, copies)
+            given_s = options.shutdown_timeout
+            return Supervisor(
+                workers,
+                self.guard,
+                shutdown_timeout_s=SHUTDOWN_TIMEOUT_S if given_s is None else given_s,
+                signal_timeout_s=SIGNAL_TIMEOUT_S if given_s is None else given_s,
+                inbox=self.inbox,
+                on_stopping=self._show_stopping,
+                store=store,
+                linger_fd=linger_fd,
+                look_elsewhere=look_elsewhere,
+                look_every_s=options.monitor_interval,
+            ).run()
+
+    def may_restart(self, ending: Ending, attempt: int) -> bool:
+        """Whether to try again: not after a signal, even one that came while a failure ended."""
+        self.inbox.read()
+        is_last = attempt == self.options.max_restarts
+        return not (ending.succeeded or self.inbox.seen or is_last)
+
+    def say_restart(self, attempt: int, size: int) -> None:
+        say(
+            f"paceline: restarting all {size} workers (restart {attempt + 1} of "
+            f"{self.options.max_restarts}). What was not in a checkpoint is lost.\n"
+        )
+
+    def _show_stopping(self) -> None:
+        if self.console.screen is not None:
+            self.console.screen.note(STOPPING)
+
+    def _start(
+        self, specs: list[WorkerSpec], store: StoreSocket | None, copies: Mapping[int, LineCopy]
+    ) -> tuple[list[WorkerProcess], int]:
+        """Start all workers, and what keeps the first serving the store; or end those started."""
+        workers: list[WorkerProcess] = []
+        linger_reader, linger_writer = os.pipe()
+        try:
+            for spec in specs:
+                instructions = Instructions(
+                    parent=os.getpid(),
+                    kind=self.options.kind,
+                    as_torch=self.options.as_torch,
+                    numa=self.options.numa_binding,
+                )
+                if store is not None and spec.rank == 0:
+                    instructions = replace(
+                        instructions,
+                        listen_fd=store.fileno(),
+                        claim_file=store.claim_file,
+                        linger_fd=linger_reader,
+                    )
+                pipes = Pipes(spec, self.console, copies)
+                try:
+                    workers.append(start_program(spec, instructions, pipes))
+                except BaseException:
+                    pipes.close()
+                    raise
+        except BaseException:
+            os.close(linger_writer)
+            end_now(workers)
+            raise
+        finally:
+            os.close(linger_reader)
+        return workers, linger_writer
 
 
-def wants_restart(site: Site, ending: Ending, attempt: int) -> bool:
-    """Whether to try again: not after a signal, even one that came while a failure ended."""
-    site.inbox.read()
-    return not (ending.succeeded or site.inbox.seen or attempt == site.options.max_restarts)
-
-
-def restart_line(options: RunOptions, attempt: int, size: int) -> str:
-    return (
-        f"paceline: restarting all {size} workers (restart {attempt + 1} of "
-        f"{options.max_restarts}). What was not in a checkpoint is lost.\n"
+def start_program(spec: WorkerSpec, instructions: Instructions, pipes: Pipes) -> WorkerProcess:
+    """Start a worker as a program of its own."""
+    instructions = replace(instructions, status_fd=pipes.status_writer)
+    on_terminal = os.isatty(0)
+    leads_group = not (spec.takes_terminal and on_terminal)
+    try:
+        process = subprocess.Popen(
+            spec.argv,
+            env={**spec.environment, **pipes.variables, **instructions.as_variable()},
+            pass_fds=[*pipes.theirs, *instructions.fds],
+            # Many workers cannot share a keyboard: one that reads it would be stopped.
+            stdin=subprocess.DEVNULL if on_terminal and not spec.takes_terminal else None,
+            stdout=pipes.streams[STDOUT],
+            stderr=pipes.streams[STDERR],
+            process_group=0 if leads_group else None,
+        )
+    except OSError as error:
+        raise UsageError(
+            f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
+            advice="PYTHON_EXEC chooses the interpreter, if it is set.",
+        ) from error
+    pipes.close_theirs()
+    return WorkerProcess(
+        rank=spec.rank,
+        pid=process.pid,
+        poll=process.poll,
+        error_file=spec.error_file,
+        status_fd=pipes.status_fd,
+        sources=pipes.sources,
+        leads_group=leads_group,
     )
+
+
+def run_alone(run: LocalRun) -> int:
+    """All workers are on this machine."""
+    for attempt in range(run.options.max_restarts + 1):
+        ending = run.run_alone(attempt)
+        say(report(ending))
+        if not run.may_restart(ending, attempt):
+            break
+        run.say_restart(attempt, run.local_size)
+    return ending.exit_code
 
 
 def say(text: str) -> None:
     """Tell the user, on stderr and at once."""
     write_all(2, text.encode("utf-8", "replace"))
+
+
+def _make_log_folder(root: str, run_id: str) -> str:
+    try:
+        root = root or tempfile.mkdtemp(prefix="paceline-logs-")
+        os.makedirs(root, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write log files in {root!r}: {error.strerror}.",
+            advice="Pass another --log-dir.",
+        ) from error

@@ -16,7 +16,6 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
-import importlib.util
 import json
 import os
 import pkgutil
@@ -33,7 +32,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-ORDERS_VARIABLE = "PACELINE_WORKER"
+VARIABLE = "PACELINE_WORKER"
 FAILED, SERVING = b"!", b"s"
 
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +46,7 @@ _PEER_WORDS = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class Instructions:
     """What the launcher tells a worker beyond torchrun's variables. Never a secret."""
 
     parent: int
@@ -66,26 +65,30 @@ class Orders:
     numa: str = ""
 
     @classmethod
-    def take(cls) -> Orders:
-        """Read the orders and remove them, so that the user's own children do not see them."""
-        return cls(**json.loads(os.environ.pop(ORDERS_VARIABLE)))
+    def take(cls) -> Instructions:
+        """Read them and remove them, so that the user's own children do not see them."""
+        return cls(**json.loads(os.environ.pop(VARIABLE)))
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors among them that the worker inherits."""
+        return [fd for fd in (self.status_fd, self.listen_fd, self.linger_fd) if fd >= 0]
 
     def as_variable(self) -> dict[str, str]:
-        return {ORDERS_VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json.dumps(asdict(self))}
 
 
 def main(arguments: list[str]) -> int:
     """Run the user's program as if Python had been started with it."""
-    orders = Orders.take()
-    die_with(orders.parent)
-    for fd in (orders.status_fd, orders.listen_fd, orders.linger_fd):
-        if fd >= 0:
-            os.set_inheritable(fd, False)
-    if orders.kind == "program":
+    instructions = Instructions.take()
+    die_with(instructions.parent)
+    for fd in instructions.fds:
+        os.set_inheritable(fd, False)
+    if instructions.kind == "program":
         os.execvp(arguments[0], arguments)
-    worker = Worker(orders)
+    worker = Worker(instructions)
     worker.prepare()
-    run = run_module if orders.kind == "module" else run_script
+    run = run_module if instructions.kind == "module" else run_script
     return worker.call(lambda: run(arguments[0], arguments[1:]))
 
 
@@ -104,8 +107,8 @@ class Worker:
     hears of it, whether the process then ends or hangs in somebody's clean-up.
     """
 
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
+    def __init__(self, instructions: Instructions) -> None:
+        self.instructions = instructions
         self.pid = os.getpid()
         self.store_port = int(os.environ.get("MASTER_PORT", "0"))
         self.store: Any = None
@@ -150,48 +153,41 @@ class Worker:
         self.tell(FAILED)
 
     def tell(self, word: bytes) -> None:
-        if self.orders.status_fd >= 0:
+        if self.instructions.status_fd >= 0:
             with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
-                os.write(self.orders.status_fd, word)
+                os.write(self.instructions.status_fd, word)
 
     def on_torch_imported(self) -> None:
         """Do what needs torch, at the moment the user's code has imported it."""
-        if self.orders.numa:
-            _bind_to_numa_node(self.orders.numa, int(os.environ["LOCAL_RANK"]))
-        if self.orders.listen_fd >= 0 and os.getpid() == self.pid:
+        if self.instructions.numa:
+            _bind_to_numa_node(self.instructions.numa, int(os.environ["LOCAL_RANK"]))
+        if self.instructions.listen_fd >= 0 and os.getpid() == self.pid:
             self.serve_store()
-        from paceline.launcher import spawned
+        from paceline.launcher.as_torch import prepare_torch
 
-        spawned.on_torch_imported(self.store_port, self.orders.as_torch)
+        prepare_torch(self.store_port, self.instructions.as_torch)
 
     def on_spawning_imported(self) -> None:
-        from paceline.launcher import spawned
+        from paceline.launcher.as_torch import prepare_spawning
 
-        spawned.watch_for_spawning(self.store_port, self.orders.as_torch)
+        prepare_spawning(self.store_port, self.instructions.as_torch)
 
     def serve_store(self) -> None:
-        """Serve the store all workers meet at, on the loopback socket the launcher bound.
-
-        A store of torch's own would listen on every interface.
-        """
+        """Serve the store all workers meet at, on the loopback socket the launcher bound."""
         import torch.distributed as dist
 
-        if dist.is_available() and claim_store(self.orders.claim_file):
-            self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                None,
-                True,
-                wait_for_workers=False,
-                master_listen_fd=self.orders.listen_fd,
-            )
+        from paceline.launcher.store import open_store
+
+        listen_fd = self.instructions.listen_fd
+        if dist.is_available() and claim_store(self.instructions.claim_file):
+            self.store = open_store(os.environ["MASTER_ADDR"], self.store_port, listen_fd)
             self.tell(SERVING)
         else:
-            os.close(self.orders.listen_fd)
+            os.close(listen_fd)
 
     def linger(self) -> None:
         """Keep serving the store until the other workers have ended."""
-        fd = self.orders.linger_fd
+        fd = self.instructions.linger_fd
         if self.store is not None and not self.failed and fd >= 0 and os.getpid() == self.pid:
             with contextlib.suppress(OSError, KeyboardInterrupt):
                 os.read(fd, 1)
@@ -259,54 +255,40 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _Watch(name, callback))
+        sys.meta_path.insert(0, _ImportListener(name, callback))
 
 
-class _Watch:
+class _ImportListener:
     """A module finder that finds nothing itself, but hears when one module is loaded."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
         self.callback = callback
-        self.is_looking = False
 
     def find_spec(
-        self, name: str, path: object = None, target: ModuleType | None = None
+        self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.name or self.is_looking:
+        if name != self.name:
             return None
-        self.is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.is_looking = False
-        # Libraries look for a module without loading it, so the watch goes on until it is loaded.
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next(filter(None, specs), None)
+        # Libraries look for a module without loading it, so only its own code's run counts.
         if spec is not None and spec.loader is not None:
-            spec.loader = _WatchedLoader(spec.loader, self)  # type: ignore[assignment]
+            self._listen_to(spec.loader)
         return spec
 
-    def on_loaded(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            self.callback()
+    def _listen_to(self, loader: Any) -> None:
+        original = loader.exec_module
 
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            original(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.callback()
 
-class _WatchedLoader:
-    """Stands for the real loader until the module's own code runs, and leaves no trace."""
-
-    def __init__(self, real: Any, watch: _Watch) -> None:
-        self.real = real
-        self.watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.real
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.real
-        self.real.exec_module(module)
-        self.watch.on_loaded()
+        loader.exec_module = exec_module
 
 
 def describe(error: BaseException, rank: int) -> dict[str, Any]:

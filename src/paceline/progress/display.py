@@ -51,7 +51,7 @@ class Progress:
         draws: bool = True,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Show on `stream`, or on standard output; `draws` is False in all processes but one.
 

@@ -16,8 +16,8 @@ from paceline.explain.scaling.attribution import Machine
 from paceline.explain.scaling.measure import Script, measure
 from paceline.explain.scaling.simulation import NETWORKS, Network
 from paceline.explain.scaling.study import Study, as_json, make_study, write
-from paceline.launcher.machine import count_cores
-from paceline.launcher.options import RunOptions
+from paceline.launcher import count_cores
+from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.run import check_program
 
 _MOST_WORKERS = 10**6
@@ -116,8 +116,7 @@ def main(args: argparse.Namespace) -> int:
         threads=choose_threads(args.threads, cores, sizes[-1]),
         steps=args.steps,
     )
-    kind = "module" if script.is_module else "script"
-    check_program(RunOptions(program=script.program, kind=kind))
+    check_program(LaunchOptions(program=script.program, module=script.is_module))
     profiles = measure(script, sizes, args.repeats, _tell)
     study = make_study(
         profiles,

@@ -10,25 +10,19 @@ from __future__ import annotations
 import os
 import re
 import resource
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import WorkerError
 from paceline.explain.scaling.profile import Profile, Run, combine, read_run
-from paceline.launcher.attempt import Site
-from paceline.launcher.ending import Ending, report
-from paceline.launcher.flags import read_settings
-from paceline.launcher.machine import count_cores
-from paceline.launcher.options import RunOptions, read_options
-from paceline.launcher.plan import Meeting
-from paceline.launcher.sentinel import Sentinel
-from paceline.launcher.store import StoreDoor
-from paceline.launcher.watch import OtherMachines, SignalInbox
+from paceline.launcher import count_cores
+from paceline.launcher.flags import LaunchOptions, read_options
+from paceline.launcher.process import Ending, report
+from paceline.launcher.run import LocalRun
 
 ENOUGH = "enough steps were made"
 _LOOK_EVERY_S = 0.2
@@ -83,22 +77,17 @@ def run_once(script: Script, size: int, folder: Path) -> None:
     options = read_run_options(script, size, folder)
     timeline = folder / "timeline"
     with ExitStack() as stack:
-        sentinel = stack.enter_context(closing(Sentinel()))
-        inbox = stack.enter_context(SignalInbox(options.signals))
-        site = Site(options, size, secrets.token_hex(8), str(folder / "launch"), sentinel, inbox)
-        door = stack.enter_context(closing(StoreDoor(site.claim_file(0), "", 0)))
-        meeting = Meeting(host=door.host, port=door.port, size=size, local_size=size)
-        look = OtherMachines(
-            _LOOK_EVERY_S, lambda: ENOUGH if steps_made(timeline, size) >= script.steps else ""
+        run = LocalRun(options, stack)
+        ending = run.run_alone(
+            0, lambda: ENOUGH if steps_made(timeline, size) >= script.steps else ""
         )
-        ending = site.run(meeting, 0, door=door, others=look)
     if ending.signal is not None:
         raise SystemExit(128 + ending.signal)
     if not ending.succeeded and ending.elsewhere != ENOUGH:
-        raise _failure(ending, size, Path(site.log_root))
+        raise _failure(ending, size, Path(run.log_root))
 
 
-def read_run_options(script: Script, size: int, folder: Path) -> RunOptions:
+def read_run_options(script: Script, size: int, folder: Path) -> LaunchOptions:
     """As `paceline run` would, with all output in files of ours."""
     given = {
         "nproc_per_node": str(size),
@@ -108,10 +97,11 @@ def read_run_options(script: Script, size: int, folder: Path) -> RunOptions:
         "timeline": str(folder / "timeline"),
         "redirects": "3",
         "log_dir": str(folder / "logs"),
+        "monitor_interval": str(_LOOK_EVERY_S),
     }
     names = {"{workers}": str(size), "{folder}": str(folder / "job")}
     arguments = tuple(fill_in(argument, names) for argument in script.arguments)
-    return read_options(read_settings(given, {}), script.program, arguments)
+    return read_options(given, {}, script.program, arguments)
 
 
 def fill_in(argument: str, names: Mapping[str, str]) -> str:
@@ -153,7 +143,7 @@ def _others_s() -> float:
 def _failure(ending: Ending, size: int, logs: Path) -> WorkerError:
     said = ""
     first = ending.first_failure
-    if first is not None and (first.record is None or not first.record.traceback):
+    if first is not None and (first.error is None or not first.error.traceback):
         for path in sorted(logs.glob(f"attempt_*/{first.rank}/stderr.log")):
             lines = path.read_text("utf-8", "replace").splitlines()
             said = "\n".join(lines[-_SAID_LINES:])

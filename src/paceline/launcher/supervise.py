@@ -1,0 +1,313 @@
+"""Supervision: the worker processes of this machine, until the last of them has ended.
+
+One loop, one thread, no polling: exits, output, failures, signals and the first caller of the
+store all arrive as file descriptors that become readable.
+
+    running --(a worker fails, a signal, another machine fails)--> ending --(timeout)--> killed
+
+Invariant: when `Supervisor.run` returns or raises, no worker is left, and nothing a worker has
+started. `OrphanGuard` sees to the same when the launcher itself is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from paceline.launcher.output import Source
+from paceline.launcher.process import (
+    Ending,
+    OrphanGuard,
+    WorkerEnd,
+    WorkerProcess,
+    end_now,
+    read_error,
+)
+from paceline.launcher.store import StoreSocket
+from paceline.launcher.worker import FAILED, SERVING
+
+# How long a failure that only blames a peer waits for the peer's own.
+BLAME_PATIENCE_S = 0.2
+# How long output may still come after the last worker has ended.
+DRAIN_S = 0.25
+# The same Ctrl-C may arrive twice; one that comes later is another one.
+REPEAT_NS = 200_000_000
+# Where the kernel does not tell of exits (not Linux, or an old one), they are looked for.
+_POLL_S = 0.05
+# A signal that comes just before the wait does not end it; Python looks at it afterwards.
+_LONGEST_WAIT_S = 0.2
+
+
+class Supervisor:
+    """Passes on output and waits for everybody's end; ends everybody when one fails.
+
+    After a signal to the launcher workers have `signal_timeout_s` to end, and a second one kills.
+    `linger_fd` is closed when only the first worker is left, which serves the store for the
+    others. `look_elsewhere` says why to end here too because of other machines, or nothing.
+    """
+
+    def __init__(
+        self,
+        workers: list[WorkerProcess],
+        guard: OrphanGuard,
+        *,
+        shutdown_timeout_s: float,
+        signal_timeout_s: float = 0.0,
+        inbox: SignalInbox | None = None,
+        on_stopping: Callable[[], object] = lambda: None,
+        store: StoreSocket | None = None,
+        linger_fd: int = -1,
+        look_elsewhere: Callable[[], str] | None = None,
+        look_every_s: float = 0.1,
+    ) -> None:
+        self.workers = workers
+        self.guard = guard
+        self.shutdown_timeout_s = shutdown_timeout_s
+        self.signal_timeout_s = signal_timeout_s
+        self.inbox = inbox
+        self.on_stopping = on_stopping
+        self.store = store
+        self.linger_fd = linger_fd
+        self.look_elsewhere = look_elsewhere
+        self.look_every_s = look_every_s
+        self.selector = selectors.DefaultSelector()
+        self.alive = list(workers)
+        self.sources = [source for worker in workers for source in worker.sources]
+        self.ends: dict[int, WorkerEnd] = {}
+        self.signal: int | None = None
+        self.elsewhere = ""
+        self.ending_since_ns = 0
+        self.timers: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def run(self) -> Ending:
+        try:
+            self._begin()
+            while self.alive:
+                self._turn()
+            self._sweep()
+        except BaseException:
+            end_now(self.workers)
+            raise
+        finally:
+            self._close()
+        ends = tuple(self.ends[worker.rank] for worker in self.workers)
+        return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere)
+
+    def _begin(self) -> None:
+        for worker in self.workers:
+            if worker.leads_group:
+                self.guard.add(worker.pid)
+            self._listen(worker.status_fd, partial(self.on_status, worker))
+            with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
+                worker.pidfd = os.pidfd_open(worker.pid)
+                self._listen(worker.pidfd, partial(self.on_exit, worker))
+        for source in self.sources:
+            os.set_blocking(source.fd, False)
+            self._listen(source.fd, partial(self.on_output, source))
+        if self.inbox is not None:
+            self._listen(self.inbox.fileno(), self.on_signal)
+        if self.store is not None:
+            self._listen(self.store.fileno(), self.on_first_caller)
+        self._after(self.look_every_s, "elsewhere", self.on_look_due)
+        self._release_the_last()
+
+    def _turn(self) -> None:
+        """Wait for the next event, and deal with it."""
+        must_poll = any(worker.pidfd < 0 for worker in self.alive)
+        now_s = time.monotonic()
+        due = [now_s + (_POLL_S if must_poll else _LONGEST_WAIT_S)]
+        due += [when for when, _ in self.timers.values()]
+        due += [source.due_s for source in self.sources if source.due_s is not None]
+        events = self.selector.select(max(0.0, min(due) - now_s))
+        # A Ctrl-C at the terminal reaches a worker that shares it too: that is not a failure.
+        self.on_signal()
+        for key, _ in events:
+            if self.selector.get_map().get(key.fd) is key:  # not closed by an event before it
+                key.data()
+        now_s = time.monotonic()
+        for name, (when, act) in list(self.timers.items()):
+            if now_s >= when and self.timers.pop(name, None) is not None:
+                act()
+        for source in self.sources:
+            source.tick(now_s)
+        for worker in list(self.alive) if must_poll else ():
+            self.on_exit(worker)
+
+    def on_output(self, source: Source) -> None:
+        if not source.read(time.monotonic()):
+            self.selector.unregister(source.fd)
+            self.sources.remove(source)
+            source.close()
+
+    def on_status(self, worker: WorkerProcess) -> None:
+        """A worker says that it has failed, or that it serves the store."""
+        words = os.read(worker.status_fd, 64)
+        if not words:
+            self.selector.unregister(worker.status_fd)
+        if SERVING in words and self.store is not None:
+            self.timers.pop("store", None)
+            with contextlib.suppress(KeyError, ValueError):  # somebody has called already
+                self.selector.unregister(self.store.fileno())
+            self.store.shut()
+        if FAILED in words and not worker.failed_ns:
+            worker.failed_ns = time.monotonic_ns()
+            error = read_error(worker.error_file)
+            self.on_failure(error is not None and error.is_secondary)
+
+    def on_exit(self, worker: WorkerProcess) -> None:
+        code = worker.poll()
+        if code is None:
+            return
+        self.alive.remove(worker)
+        if worker.pidfd >= 0:
+            self.selector.unregister(worker.pidfd)
+        error = read_error(worker.error_file)
+        by_itself = bool(worker.failed_ns) or not self.ending_since_ns
+        if error is not None and 0 < error.time_ns <= self.ending_since_ns:
+            by_itself = True
+        end = self.ends[worker.rank] = WorkerEnd(
+            rank=worker.rank,
+            exit_code=code,
+            noticed_ns=worker.failed_ns or time.monotonic_ns(),
+            error=error if by_itself else None,
+            ended_by_launcher=not by_itself,
+        )
+        if end.failed:
+            self.on_failure(end.is_secondary)
+        self._release_the_last()
+
+    def on_failure(self, is_secondary: bool) -> None:
+        if is_secondary:
+            if "blame" not in self.timers:
+                self._after(BLAME_PATIENCE_S, "blame", self.end_all)
+        else:
+            self.end_all()
+
+    def on_signal(self) -> None:
+        for number in self.inbox.read() if self.inbox is not None else ():
+            if not self.ending_since_ns:
+                self.signal = number
+                self.end_all(number, self.signal_timeout_s)
+                self.on_stopping()
+            elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
+                self.kill_all()  # somebody presses Ctrl-C again
+
+    def on_first_caller(self) -> None:
+        """Somebody calls the store. Unless rank 0 answers soon, a process of ours must."""
+        assert self.store is not None
+        self.selector.unregister(self.store.fileno())
+        self._after(self.store.patience_s, "store", self.store.start_server)
+
+    def on_look_due(self) -> None:
+        if self.look_elsewhere is not None and not self.ending_since_ns:
+            self.elsewhere = self.look_elsewhere()
+            if self.elsewhere:
+                self.end_all()
+            self._after(self.look_every_s, "elsewhere", self.on_look_due)
+
+    def end_all(self, number: int = signal.SIGTERM, timeout_s: float | None = None) -> None:
+        """Ask every worker to end; kill those that have not after the timeout."""
+        if self.ending_since_ns:
+            return
+        self.ending_since_ns = time.monotonic_ns()
+        for worker in self.alive:
+            if not worker.failed_ns:  # one that has failed is ending by itself
+                worker.send(number)
+                worker.send(signal.SIGCONT)
+        patience_s = self.shutdown_timeout_s if timeout_s is None else timeout_s
+        self._after(patience_s, "kill", self.kill_all)
+
+    def kill_all(self) -> None:
+        for worker in self.workers:
+            if worker in self.alive or worker.has_leftovers():
+                worker.send(signal.SIGKILL)
+
+    def _release_the_last(self) -> None:
+        """Let the first worker go once nobody needs the store it serves."""
+        if self.linger_fd >= 0 and self.alive == self.workers[:1]:
+            os.close(self.linger_fd)
+            self.linger_fd = -1
+
+    def _sweep(self) -> None:
+        """End what the workers started and left behind, then read the last output."""
+        left = [worker for worker in self.workers if worker.has_leftovers()]
+        for worker in left:
+            worker.send(signal.SIGKILL if self.ending_since_ns else signal.SIGTERM)
+        deadline_s = time.monotonic() + self.shutdown_timeout_s
+        while any(worker.has_leftovers() for worker in left) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        for worker in left:
+            worker.send(signal.SIGKILL)
+        deadline_s = time.monotonic() + DRAIN_S
+        while self.sources and (left_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in self.selector.select(left_s):
+                if key.fd in {source.fd for source in self.sources}:
+                    key.data()
+                else:
+                    self.selector.unregister(key.fd)
+
+    def _close(self) -> None:
+        for worker in self.workers:
+            if worker.leads_group:
+                self.guard.remove(worker.pid)
+            os.close(worker.status_fd)
+            if worker.pidfd >= 0:
+                os.close(worker.pidfd)
+        for source in self.sources:
+            source.close()
+        if self.linger_fd >= 0:
+            os.close(self.linger_fd)
+        self.selector.close()
+
+    def _listen(self, fd: int, act: Callable[[], None]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, act)
+
+    def _after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
+        self.timers[name] = time.monotonic() + seconds, act
+
+
+class SignalInbox:
+    """Turns signals to the launcher into something its loop can wait for."""
+
+    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.seen: list[int] = []
+        """All that ever came: after one of them nothing is started any more."""
+        self.wakeup_before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        # What nohup or a shell has switched off stays off.
+        self.before: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal)
+            for number in numbers
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+
+    def close(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.wakeup_before)
+        self.reader.close()
+        self.writer.close()
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def read(self) -> list[int]:
+        try:
+            numbers = [number for number in self.reader.recv(64) if number in self.before]
+        except BlockingIOError:
+            return []
+        self.seen += numbers
+        return numbers
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The number arrives through the wakeup descriptor."""
