@@ -11,7 +11,7 @@ import torch
 from runs import Rows, mlp, train
 from torch.nn import functional as F
 
-from paceline.checkpoint.directory import list_entries, opened
+from paceline.checkpoint.directory import list_entries, open_checkpoint
 from paceline.comm.world import World
 from paceline.errors import UsageError
 from paceline.observe.run_folder import RunFolder, read_events
@@ -48,8 +48,8 @@ def evaluate_as(run: Run, **scores: float) -> None:
 def metrics_by_step(folder: Path) -> Mapping[int, float | None]:
     found: dict[int, float | None] = {}
     for entry in list_entries(folder / "checkpoints"):
-        with opened(entry) as (_, manifest):
-            found.setdefault(entry.step, manifest.metric)
+        with open_checkpoint(entry) as checkpoint:
+            found.setdefault(entry.step, checkpoint.manifest.metric)
     return found
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from paceline.checkpoint import Checkpoints, load_weights
 from paceline.checkpoint.command import VERBS
 from paceline.checkpoint.directory import list_entries
-from paceline.checkpoint.tensors import read_tensors, write_tensors
+from paceline.checkpoint.safetensors import read_tensors, write_tensors
 from paceline.cli import main
 
 # Change this on purpose only: scripts of users depend on it.
@@ -159,7 +159,7 @@ def test_verify_finds_a_tensor_that_nothing_speaks_of(
         files["state.json"] = [skeleton]
         entry, _ = publish(run / "checkpoints", 4, files, metric=None, facts={})
         assert ckpt("verify", entry.path) == 1
-    assert "disagree about 'x'" in capsys.readouterr().out
+    assert "no place for the tensor 'x'" in capsys.readouterr().out
 
 
 def test_diff_says_what_differs_and_by_how_much(
@@ -191,8 +191,8 @@ def test_diff_compares_files_of_any_origin(
     assert ckpt("diff", tmp_path / "b.pth", run) == 1
     shown = capsys.readouterr().out
     assert "shape (5,) and (2, 3)" in shown
-    assert f"only in {tmp_path / 'b.pth'}: new" in shown
-    assert f"only in {run}: 0.bias" in shown
+    assert f"only in {tmp_path / 'b.pth'}:\n  new" in shown
+    assert f"only in {run}:\n  0.bias" in shown
     assert ckpt("diff", tmp_path / "b.pth", tmp_path / "b.pth") == 0
 
 

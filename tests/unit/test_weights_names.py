@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.checkpoint.names import clean_names, describe_renames, match_names
+from paceline.checkpoint.weights import clean_names, describe_renames, match_names
 from paceline.errors import CheckpointError
 
 BARE = ["embed.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight", "head.bias"]

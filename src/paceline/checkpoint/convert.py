@@ -3,58 +3,111 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from paceline.checkpoint.difference import compare_states, flatten
-from paceline.checkpoint.files import replace_file
-from paceline.checkpoint.foreign import find_weights, is_state_dict, read_state
-from paceline.checkpoint.header import Header
-from paceline.checkpoint.names import clean_names, describe_renames, find_wrappers, without_wrappers
-from paceline.checkpoint.printing import (
+from paceline.checkpoint.command import (
     SHOWN,
+    add_json,
     add_step,
-    count_of,
     print_json,
-    print_rest,
     print_table,
     printable,
 )
-from paceline.checkpoint.tensors import is_storable, plan_image, storable, write_tensors
-from paceline.errors import CheckpointError, UsageError
+from paceline.checkpoint.formats import (
+    SAFETENSORS,
+    flatten,
+    format_to_write,
+    is_state_dict,
+    read_state,
+    write_state,
+)
+from paceline.checkpoint.safetensors import Header, plan_file
+from paceline.checkpoint.weights import (
+    clean_names,
+    describe_renames,
+    find_weights,
+    find_wrappers,
+    without_wrappers,
+)
+from paceline.comm.codec import dtype_name, is_storable
+from paceline.errors import UsageError
+from paceline.observe.units import count_text
+
+_NAMES_SHOWN = 10
 
 
 def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", help="a checkpoint, a folder of them, or a file with weights")
     parser.add_argument("second", help="the same, to compare with")
     parser.add_argument("--all", action="store_true", help="everything, not the weights alone")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_json(parser)
     parser.epilog = "Exit code 0: equal to the last bit. 1: they differ."
 
 
 def diff(args: argparse.Namespace) -> int:
     paths = [Path(args.first), Path(args.second)]
     if args.all:
-        states = [dict(flatten(read_state(path))) for path in paths]
+        first, second = (dict(flatten(read_state(path))) for path in paths)
     else:
-        states = [_clean_weights(path, None)[0] for path in paths]
-    found = compare_states(*states)
+        first, second = (_clean_weights(path, None)[0] for path in paths)
+    shared = [name for name in first if name in second]
+    found = [_difference(name, first[name], second[name]) for name in shared]
+    differing = sorted(filter(None, found), key=lambda each: -each.largest)
+    only_in = {
+        "only_in_first": [name for name in first if name not in second],
+        "only_in_second": [name for name in second if name not in first],
+    }
+    equal = len(shared) - len(differing)
+    code = 1 if differing or any(only_in.values()) else 0
     if args.json:
-        print_json(asdict(found))
-        return 0 if found.is_equal else 1
-    print(f"{count_of(found.equal, 'name')} equal to the last bit, {len(found.differing):,} not")
-    print_table([[each.name, each.words] for each in found.differing[:SHOWN]])
-    print_rest(len(found.differing) - SHOWN)
-    for path, names in zip(paths, (found.only_in_first, found.only_in_second), strict=True):
+        print_json({"equal": equal, "differing": list(map(asdict, differing)), **only_in})
+        return code
+    print(f"{count_text(equal, 'name')} equal to the last bit, {len(differing):,} not")
+    print_table([[each.name, each.words] for each in differing], SHOWN)
+    for path, names in zip(paths, only_in.values(), strict=True):
         if names:
-            print(printable(f"only in {path}: {', '.join(names[:10])}"))
-            print_rest(len(names) - 10)
-    return 0 if found.is_equal else 1
+            print(printable(f"only in {path}:"))
+            print_table([[name] for name in names], _NAMES_SHOWN)
+    return code
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One name that is not the same on both sides."""
+
+    name: str
+    words: str
+    largest: float = math.inf
+    """The largest absolute difference; infinite where the two cannot be subtracted."""
+
+
+def _difference(name: str, first: Any, second: Any) -> Difference | None:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        same = first == second or (first != first and second != second)
+        return None if same is True else Difference(name, f"{first!r:.40} and {second!r:.40}")
+    if first.shape != second.shape:
+        return Difference(name, f"shape {tuple(first.shape)} and {tuple(second.shape)}")
+    kinds = [dtype_name(each) for each in (first, second)]
+    prefix = "" if kinds[0] == kinds[1] else f"{kinds[0]} and {kinds[1]}, "
+    # In a type that holds the values of all others, so that they can be subtracted.
+    a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (first, second))
+    is_same = (a == b) | (a.isnan() & b.isnan())
+    count = int((~is_same).sum())
+    if count == 0:
+        return Difference(name, f"{prefix}equal values", 0.0) if prefix else None
+    gap = torch.where(is_same, 0.0, (a - b).abs())
+    largest = float(gap.nan_to_num(nan=math.inf).max())
+    relative = largest / max(float(a.abs().nan_to_num(posinf=0.0).max()), 1e-300)
+    words = f"{prefix}{count:,} of {a.numel():,} differ, by at most {largest:.3g}"
+    return Difference(name, f"{words} ({relative:.2g} of the largest value)", largest)
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +121,9 @@ def export(args: argparse.Namespace) -> int:
     out = Path(args.out)
     _check_out(out, args.force)
     weights, renamed, where = _clean_weights(Path(args.path), args.step)
-    _write_state(out, weights)
-    print(f"{count_of(len(weights), 'tensor')} from {args.path}{where} written to {out}")
-    for line in describe_renames(renamed):
-        print(printable(f"  {line}"))
+    write_state(out, weights)
+    print(f"{count_text(len(weights), 'tensor')} from {args.path}{where} written to {out}")
+    _print_renames(renamed)
     return 0
 
 
@@ -102,41 +154,40 @@ def clean(args: argparse.Namespace) -> int:
     _check_out(out, args.force or args.in_place)
     state = read_state(path)
     find_weights(state, path)  # an error where there are none
-    cleaned, renamed = _clean_state(state, args.keep)
-    _write_state(out, find_weights(cleaned, path).tensors if _is_safetensors(out) else cleaned)
-    lines = describe_renames(renamed) or ["no name had a wrapper's part in it"]
-    print(f"{count_of(len(renamed), 'name')} changed, written to {out}")
-    for line in lines:
-        print(printable(f"  {line}"))
+    renamed: dict[str, str] = {}
+    cleaned = _cleaned(state, args.keep, renamed)
+    is_weights_alone = format_to_write(out) is SAFETENSORS
+    write_state(out, find_weights(cleaned, path)[0] if is_weights_alone else cleaned)
+    print(f"{count_text(len(renamed), 'name')} changed, written to {out}")
+    _print_renames(renamed)
+    if not renamed:
+        print("  no name had a wrapper's part in it")
     return 0
 
 
 def header_of_torch_file(path: Path) -> Header:
     """What a torch file holds, as the header of a safetensors file would say it."""
     tensors = {name: each for name, each in flatten(read_state(path)) if torch.is_tensor(each)}
-    plain, metadata = storable({n: each for n, each in tensors.items() if is_storable(each)})
-    image = plan_image(plain, metadata)
-    return Header(image.places, metadata, len(image.prefix))
+    return plan_file({name: each for name, each in tensors.items() if is_storable(each)}).header
 
 
-def _clean_state(state: Any, keep: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """The same nested state with bare names in every state dict of it, and what was renamed."""
+def _clean_weights(path: Path, step: int | None) -> tuple[Any, dict[str, str], str]:
+    """A file's weights under bare names, what was renamed, and where in the file they were."""
+    weights, where = find_weights(read_state(path, step), path)
     renamed: dict[str, str] = {}
-
-    def clean(value: Any) -> Any:
-        if is_state_dict(value):
-            new = clean_names(value.keys(), keep)
-            renamed.update({old: name for old, name in new.items() if old != name})
-            return _with_names(value, new, keep)
-        if isinstance(value, Mapping):
-            return {key: clean(each) for key, each in value.items()}
-        return value
-
-    return clean(state), renamed
+    if not path.is_dir():  # in our own checkpoints a `module` is the model's
+        weights = _cleaned(weights, (), renamed)
+    return weights, renamed, where
 
 
-def _with_names(value: Any, names: Mapping[str, str], keep: Sequence[str]) -> Any:
-    """A state dict under other names, with the versions of its modules under theirs."""
+def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
+    """The same nested state with bare names in every state dict of it; notes what it renames."""
+    if not is_state_dict(value):
+        if not isinstance(value, Mapping):
+            return value
+        return {key: _cleaned(each, keep, renamed) for key, each in value.items()}
+    names = clean_names(value.keys(), keep)
+    renamed.update({old: new for old, new in names.items() if old != new})
     cleaned: Any = type(value)((names[old], each) for old, each in value.items())
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
@@ -147,36 +198,12 @@ def _with_names(value: Any, names: Mapping[str, str], keep: Sequence[str]) -> An
     return cleaned
 
 
-def _clean_weights(path: Path, step: int | None) -> tuple[Any, dict[str, str], str]:
-    """A file's weights under bare names, what was renamed, and where in the file they were."""
-    weights = find_weights(read_state(path, step), path)
-    if path.is_dir():  # ours: written under bare names, so a `module` in them is the model's own
-        return weights.tensors, {}, weights.where
-    cleaned, renamed = _clean_state(weights.tensors, ())
-    return cleaned, renamed, weights.where
-
-
-def _write_state(out: Path, state: Any) -> None:
-    try:
-        if _is_safetensors(out):
-            tensors = {name: each for name, each in state.items() if torch.is_tensor(each)}
-            write_tensors(out, tensors, {"format": "pt"})
-            return
-        with replace_file(out) as file, open(file, "wb", closefd=False) as stream:
-            torch.save(state, stream)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
-
-
-def _is_safetensors(out: Path) -> bool:
-    return out.suffix == ".safetensors"
+def _print_renames(renamed: Mapping[str, str]) -> None:
+    for line in describe_renames(renamed):
+        print(printable(f"  {line}"))
 
 
 def _check_out(out: Path, may_replace: bool) -> None:
-    if out.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
-        raise UsageError(
-            f"{str(out)!r} does not say which kind of file to write.",
-            advice="End it in .safetensors, .pt or .pth.",
-        )
+    format_to_write(out)
     if out.exists() and not may_replace:
         raise UsageError(f"{out} is there already.", advice="Name another file, or pass --force.")

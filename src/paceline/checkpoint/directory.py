@@ -1,7 +1,9 @@
 """The folder with the checkpoints: what is there, what is sound, what goes.
 
     step-00000050.0001/       step 50, the first save into this folder
-        state.safetensors  state.json  manifest.json
+        state.safetensors     every tensor
+        state.json            the state without its tensors
+        manifest.json         what it is; size and hash of the other two; written last
     .tmp-4f1c.../             being written, being removed, or left behind by a killed writer
 
 The second number counts saves, so the newest is known even after training went back to an earlier
@@ -13,6 +15,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
 import re
 import secrets
@@ -20,34 +24,58 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.checkpoint.files import (
-    create_inside,
+    CREATE_FLAGS,
+    FOLDER_FLAGS,
+    open_file,
     open_folder,
-    open_inside,
-    open_plain,
     read_bounded,
     sync_folder,
     write_fully,
 )
-from paceline.checkpoint.manifest import (
-    FILE_NAME,
-    MAX_MANIFEST_BYTES,
-    FileFacts,
-    Manifest,
-    read_manifest,
-    write_manifest,
-)
-from paceline.errors import CheckpointError
+from paceline.comm.codec import MAX_SKELETON_BYTES
+from paceline.errors import CheckpointError, UsageError
 
+MANIFEST = "manifest.json"
+TENSORS = "state.safetensors"
+SKELETON = "state.json"
 TEMPORARY = ".tmp-"
-_NAME = re.compile(r"step-(\d{8,15})\.(\d{4,10})")
+FORMAT, VERSION = "paceline checkpoint", 1
+MAX_MANIFEST_BYTES = 4 * 2**20
 _HASH_BYTES = 4 * 2**20
 # Where locks do not work, as on some network drives, only age tells the dead from the living.
 _ABANDONED_AFTER_S = 24 * 3600
+
+_NAME = re.compile(r"step-(\d{8,15})\.(\d{4,10})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """How a file must look."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    step: int
+    created: float
+    """Seconds since 1970."""
+    metric: float | None
+    facts: dict[str, Any]
+    files: dict[str, FileFacts]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +91,6 @@ class Entry:
         return self.path.name
 
 
-def entry_at(path: Path) -> Entry | None:
-    """The checkpoint at a path, by its name alone."""
-    match = _NAME.fullmatch(path.name)
-    return Entry(path, int(match[1]), int(match[2])) if match else None
-
-
 def list_entries(folder: Path) -> list[Entry]:
     """The checkpoints in a folder, newest first; none where there is no folder."""
     try:
@@ -77,73 +99,111 @@ def list_entries(folder: Path) -> list[Entry]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
-    found = [entry for name in names if (entry := entry_at(folder / name))]
+    found = [entry for name in names if (entry := _entry_at(folder / name))]
     return sorted(found, key=lambda entry: (entry.serial, entry.step), reverse=True)
 
 
-@contextmanager
-def opened(entry: Entry) -> Iterator[tuple[int, Manifest]]:
-    """The open folder of a checkpoint and its manifest."""
-    folder = open_folder(entry.path)
-    try:
-        path = entry.path / FILE_NAME
-        file = open_inside(folder, FILE_NAME, path)
+def list_manifests(folder: Path) -> list[tuple[Entry, Manifest | CheckpointError]]:
+    """The same, each with its manifest, or with what is wrong with that."""
+    found: list[tuple[Entry, Manifest | CheckpointError]] = []
+    for entry in list_entries(folder):
         try:
-            manifest = read_manifest(read_bounded(file, MAX_MANIFEST_BYTES, path), path)
-        finally:
-            os.close(file)
-        if manifest.step != entry.step:
+            with open_checkpoint(entry) as checkpoint:
+                found.append((entry, checkpoint.manifest))
+        except CheckpointError as error:
+            found.append((entry, error))
+    return found
+
+
+def find_folder(path: Path) -> Path:
+    """The folder with the checkpoints, given it or the run folder around it."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() and not list_entries(path) else path
+
+
+def find_entry(path: Path, step: int | None = None) -> Entry:
+    """The checkpoint that a path means: itself, or the newest in a folder of them."""
+    if (path / MANIFEST).exists():
+        path = path.resolve()  # the user may name a link; inside a checkpoint none is followed
+        with open_folder(path) as folder:
+            # Copied or renamed by its owner, its manifest says which step it is.
+            return _entry_at(path) or Entry(path, _read_manifest(folder, path / MANIFEST).step, 0)
+    folder_path = find_folder(path)
+    entries = [each for each in list_entries(folder_path) if step in (None, each.step)]
+    if entries:
+        return entries[0]
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    there = ", ".join(str(entry.step) for entry in reversed(list_entries(folder_path)))
+    raise CheckpointError(
+        f"There is {wanted} in {folder_path}.", f"There are: {there}." if there else ""
+    )
+
+
+def _entry_at(path: Path) -> Entry | None:
+    match = _NAME.fullmatch(path.name)
+    return Entry(path, int(match[1]), int(match[2])) if match else None
+
+
+class OpenCheckpoint:
+    """A checkpoint whose folder is open, so that all its files are of the same checkpoint."""
+
+    def __init__(self, entry: Entry, folder: int) -> None:
+        self.entry = entry
+        self._folder = folder
+        path = entry.path / MANIFEST
+        self.manifest = _read_manifest(folder, path)
+        if self.manifest.step != entry.step:
             raise CheckpointError(
-                f"{path} is about step {manifest.step}, in a folder for step {entry.step}."
+                f"{path} is about step {self.manifest.step}, in a folder for step {entry.step}."
             )
-        yield folder, manifest
-    finally:
-        os.close(folder)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[int, Path]]:
+        """One of its files, if it has the size that the manifest states."""
+        path, stated = self.entry.path / name, self.manifest.files[name].bytes
+        with open_file(path, self._folder) as file:
+            size = os.fstat(file).st_size
+            if size != stated:
+                raise CheckpointError(f"{path} has {size:,} bytes; it was written with {stated:,}.")
+            yield file, path
+
+    def read_skeleton(self) -> bytes:
+        """The state without its tensors, compared with its hash."""
+        with self.open(SKELETON) as (file, path):
+            skeleton = read_bounded(file, MAX_SKELETON_BYTES, path)
+        self.compare(SKELETON, hashlib.sha256(skeleton).hexdigest())
+        return skeleton
+
+    def compare(self, name: str, found: str) -> None:
+        """Raise if this is not the hash that a file was written with."""
+        stated = self.manifest.files[name].sha256
+        if found != stated:
+            raise CheckpointError(
+                f"{self.entry.path / name} is damaged: its sha256 begins with {found[:12]}, and "
+                f"with {stated[:12]} when it was written."
+            )
 
 
 @contextmanager
-def opened_file(
-    folder: int, entry: Entry, name: str, facts: FileFacts
-) -> Iterator[tuple[int, Path]]:
-    """One open file of a checkpoint, if it has the size that the manifest states."""
-    path = entry.path / name
-    file = open_inside(folder, name, path)
-    try:
-        size = os.fstat(file).st_size
-        if size != facts.bytes:
-            raise CheckpointError(
-                f"{path} has {size:,} bytes; it was written with {facts.bytes:,}."
-            )
-        yield file, path
-    finally:
-        os.close(file)
-
-
-def check_hash(path: Path, facts: FileFacts, found: str) -> None:
-    if found != facts.sha256:
-        raise CheckpointError(
-            f"{path} is damaged: its sha256 begins with {found[:12]}, and with "
-            f"{facts.sha256[:12]} when it was written."
-        )
+def open_checkpoint(entry: Entry) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint and read its manifest."""
+    with open_folder(entry.path) as folder:
+        try:
+            yield OpenCheckpoint(entry, folder)
+        except OSError as error:  # a disk that fails in the middle
+            raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
 
 
 def verify(entry: Entry) -> Manifest:
     """Read every byte of a checkpoint and compare; the manifest if all is well."""
-    try:
-        return _verify(entry)
-    except OSError as error:  # a disk that fails in the middle
-        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
-
-
-def _verify(entry: Entry) -> Manifest:
-    with opened(entry) as (folder, manifest):
-        for name, facts in manifest.files.items():
-            with opened_file(folder, entry, name, facts) as (file, path):
+    with open_checkpoint(entry) as checkpoint:
+        for name in checkpoint.manifest.files:
+            with checkpoint.open(name) as (file, _):
                 digest = hashlib.sha256()
                 while data := os.read(file, _HASH_BYTES):
                     digest.update(data)
-                check_hash(path, facts, digest.hexdigest())
-        return manifest
+            checkpoint.compare(name, digest.hexdigest())
+        return checkpoint.manifest
 
 
 def publish(
@@ -152,28 +212,27 @@ def publish(
     files: Mapping[str, Sequence[bytes | memoryview]],
     *,
     metric: float | None,
-    facts: dict[str, object],
+    facts: dict[str, Any],
 ) -> tuple[Entry, Manifest]:
     """Write a checkpoint so that it is there as a whole or not at all."""
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
         sync_folder(folder.parent)
     _check_room(folder, sum(len(piece) for pieces in files.values() for piece in pieces))
-    with _new_temporary(folder) as (temporary, inside):
+    temporary, inside = _make_temporary(folder)
+    try:
         written = {name: _write(inside, name, pieces) for name, pieces in files.items()}
         manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
-        _write(inside, FILE_NAME, [write_manifest(manifest)])
+        _write(inside, MANIFEST, [_write_manifest(manifest)])
         os.fsync(inside)
         entry = _rename(temporary, folder, step)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(inside)
     sync_folder(folder)
     return entry, manifest
-
-
-def sweep(folder: Path) -> None:
-    """Remove what killed writers have left. What a living one is writing is locked, and stays."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        with suppress(OSError, CheckpointError):
-            _remove_if_abandoned(path)
 
 
 def remove(entry: Entry) -> None:
@@ -190,45 +249,42 @@ def remove(entry: Entry) -> None:
             shutil.rmtree(gone)
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What decides whether a checkpoint stays: from its manifest, None where it has none."""
-
-    entry: Entry
-    is_sound: bool
-    metric: float | None = None
-
-
-def standings(folder: Path, damaged: Collection[str] = ()) -> list[Standing]:
-    """All checkpoints of a folder, newest first; `damaged` names those known to be unsound."""
-    found = []
-    for entry in list_entries(folder):
-        try:
-            with opened(entry) as (_, manifest):
-                found.append(Standing(entry, entry.name not in damaged, manifest.metric))
-        except CheckpointError:
-            found.append(Standing(entry, False))
-    return found
+def sweep(folder: Path) -> None:
+    """Remove what killed writers have left. What a living one is writing is locked, and stays."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(OSError, CheckpointError), open_folder(path) as inside:
+            try:
+                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:
+                if time.time() - os.fstat(inside).st_mtime < _ABANDONED_AFTER_S:
+                    continue
+            # Still locked, so that a writer who had only just made it notices that it is gone.
+            shutil.rmtree(path)
 
 
 def plan_removals(
-    found: Sequence[Standing], *, keep: int, keep_best: int, better: Literal["lower", "higher"]
+    metrics: Mapping[Entry, float | None],
+    damaged: Collection[Entry],
+    *,
+    keep: int,
+    keep_best: int,
+    better: Literal["lower", "higher"],
 ) -> list[Entry]:
-    """Which checkpoints go: all but the `keep` newest sound ones and the `keep_best` best.
+    """Which checkpoints go: not the newest sound ones, nor the best of them.
 
-    Damaged ones count for nothing, so they never push a sound one out. Those among the kept
-    newest ones stay, for somebody to look at.
+    `metrics` has the sound ones, newest first. Damaged ones count for nothing, so they never push
+    a sound one out; those among the kept newest ones stay, for somebody to look at.
     """
-    sound = [each for each in found if each.is_sound]
-    rated = [each for each in sound if each.metric is not None and each.metric == each.metric]
     sign = 1 if better == "lower" else -1
-    rated.sort(key=lambda each: (sign * (each.metric or 0.0), -each.entry.serial))
-    stay = {each.entry for each in [*sound[:keep], *rated[:keep_best]]}
-    oldest = sound[min(keep, len(sound)) - 1].entry.serial if sound else 0
-    return [
-        each.entry
-        for each in found
-        if each.entry not in stay and (each.is_sound or each.entry.serial < oldest)
+    rated = [e for e, metric in metrics.items() if metric is not None and not math.isnan(metric)]
+    rated.sort(key=lambda entry: (sign * (metrics[entry] or 0.0), -entry.serial))
+    newest = list(metrics)[:keep]
+    stay = {*newest, *rated[:keep_best]}
+    oldest = newest[-1].serial if newest else 0
+    return [entry for entry in metrics if entry not in stay] + [
+        entry for entry in damaged if entry.serial < oldest
     ]
 
 
@@ -239,37 +295,24 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-@contextmanager
-def _new_temporary(folder: Path) -> Iterator[tuple[Path, int]]:
-    """A new locked folder inside `folder`; removed if the block fails."""
-    path, inside = _make_temporary(folder)
-    try:
-        yield path, inside
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
-    finally:
-        os.close(inside)
-
-
 def _make_temporary(folder: Path) -> tuple[Path, int]:
+    """A new locked folder inside `folder`, and its descriptor."""
     while True:
         path = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.mkdir(path, 0o700)
-        with suppress(CheckpointError):  # gone already, see below
-            inside = open_folder(path)
+        with suppress(FileNotFoundError):  # another saver has swept it already
+            inside = os.open(path, FOLDER_FLAGS)
             # The kernel drops the lock when this process dies: then `sweep` removes the folder.
             with suppress(OSError):
                 fcntl.flock(inside, fcntl.LOCK_EX)
             if os.fstat(inside).st_nlink > 0:
                 return path, inside
-            # Another saver swept it between our two calls.
-            os.close(inside)
+            os.close(inside)  # another saver swept it between our two calls
 
 
 def _write(folder: int, name: str, pieces: Sequence[bytes | memoryview]) -> FileFacts:
     digest, size = hashlib.sha256(), 0
-    file = create_inside(folder, name)
+    file = os.open(name, CREATE_FLAGS, 0o600, dir_fd=folder)
     try:
         for piece in pieces:
             write_fully(file, piece)
@@ -297,49 +340,90 @@ def _rename(temporary: Path, folder: Path, step: int) -> Entry:
             return entry
 
 
-def _remove_if_abandoned(path: Path) -> None:
-    file = open_folder(path)
+def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as strict JSON can say them: nan and inf become words, everything else must fit."""
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        except OSError:
-            if time.time() - os.fstat(file).st_mtime < _ABANDONED_AFTER_S:
-                return
-        # Still locked, so that a writer who had only just made it notices that it is gone.
-        shutil.rmtree(path)
-    finally:
-        os.close(file)
+        text = json.dumps(finite_json(facts), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"The facts of a checkpoint are not JSON: {error}.",
+            advice="Put tensors and other values into the state.",
+        ) from None
+    if len(text) > MAX_MANIFEST_BYTES // 2:
+        raise UsageError(
+            f"The facts of a checkpoint take more than {MAX_MANIFEST_BYTES // 2:,} bytes.",
+            advice="Put long values into the state.",
+        )
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
-def find_folder(path: Path) -> Path:
-    """The folder with the checkpoints, given it or the run folder around it."""
-    inner = path / "checkpoints"
-    return inner if inner.is_dir() and not list_entries(path) else path
+def finite_json(value: Any) -> Any:
+    """The same with words in place of nan and inf, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(each) for each in value]
+    return value
 
 
-def find_entry(path: Path, step: int | None = None) -> Entry:
-    """The checkpoint that a path means: itself, or the newest in a folder of them."""
-    if (path / FILE_NAME).exists():
-        # The user may name a link; inside a checkpoint none is followed.
-        path = path.resolve()
-        # Copied or renamed by its owner, its manifest says which step it is.
-        return entry_at(path) or Entry(path, _stated_step(path), 0)
-    folder = find_folder(path)
-    entries = [each for each in list_entries(folder) if step in (None, each.step)]
-    if entries:
-        return entries[0]
-    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise CheckpointError(
-        f"There is {wanted} in {folder}.", advice="`paceline ckpt ls` lists what is there."
-    )
+def _write_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with a hash of itself, so that no bit of it can change unnoticed."""
+    said = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    said["metric"] = finite_json(manifest.metric)
+    return json.dumps({"manifest": said, "sha256": _hash(said)}, indent=1).encode() + b"\n"
 
 
-def _stated_step(path: Path) -> int:
-    file = open_plain(path / FILE_NAME)
+def _read_manifest(folder: int, path: Path) -> Manifest:
+    """A checked manifest; names that lead out of the folder are refused here."""
+    with open_file(path, folder) as file:
+        data = read_bounded(file, MAX_MANIFEST_BYTES, path)
     try:
-        data = read_bounded(file, MAX_MANIFEST_BYTES, path / FILE_NAME)
-    finally:
-        os.close(file)
-    return read_manifest(data, path / FILE_NAME).step
+        whole = json.loads(data)
+        said = whole["manifest"]
+        has_changed = whole["sha256"] != _hash(said)
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is not a manifest we write, or it is damaged.") from None
+    if has_changed:
+        raise CheckpointError(f"{path} is damaged: it does not have the hash it states.")
+    match said:
+        case {"format": str(kind), "version": int(version)} if (kind, version) != (FORMAT, VERSION):
+            raise CheckpointError(
+                f"{path} is version {version} of {kind[:40]!r}; this paceline reads version "
+                f"{VERSION} of {FORMAT!r}.",
+                advice="Read it with the version that wrote it.",
+            )
+        case {
+            "format": str(),
+            "version": int(),
+            "step": int(step),
+            "created": int() | float() as created,
+            "metric": None | int() | float() | "nan" | "inf" | "-inf" as metric,
+            "facts": dict(facts),
+            "files": dict(files),
+        } if not isinstance(metric, bool):
+            found = {name: _read_facts(name, file, path) for name, file in files.items()}
+            if not {TENSORS, SKELETON} <= found.keys():
+                raise CheckpointError(f"{path} does not list {TENSORS} and {SKELETON}.")
+            with suppress(OverflowError):  # an integer of a thousand digits
+                metric = None if metric is None else float(metric)
+                return Manifest(step, float(created), metric, facts, found)
+    raise CheckpointError(f"{path} lacks a part that every manifest has.")
+
+
+def _read_facts(name: str, entry: Any, path: Path) -> FileFacts:
+    if not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{path} lists the file {name[:80]!r}, which is not the name of a file in this folder.",
+            advice="Nothing of this checkpoint was used: somebody may have made it to do harm.",
+        )
+    match entry:
+        case {"bytes": int(size), "sha256": str(digest)} if 0 <= size < 2**63:
+            return FileFacts(size, digest)
+    raise CheckpointError(f"{path} says nothing usable about {name!r}.")
+
+
+def _hash(said: Any) -> str:
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

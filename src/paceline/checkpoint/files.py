@@ -26,33 +26,48 @@ BLOCK_BYTES = 4096
 """Memory that begins at a multiple of this can be written past the page cache."""
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def open_plain(path: Path) -> int:
-    """Open a file that the user named. Something that is no file, such as a pipe, is refused."""
+@contextmanager
+def open_file(path: Path, folder: int | None = None) -> Iterator[int]:
+    """An open file. What is not a plain file, such as a pipe, is refused.
+
+    With the open `folder` it lies in, a link is refused too; without, the user has named it.
+    """
     try:
-        return _only_plain(os.open(path, _READ_FLAGS), path)
+        if folder is None:
+            file = os.open(path, _READ_FLAGS)
+        else:
+            file = os.open(path.name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def open_inside(folder: int, name: str, path: Path) -> int:
-    """Open a file in an open folder; a link is refused, wherever it leads."""
+        raise _unreadable(path, error, refuses_links=folder is not None) from error
     try:
-        return _only_plain(os.open(name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=folder), path)
-    except OSError as error:
-        reason = "it is a link" if os.path.islink(path) else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise CheckpointError(f"{path} is not a plain file.")
+        yield file
+    finally:
+        os.close(file)
 
 
-def open_folder(path: Path) -> int:
-    """Open a folder that is no link."""
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """An open folder that is not a link."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder = os.open(path, FOLDER_FLAGS)
     except OSError as error:
-        reason = "it is a link" if os.path.islink(path) else error.strerror
-        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+        raise _unreadable(path, error, refuses_links=True) from error
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _unreadable(path: Path, error: OSError, refuses_links: bool) -> CheckpointError:
+    is_link = refuses_links and os.path.islink(path)
+    reason = "it is a link" if is_link else error.strerror
+    return CheckpointError(f"{path} cannot be read: {reason}.")
 
 
 def read_bounded(file: int, limit_bytes: int, path: Path) -> bytes:
@@ -73,11 +88,6 @@ def read_up_to(file: int, count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-def create_inside(folder: int, name: str) -> int:
-    """Create a file for this user alone in an open folder."""
-    return os.open(name, _CREATE_FLAGS, 0o600, dir_fd=folder)
 
 
 def write_fully(file: int, data: bytes | memoryview) -> None:
@@ -125,7 +135,7 @@ def sync_folder(path: Path) -> None:
 def replace_file(path: Path) -> Iterator[int]:
     """A new file that takes the place of `path` at the end of the block, if nothing fails in it."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
-    file = os.open(temporary, _CREATE_FLAGS, 0o600)
+    file = os.open(temporary, CREATE_FLAGS, 0o600)
     try:
         try:
             yield file
@@ -138,13 +148,6 @@ def replace_file(path: Path) -> Iterator[int]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
-
-
-def _only_plain(file: int, path: Path) -> int:
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{path} is not a plain file.")
-    return file
 
 
 # Note [Past the page cache]

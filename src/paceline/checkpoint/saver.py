@@ -1,4 +1,4 @@
-"""Checkpoints of one training: a series of saves, the newest good one to go on from.
+"""Checkpoints of one training: saves in the background, and the newest good one to continue from.
 
 checkpoints = Checkpoints("runs/digits/checkpoints", keep=3, keep_best=1)
 saved = checkpoints.load()                            # None where there is nothing yet
@@ -20,23 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from paceline.checkpoint.directory import (
+    SKELETON,
+    TENSORS,
     Entry,
-    check_hash,
+    Manifest,
+    find_entry,
     list_entries,
-    opened,
-    opened_file,
+    list_manifests,
+    open_checkpoint,
+    plain_facts,
     plan_removals,
     publish,
     remove,
-    standings,
     sweep,
 )
-from paceline.checkpoint.files import read_bounded
-from paceline.checkpoint.manifest import MAX_SKELETON_BYTES, SKELETON, TENSORS, plain_facts
-from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.tensors import read_verifying
-from paceline.comm.codec import put_together, take_apart
+from paceline.checkpoint.files import BLOCK_BYTES
+from paceline.checkpoint.safetensors import FilePlan, plan_file, read_open_file
+from paceline.comm.codec import memory_of, put_together, take_apart
 from paceline.errors import CheckpointError, UsageError
 
 FEWEST_KEPT = 2
@@ -46,7 +50,7 @@ _LISTINGS = 10
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be written or was damaged; training goes on without it."""
+    """A checkpoint could not be written or was damaged; training continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Checkpoints:
 
     `keep` counts the newest ones and is at least 2; `keep_best` counts those with the best metric,
     among which `better` decides. The first save makes the folder, so one that cannot be written
-    to is a `problem` and no error.
+    to is a `problem` and not an error.
 
     Invariant: at most one save is being written, and a name `step-…` stands for a whole checkpoint.
     """
@@ -136,10 +140,12 @@ class Checkpoints:
             self._note_failure(step, f"there is no memory for a copy, {error}")
             self._complain()
             return
+        files = {TENSORS: [image], SKELETON: [memoryview(skeleton)]}
+        number = None if metric is None else float(metric)
         cost_s = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, image, skeleton, said, None if metric is None else float(metric), cost_s),
+            args=(step, files, said, number, cost_s),
             name=f"checkpoint of step {step}",
         )
         self._thread.start()
@@ -167,7 +173,7 @@ class Checkpoints:
         """
         self.wait()
         if step is not None:
-            return read_entry(self._find(step))
+            return read_entry(find_entry(self.folder, step))
         for _ in range(_LISTINGS):
             entries = list_entries(self.folder)
             for entry in entries:
@@ -195,7 +201,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the last write, and give the memory back."""
         self.wait()
-        self._staging.release()
+        self._staging = Staging()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -203,32 +209,22 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _find(self, step: int) -> Entry:
-        entries = list_entries(self.folder)
-        for entry in entries:
-            if entry.step == step:
-                return entry
-        there = ", ".join(str(entry.step) for entry in reversed(entries)) or "none"
-        raise CheckpointError(
-            f"There is no checkpoint of step {step} in {self.folder}.", f"There are: {there}."
-        )
-
     def _write(
         self,
         step: int,
-        image: memoryview,
-        skeleton: bytes,
+        files: dict[str, list[memoryview]],
         facts: dict[str, Any],
         metric: float | None,
         cost_s: float,
     ) -> None:
         """What the thread does. Whatever fails here must not end the training."""
         begin = time.perf_counter()
-        _be_modest()
+        if sys.platform == "linux":  # where a thread has a priority of its own: training is first
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             with suppress(OSError):
                 sweep(self.folder)
-            files = {TENSORS: [image], SKELETON: [memoryview(skeleton)]}
             entry, manifest = publish(self.folder, step, files, metric=metric, facts=facts)
         except Exception as error:
             self._note_failure(step, _reason(error))
@@ -246,9 +242,15 @@ class Checkpoints:
             self._has_complained = False
 
     def _remove_old(self) -> None:
-        found = standings(self.folder, self._damaged)
+        metrics: dict[Entry, float | None] = {}
+        damaged = []
+        for entry, manifest in list_manifests(self.folder):
+            if isinstance(manifest, Manifest) and entry.name not in self._damaged:
+                metrics[entry] = manifest.metric
+            else:
+                damaged.append(entry)
         for entry in plan_removals(
-            found, keep=self._keep, keep_best=self._keep_best, better=self._better
+            metrics, damaged, keep=self._keep, keep_best=self._keep_best, better=self._better
         ):
             remove(entry)
 
@@ -260,7 +262,7 @@ class Checkpoints:
         if self.problem is not None and not self._has_complained:
             self._has_complained = True
             warnings.warn(
-                f"{self.problem}\nTraining goes on; this is said once.",
+                f"{self.problem}\nTraining continues; this is said once.",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -268,32 +270,70 @@ class Checkpoints:
 
 def read_entry(entry: Entry) -> Saved:
     """Load one checkpoint. Nothing of it is used before every hash has been compared."""
-    try:
-        return _read_entry(entry)
-    except OSError as error:  # a disk that fails in the middle
-        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
+    with open_checkpoint(entry) as checkpoint:
+        skeleton = checkpoint.read_skeleton()
+        digest = hashlib.sha256()
+        with checkpoint.open(TENSORS) as (file, path):
+            tensors = read_open_file(file, path, digest)
+        checkpoint.compare(TENSORS, digest.hexdigest())
+    state = put_together(skeleton, tensors, entry.path / SKELETON, CheckpointError)
+    said = checkpoint.manifest
+    return Saved(said.step, state, said.facts, entry.path, said.metric)
 
 
-def _read_entry(entry: Entry) -> Saved:
-    with opened(entry) as (folder, manifest):
-        facts = manifest.files[SKELETON]
-        with opened_file(folder, entry, SKELETON, facts) as (file, skeleton_path):
-            skeleton = read_bounded(file, MAX_SKELETON_BYTES, skeleton_path)
-        check_hash(skeleton_path, facts, hashlib.sha256(skeleton).hexdigest())
-        facts = manifest.files[TENSORS]
-        with opened_file(folder, entry, TENSORS, facts) as (file, path):
-            digest = hashlib.sha256()
-            tensors = read_verifying(file, path, digest)
-        check_hash(path, facts, digest.hexdigest())
-    state = put_together(skeleton, tensors, skeleton_path, CheckpointError)
-    return Saved(manifest.step, state, manifest.facts, entry.path, manifest.metric)
+class Staging:
+    """Memory that holds a copy of the state while it is written: one copy, reused by every save.
+
+    The copy is laid out as the file will be, so writing it is one call, and hashing it another,
+    both without Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._prefix = b""
+        self._slots: list[Tensor] = []
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> memoryview:
+        """Copy the tensors; the bytes of their file, valid until the next call.
+
+        Raises MemoryError where there is no room for a copy.
+        """
+        plan = plan_file(tensors)
+        if plan.prefix != self._prefix:
+            self._lay_out(plan)
+        if plan.tensors:
+            torch._foreach_copy_(self._slots, plan.tensors, non_blocking=self._buffer.is_pinned())
+        for device in {each.device for each in plan.tensors if each.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return memory_of(self._buffer)[: plan.total_bytes]
+
+    def _lay_out(self, plan: FilePlan) -> None:
+        self._prefix, self._slots = b"", []
+        if self._buffer.numel() < plan.total_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._buffer = _allocate(plan.total_bytes, any(each.is_cuda for each in plan.tensors))
+        begin = len(plan.prefix)
+        memory_of(self._buffer)[:begin] = plan.prefix
+        for place, tensor in zip(plan.header.places.values(), plan.tensors, strict=True):
+            raw = self._buffer[begin + place.begin : begin + place.end]
+            self._slots.append(raw.view(tensor.dtype).view(place.shape))
+        self._prefix = plan.prefix
 
 
-def _be_modest() -> None:
-    """Let training have the processor first. On Linux this is about the thread alone."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+def _allocate(size: int, needs_pinning: bool) -> Tensor:
+    """Memory at the start of a block, pinned where a device copies into it."""
+    room = size + BLOCK_BYTES
+    whole = None
+    if needs_pinning:
+        with suppress(RuntimeError):  # more than may be pinned
+            whole = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+    if whole is None:
+        try:
+            whole = torch.empty(room, dtype=torch.uint8)
+        except RuntimeError as error:  # what torch says instead
+            raise MemoryError(f"{room:,} bytes are not to be had") from error
+    begin = -whole.data_ptr() % BLOCK_BYTES
+    return whole[begin : begin + size]
 
 
 def _reason(error: Exception) -> str:

@@ -1,14 +1,18 @@
 """Weights from any file into any model: `paceline.load_weights`.
 
+`nn.DataParallel` and torch's DistributedDataParallel put `module.` into names, `torch.compile` puts
+`_orig_mod.`: at the front, several deep, or in the middle where a part of a model was wrapped.
 Names are matched as a plan before anything is copied: the model has the new weights as a whole, or
 keeps its own and an error says in words what does not fit.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.checkpoint.foreign import Weights, find_weights, read_state
-from paceline.checkpoint.names import (
-    bare_name,
-    closest,
-    describe_renames,
-    foreign_prefix,
-    match_names,
-)
+from paceline.checkpoint.formats import is_state_dict, read_state
+from paceline.comm.codec import dtype_name
 from paceline.ddp.wrapper import Wrapper
-from paceline.errors import UsageError, WeightsError
+from paceline.errors import CheckpointError, UsageError, WeightsError
+from paceline.observe.units import count_text
 
+WRAPPERS = ("module", "_orig_mod")
+# What people call the weights in the dictionary they save, likeliest first.
+USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
+_DEEPEST_WRAPPER = 4
+_DEEPEST_KEY = 3
 _SHOWN = 3
 
 
@@ -76,80 +80,112 @@ def load_weights(
         raise UsageError(f"load_weights needs a module, not a {type(model).__name__}.")
     path = Path(path)
     own = model.state_dict()
-    weights = find_weights(read_state(path), path, own.keys())
-    plan = _plan(own, weights)
-    is_fit = not plan.shapes and (not strict or not (plan.missing or plan.unexpected))
-    has_own_ways = _has_own_ways(model)
-    if not is_fit and not has_own_ways:
-        raise _explain(model, own, path, weights, plan)
-    state = _renamed_state(own, weights, plan, plan.unexpected if has_own_ways else [])
+    given, where = find_weights(read_state(path), path, own.keys())
+    names = match_names(given.keys(), own.keys())
+    plan = _plan(own, given, names, path, where)
+    shapes = _other_shapes(own, given, names)
+    is_fit = not shapes and not (strict and (plan.missing or plan.unexpected))
     # A module's own hooks may rename what we think is missing, and may fail half way.
-    backup = None if is_fit and not _has_foreign_ways(model) else _copy_of(own)
+    has_own_ways = any(map(_loads_its_own_way, model.modules()))
+    if shapes and not has_own_ways:
+        raise _explain(model, own, given, plan, shapes)
+    backup = {} if is_fit and not has_own_ways else _copy_of(own)
     try:
-        result = model.load_state_dict(state, strict=False)
+        result = model.load_state_dict(_renamed(own, given, names), strict=False)
     except Exception as error:
         _put_back(own, backup)
         if is_fit:
             raise WeightsError(f"{path} cannot be loaded: {error}.") from error
-        raise _explain(model, own, path, weights, plan) from error
-    still_missing = [name for name in result.missing_keys if name not in plan.tied]
-    still_unexpected = list(result.unexpected_keys) if has_own_ways else plan.unexpected
-    if strict and (still_missing or still_unexpected):
+        raise _explain(model, own, given, plan, shapes) from error
+    missing = [name for name in result.missing_keys if name not in plan.tied]
+    unexpected = list(result.unexpected_keys)
+    if strict and (missing or unexpected):
         _put_back(own, backup)
-        raise _explain(model, own, path, weights, plan)
+        raise _explain(model, own, given, plan, shapes)
+    return replace(plan, missing=missing, unexpected=unexpected)
+
+
+def find_weights(
+    state: Any, path: Path, expected: Collection[str] = ()
+) -> tuple[Mapping[str, Any], str]:
+    """The state dict inside whatever was saved, and where in it: the one that fits best, or is
+    named as usual."""
+    candidates = dict(_candidates(state, ()))
+    if not candidates:
+        raise CheckpointError(
+            f"{path} holds no weights: nowhere in it are tensors by name.",
+            advice="Save model.state_dict().",
+        )
+
+    def likelihood(keys: tuple[str, ...]) -> tuple[int, int, int]:
+        names = candidates[keys].keys()
+        fitting = len(match_names(names, expected)) if expected else 0
+        last = keys[-1] if keys else USUAL_KEYS[0]
+        usual = -USUAL_KEYS.index(last) if last in USUAL_KEYS else -len(USUAL_KEYS)
+        return fitting, usual, len(names)
+
+    best = max(candidates, key=likelihood)
+    return candidates[best], "".join(f"[{key!r}]" for key in best)
+
+
+def _candidates(
+    value: Any, keys: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    if is_state_dict(value):
+        yield keys, value
+    elif isinstance(value, Mapping) and len(keys) < _DEEPEST_KEY:
+        for key, inner in value.items():
+            if isinstance(key, str):
+                yield from _candidates(inner, (*keys, key))
+
+
+def _plan(
+    own: Mapping[str, Any],
+    given: Mapping[str, Any],
+    names: Mapping[str, str],
+    path: Path,
+    where: str,
+) -> WeightsReport:
+    """What loading these names will have done, unless a module has its own way."""
+    loaded = list(names.values())
+    memory = {_memory(own[name]) for name in loaded} - {None}
+    lacking = [name for name in own if name not in set(loaded)]
+    tied = [name for name in lacking if _memory(own[name]) in memory]
     return WeightsReport(
         path=path,
-        where=weights.where,
-        loaded=list(plan.names.values()),
-        renamed={old: new for old, new in plan.names.items() if old != new},
-        missing=still_missing,
-        unexpected=still_unexpected,
-        tied=plan.tied,
-        cast=plan.casts,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the names of a file become those of a model, and what does not fit."""
-
-    names: dict[str, str]
-    missing: list[str]
-    unexpected: list[str]
-    tied: list[str]
-    shapes: dict[str, str]
-    casts: dict[str, str]
-
-
-def _plan(own: Mapping[str, Any], weights: Weights) -> _Plan:
-    given = weights.tensors
-    names = match_names(given.keys(), own.keys())
-    taken = set(names.values())
-    memory = {_memory(own[name]) for name in taken} - {None}
-    lacking = [name for name in own if name not in taken]
-    tied = [name for name in lacking if _memory(own[name]) in memory]
-    shapes, casts = {}, {}
-    for old, new in names.items():
-        theirs, ours = given[old], own[new]
-        if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
-            continue
-        if is_lazy(ours):
-            continue
-        if theirs.shape != ours.shape:
-            shapes[new] = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} in the model"
-        elif theirs.is_complex() and not ours.is_complex():
-            shapes[new] = "complex in the file, real in the model"
-        elif theirs.dtype != ours.dtype:
-            words = [str(each.dtype).removeprefix("torch.") for each in (theirs, ours)]
-            casts[new] = " -> ".join(words)
-    return _Plan(
-        names=names,
+        where=where,
+        loaded=loaded,
+        renamed={old: new for old, new in names.items() if old != new},
         missing=[name for name in lacking if name not in tied],
         unexpected=[name for name in given if name not in names],
         tied=tied,
-        shapes=shapes,
-        casts=casts,
+        cast={
+            new: f"{dtype_name(given[old])} -> {dtype_name(own[new])}"
+            for old, new in names.items()
+            if _are_dense(given[old], own[new]) and given[old].dtype != own[new].dtype
+        },
     )
+
+
+def _are_dense(theirs: Any, ours: Any) -> bool:
+    """Whether two values can be compared: tensors, of which ours has its memory already."""
+    return isinstance(theirs, Tensor) and isinstance(ours, Tensor) and not is_lazy(ours)
+
+
+def _other_shapes(
+    own: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, str]:
+    """In words, by the model's name, what no value can be copied into."""
+    found = {}
+    for old, new in names.items():
+        theirs, ours = given[old], own[new]
+        if not _are_dense(theirs, ours):
+            continue
+        if theirs.shape != ours.shape:
+            found[new] = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} in the model"
+        elif theirs.is_complex() and not ours.is_complex():
+            found[new] = "complex in the file, real in the model"
+    return found
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
@@ -161,84 +197,53 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
 
 
-def _renamed_state(
-    own: Any, weights: Weights, plan: _Plan, unknown: Sequence[str]
-) -> dict[str, Any]:
+def _renamed(own: Any, given: Any, names: Mapping[str, str]) -> Any:
     """The file's tensors under the model's names, with the versions of modules that came along."""
-    given: Any = weights.tensors
-    state: Any = type(own)((new, given[old]) for old, new in plan.names.items())
-    state.update((name, given[name]) for name in unknown)
+    state: Any = type(own)((names.get(old, old), value) for old, value in given.items())
     versions, targets = getattr(given, "_metadata", None), getattr(own, "_metadata", None)
     if isinstance(versions, Mapping) and targets is not None:
         version_by_bare_name = {bare_name(name): each for name, each in versions.items()}
         state._metadata = type(targets)(
             (name, version_by_bare_name.get(bare_name(name), {})) for name in targets
         )
-    return state  # type: ignore[no-any-return]
+    return state
 
 
-def _has_own_ways(model: nn.Module) -> bool:
-    """Whether some module changes names or values while it loads."""
-    return any(
-        not isinstance(module, Wrapper)
-        and (
-            type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-            or module._load_state_dict_pre_hooks
-            or module._load_state_dict_post_hooks
-        )
-        for module in model.modules()
-    )
-
-
-def _has_foreign_ways(model: nn.Module) -> bool:
-    """Whether code from outside torch takes part in loading, and may fail in the middle."""
-    return any(
+def _loads_its_own_way(module: nn.Module) -> bool:
+    """Whether code from outside torch takes part in loading: it may rename, reshape and fail."""
+    kind = type(module)
+    has_own_code = not isinstance(module, Wrapper) and not kind.__module__.startswith("torch.")
+    return bool(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
-        or (
-            not isinstance(module, Wrapper)
-            and not type(module).__module__.startswith("torch.")
-            and (
-                type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-                or type(module).set_extra_state is not nn.Module.set_extra_state
-            )
-        )
-        for module in model.modules()
+        or (has_own_code and kind._load_from_state_dict is not nn.Module._load_from_state_dict)
+        or (has_own_code and kind.set_extra_state is not nn.Module.set_extra_state)
     )
 
 
 def _copy_of(own: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: value.detach().clone()
-        for name, value in own.items()
-        if isinstance(value, Tensor) and not is_lazy(value)
-    }
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    return {name: t.detach().clone() for name, t in tensors.items() if not is_lazy(t)}
 
 
-def _put_back(own: Mapping[str, Any], backup: Mapping[str, Tensor] | None) -> None:
+def _put_back(own: Mapping[str, Any], backup: Mapping[str, Tensor]) -> None:
     """Restore the model's tensors, which the state dict shares memory with."""
     with torch.no_grad():
-        for name, value in (backup or {}).items():
+        for name, value in backup.items():
             own[name].copy_(value)
 
 
-def _meant(own: Mapping[str, Any], weights: Weights, plan: _Plan) -> Iterator[str]:
-    """Guesses at misspelt names, among those with the same shape."""
-    for name in plan.unexpected:
-        shape = getattr(weights.tensors[name], "shape", None)
-        same = [each for each in plan.missing if getattr(own[each], "shape", None) == shape]
-        meant = closest(bare_name(name), same)
-        if meant:
-            yield f"Did you mean {meant!r} by {name!r}?"
-
-
 def _explain(
-    model: nn.Module, own: Mapping[str, Any], path: Path, weights: Weights, plan: _Plan
+    model: nn.Module,
+    own: Mapping[str, Any],
+    given: Mapping[str, Any],
+    plan: WeightsReport,
+    shapes: Mapping[str, str],
 ) -> WeightsError:
     counts = {
         "missing": len(plan.missing),
         "unexpected": len(plan.unexpected),
-        "of another shape": len(plan.shapes),
+        "of another shape": len(shapes),
     }
     said = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
     parts = []
@@ -246,23 +251,153 @@ def _explain(
         parts.append(f"Missing in the file: {_some(plan.missing)}.")
     if plan.unexpected:
         parts.append(f"Not in the model: {_some(plan.unexpected)}.")
-    if plan.shapes:
-        name, words = next(iter(plan.shapes.items()))
-        parts.append(f"{name!r} is {words}.")
-    given = [bare_name(name) for name in weights.tensors]
-    expected = [bare_name(name) for name in own]
-    hints = [*foreign_prefix(given, expected), *_meant(own, weights, plan)]
+    parts += [f"{name!r} is {words}." for name, words in list(shapes.items())[:1]]
+    parts += [*_foreign_prefix(given, own), *_meant(own, given, plan)][:1]
     advice = "Build the model as it was when the file was written"
-    advice += "." if plan.shapes else ", or pass strict=False to leave out what does not fit."
-    parts += hints[:1]
+    advice += "." if shapes else ", or pass strict=False to leave out what does not fit."
     kind = type(model.module if isinstance(model, Wrapper) else model).__name__
     return WeightsError(
-        f"{path}{weights.where} does not fit {kind}: {said}; nothing was loaded.",
+        f"{plan.path}{plan.where} does not fit {kind}: {said}; nothing was loaded.",
         " ".join(parts),
         advice,
     )
 
 
+def _foreign_prefix(given: Iterable[str], own: Iterable[str]) -> Iterator[str]:
+    """Sentences about a part that all names of one side begin with, and the other side lacks."""
+    file, model = {bare_name(name) for name in given}, {bare_name(name) for name in own}
+    for ours, theirs, sentence in (
+        (file, model, "All names in the file begin with {!r}, and the model's do not."),
+        (model, file, "All names of the model begin with {!r}, and those in the file do not."),
+    ):
+        fronts = {name.split(".")[0] for name in ours}
+        if len(fronts) == 1:
+            front = f"{fronts.pop()}."
+            bare = {name.removeprefix(front) for name in ours}
+            if len(bare & theirs) > len(ours & theirs):
+                yield sentence.format(front)
+
+
+def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport) -> Iterator[str]:
+    """Guesses at misspelt names, among those with the same shape."""
+    for name in plan.unexpected:
+        shape = getattr(given[name], "shape", None)
+        same = [each for each in plan.missing if getattr(own[each], "shape", None) == shape]
+        for meant in difflib.get_close_matches(bare_name(name), sorted(same), n=1, cutoff=0.6):
+            yield f"Did you mean {meant!r} by {name!r}?"
+
+
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def bare_name(name: str) -> str:
+    """The name without any part that could be a wrapper's."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def match_names(given: Collection[str], expected: Collection[str]) -> dict[str, str]:
+    """Which of the expected names each given one means, whatever either was wrapped in.
+
+    Tries the fewest changes first, and takes the first that explains most names. So a model with
+    a part that is really called `module` keeps it.
+    """
+    matches = [_match(a, b) for a in _without_fronts(given) for b in _without_fronts(expected)]
+    return max(matches, key=lambda match: (len(match[0]), match[1]))[0]
+
+
+def _without_fronts(names: Collection[str]) -> list[dict[str, str]]:
+    """The names by what they are without 0, 1, ... parts, as long as these are wrappers'."""
+    found = []
+    for count in range(_DEEPEST_WRAPPER + 1):
+        split = {name: name.split(".") for name in names}
+        if any(len(p) <= count or not {*p[:count]} <= {*WRAPPERS} for p in split.values()):
+            break
+        stripped = {".".join(parts[count:]): name for name, parts in split.items()}
+        if len(stripped) == len(names):
+            found.append(stripped)
+    return found
+
+
+def _match(given: Mapping[str, str], expected: Mapping[str, str]) -> tuple[dict[str, str], int]:
+    """Equal names first; then those that are equal without wrappers and mean one thing only.
+
+    Also how many were equal.
+    """
+    equal = given.keys() & expected.keys()
+    found = {given[name]: expected[name] for name in given if name in equal}
+    mine, theirs = (_by_bare_name(side.keys() - equal) for side in (given, expected))
+    for name, (first, *more) in mine.items():
+        if not more and len(theirs.get(name, [])) == 1:
+            found[given[first]] = expected[theirs[name][0]]
+    return found, len(equal)
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found[bare_name(name)].append(name)
+    return found
+
+
+def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset[str]:
+    """Where wrappers stand in the names, as paths that end in `module` or `_orig_mod`.
+
+    `_orig_mod` is always a wrapper. `module` is one where nothing else stands beside it, because a
+    wrapper has no parameters of its own; a model's own part of that name can be named in `keep`.
+    """
+    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    leaves = set(names)
+    for name in leaves:
+        parts = tuple(name.split("."))
+        for depth, part in enumerate(parts):
+            children[parts[:depth]].add(part)
+    return frozenset(
+        path
+        for parent, parts in children.items()
+        for part in parts & set(WRAPPERS)
+        if part == "_orig_mod" or len(parts) == 1
+        if (path := ".".join((*parent, part))) not in leaves and path not in keep
+    )
+
+
+def without_wrappers(name: str, wrappers: Collection[str]) -> str:
+    """A name, or the path of a module, without the parts that `find_wrappers` found."""
+    parts = name.split(".")
+    return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in wrappers)
+
+
+def clean_names(names: Collection[str], keep: Collection[str] = ()) -> dict[str, str]:
+    """The bare name of each name; two that would become one are refused."""
+    wrappers = find_wrappers(names, keep)
+    cleaned = {name: without_wrappers(name, wrappers) for name in names}
+    count = Counter(cleaned.values())
+    twice = sorted(name for name, new in cleaned.items() if count[new] > 1)
+    if twice:
+        raise CheckpointError(
+            f"{twice[0]!r} and {twice[1]!r} would both be named {cleaned[twice[0]]!r}.",
+            advice="Name the part that belongs to the model with --keep.",
+        )
+    return cleaned
+
+
+def describe_renames(renamed: Mapping[str, str]) -> list[str]:
+    """What was changed, in a line for each kind of change."""
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    for old, new in renamed.items():
+        if old != new:
+            kinds[_change(old, new)].append(f"{old} -> {new}")
+    return [
+        f"{change} in {count_text(len(names), 'name')}, such as {names[0]}"
+        for change, names in kinds.items()
+    ]
+
+
+def _change(old: str, new: str) -> str:
+    before, after = (Counter(p for p in n.split(".") if p in WRAPPERS) for n in (old, new))
+    words = []
+    for parts, verb in ((before - after, "removed"), (after - before, "added")):
+        if parts:
+            words.append(f"{', '.join(repr(f'{part}.') for part in parts.elements())} {verb}")
+    return " and ".join(words) or "parts moved"

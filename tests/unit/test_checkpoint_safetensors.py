@@ -1,16 +1,29 @@
-"""Our safetensors files hold every type of torch, and are the safetensors package's files."""
+"""Our safetensors files hold every type of torch, are the safetensors package's files, and are
+believed only where the bytes bear it out."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint.tensors import TensorFile, read_tensors, write_tensors
+from paceline.checkpoint.safetensors import (
+    MAX_HEADER_BYTES,
+    Header,
+    plan_file,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
 from paceline.errors import CheckpointError, UsageError
 
 NATIVE = [
@@ -95,13 +108,12 @@ def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
         assert_same(ours[name], tensor)
 
 
-def test_tensors_have_memory_of_their_own_and_can_be_read_one_by_one(tmp_path: Path) -> None:
+def test_tensors_have_memory_of_their_own(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a.safetensors", {"x": torch.ones(3), "y": torch.zeros(3)})
-    with TensorFile(tmp_path / "a.safetensors") as file:
-        y, x = file.read("y"), file.read("x")
-    assert x.untyped_storage().nbytes() == 12
-    x.add_(1)
-    assert y.tolist() == [0, 0, 0]
+    found = read_tensors(tmp_path / "a.safetensors")
+    assert found["x"].untyped_storage().nbytes() == 12
+    found["x"].add_(1)
+    assert found["y"].tolist() == [0, 0, 0]
 
 
 def test_a_file_is_private_and_takes_the_place_of_the_old_one_as_a_whole(tmp_path: Path) -> None:
@@ -144,3 +156,118 @@ def test_a_pipe_and_a_folder_are_refused_without_waiting(tmp_path: Path) -> None
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"not a plain file|cannot be read"):
             read_tensors(path)
+
+
+def read(data: bytes, size: int | None = None) -> Header:
+    """The header of a file that begins with these bytes and is `size` long."""
+    file = os.memfd_create("file")
+    try:
+        os.write(file, data)
+        os.ftruncate(file, len(data) if size is None else size)
+        os.lseek(file, 0, os.SEEK_SET)
+        return read_header(file, Path("a file"))[0]
+    finally:
+        os.close(file)
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def read_entries(entries: Any, data_bytes: int = 8) -> Header:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return read(len(text).to_bytes(8, "little") + text, 8 + len(text) + data_bytes)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda n: n != "__metadata__"),
+        st.tuples(st.sampled_from(NATIVE), st.lists(st.integers(0, 5), max_size=4)),
+        max_size=8,
+    )
+)
+def test_what_is_planned_and_written_is_what_is_read(facts: dict[str, Any]) -> None:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in facts.items()}
+    plan = plan_file(tensors, {"a": "b"})
+    assert read(plan.prefix, plan.total_bytes) == plan.header
+    assert plan.header.metadata == {"a": "b"}
+    assert len(plan.prefix) % 8 == 0
+    for name, place in plan.header.places.items():
+        assert place.begin % tensors[name].itemsize == 0
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        b"null",
+        b"[1, 2]",
+        b"{,",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32"}}',
+        b"\xff\xfe{}",
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+        b'"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        {"a": {**F32, "dtype": "F99"}},
+        {"a": {**F32, "dtype": "os.system"}},
+        {"a": {**F32, "shape": [2**62, 2**62]}},
+        {"a": {**F32, "shape": [2**63]}},
+        {"a": {**F32, "shape": [-2]}},
+        {"a": {**F32, "shape": [2.0]}},
+        {"a": {**F32, "shape": [True, 2]}},
+        {"a": {**F32, "shape": [1] * 65}},
+        {"a": {**F32, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}},
+        {"a": {**F32, "data_offsets": [8, 0]}},
+        {"a": {**F32, "data_offsets": [0, 2**70]}},
+        {"a": {**F32, "data_offsets": [8, 16]}},
+        {"a": {**F32, "data_offsets": [0, 4]}},
+        {"a": F32, "b": F32},
+        {"a": F32, "b": {**F32, "data_offsets": [4, 12]}},
+        {"a": F32, "b": {**F32, "data_offsets": [16, 24]}},
+        {"__metadata__": {"a": 1}, "a": F32},
+        {"__metadata__": [], "a": F32},
+        {},
+    ],
+    ids=lambda entries: str(entries)[:50],
+)
+def test_an_impossible_header_is_a_typed_error(entries: Any) -> None:
+    with pytest.raises(CheckpointError, match="impossible header"):
+        read_entries(entries)
+
+
+def test_bytes_behind_the_last_tensor_are_refused() -> None:
+    assert list(read_entries({"a": F32}).places) == ["a"]
+    with pytest.raises(CheckpointError, match="take 8 bytes, and 9 are there"):
+        read_entries({"a": F32}, data_bytes=9)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])
+def test_a_header_longer_than_its_file_or_the_limit_is_refused_unread(length: int) -> None:
+    with pytest.raises(CheckpointError, match="claims a header of"):
+        read(length.to_bytes(8, "little"), 50 if length < 200 else 2**42)
+
+
+@pytest.mark.parametrize("start", [b"", b"1234567"])
+def test_a_file_without_a_header_length_is_refused(start: bytes) -> None:
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        read(start)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"[" * MAX_HEADER_BYTES,
+        b"[" + b"[]," * (MAX_HEADER_BYTES // 3 - 1) + b"0]",
+        b'{"a":{"shape":[' + b"1," * (MAX_HEADER_BYTES // 2 - 20) + b'1],"dtype":"F32"}}',
+        b'{"' + b"a" * (MAX_HEADER_BYTES - 10) + b'":1}',
+    ],
+    ids=["deep", "wide", "long shape", "long name"],
+)
+def test_a_bomb_of_a_header_costs_little_memory_and_time(bomb: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        read_entries(bomb)
+    grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mb < 12 * MAX_HEADER_BYTES / 2**20
+    assert time.process_time() - begin < 10
+    assert len(str(caught.value)) < 500

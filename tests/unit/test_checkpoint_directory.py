@@ -11,16 +11,16 @@ import pytest
 
 from paceline.checkpoint.directory import (
     Entry,
-    Standing,
+    _hash,
     find_entry,
     list_entries,
-    opened,
+    open_checkpoint,
+    plain_facts,
     plan_removals,
     publish,
     sweep,
     verify,
 )
-from paceline.checkpoint.manifest import _hash, plain_facts
 from paceline.errors import CheckpointError, UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -36,12 +36,11 @@ def kept(
     metrics: list[float | None], *, keep: int = 2, best: int = 1, better: Any = "lower"
 ) -> list[int]:
     """Which of the saves with these metrics stay; "damaged" ones are given as -1."""
-    found = [
-        Standing(Entry(Path(f"{i}"), i, i), metric != -1, metric)
-        for i, metric in enumerate(metrics)
-    ]
-    gone = plan_removals(found[::-1], keep=keep, keep_best=best, better=better)
-    return [each.entry.step for each in found if each.entry not in gone]
+    entries = {Entry(Path(f"{i}"), i, i): metric for i, metric in enumerate(metrics)}
+    damaged = [entry for entry, metric in entries.items() if metric == -1]
+    sound = {entry: metric for entry, metric in [*entries.items()][::-1] if metric != -1}
+    gone = plan_removals(sound, damaged, keep=keep, keep_best=best, better=better)
+    return [entry.step for entry in entries if entry not in gone]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(name: str, tmp_path: P
     entry = fill(tmp_path, 1)
     files = json.loads((entry.path / "manifest.json").read_bytes())["manifest"]["files"]
     rewrite(entry, files={**files, name: {"bytes": 1, "sha256": ""}})
-    with pytest.raises(CheckpointError, match="no name of a file in this folder"):
+    with pytest.raises(CheckpointError, match="not the name of a file in this folder"):
         verify(entry)
 
 
@@ -212,6 +211,8 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(name: str, tmp_path: P
         {"files": {"state.json": {"bytes": -1, "sha256": ""}}},
         {"files": {"state.json": 1, "state.safetensors": 2}},
         {"created": None},
+        {"created": 10**400},
+        {"metric": 10**400},
     ],
     ids=str,
 )
@@ -220,7 +221,7 @@ def test_a_manifest_that_makes_no_sense_is_a_typed_error(
 ) -> None:
     entry = fill(tmp_path, 1)
     rewrite(entry, **changes)
-    with pytest.raises(CheckpointError), opened(entry):
+    with pytest.raises(CheckpointError), open_checkpoint(entry):
         pass
 
 
