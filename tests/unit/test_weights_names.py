@@ -67,7 +67,10 @@ def test_a_model_with_a_part_called_module_gets_its_own_weights() -> None:
 
 
 def test_names_that_could_mean_two_things_are_not_guessed() -> None:
-    assert match_names(["a._orig_mod.w", "a.module.w"], ["a.w"]) == {}
+    assert match_names(["module.w", "module.module.w", "b"], ["w"]) == {}
+    assert match_names(["module.module.w"], ["module.w", "head.w"]) == {
+        "module.module.w": "module.w"
+    }
 
 
 def test_only_what_fits_is_matched() -> None:

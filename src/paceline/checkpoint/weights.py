@@ -13,6 +13,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from paceline.observe.units import count_text
 WRAPPERS = ("module", "_orig_mod")
 # What people call the weights in the dictionary they save, likeliest first.
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
-_DEEPEST_WRAPPER = 4
 _DEEPEST_KEY = 3
 _SHOWN = 3
 
@@ -82,8 +82,21 @@ def load_weights(
     own = model.state_dict()
     given, where = find_weights(read_state(path), path, own.keys())
     names = match_names(given.keys(), own.keys())
-    plan = _plan(own, given, names, path, where)
-    shapes = _other_shapes(own, given, names)
+    shapes, casts = _compare(own, given, names)
+    loaded = set(names.values())
+    lacking = [name for name in own if name not in loaded]
+    memory = {_memory(own[name]) for name in loaded} - {None}
+    tied = [name for name in lacking if _memory(own[name]) in memory]
+    plan = WeightsReport(
+        path=path,
+        where=where,
+        loaded=list(names.values()),
+        renamed={old: new for old, new in names.items() if old != new},
+        missing=[name for name in lacking if name not in tied],
+        unexpected=[name for name in given if name not in names],
+        tied=tied,
+        cast=casts,
+    )
     is_fit = not shapes and not (strict and (plan.missing or plan.unexpected))
     # A module's own hooks may rename what we think is missing, and may fail half way.
     has_own_ways = any(map(_loads_its_own_way, model.modules()))
@@ -139,53 +152,22 @@ def _candidates(
                 yield from _candidates(inner, (*keys, key))
 
 
-def _plan(
-    own: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Mapping[str, str],
-    path: Path,
-    where: str,
-) -> WeightsReport:
-    """What loading these names will have done, unless a module has its own way."""
-    loaded = list(names.values())
-    memory = {_memory(own[name]) for name in loaded} - {None}
-    lacking = [name for name in own if name not in set(loaded)]
-    tied = [name for name in lacking if _memory(own[name]) in memory]
-    return WeightsReport(
-        path=path,
-        where=where,
-        loaded=loaded,
-        renamed={old: new for old, new in names.items() if old != new},
-        missing=[name for name in lacking if name not in tied],
-        unexpected=[name for name in given if name not in names],
-        tied=tied,
-        cast={
-            new: f"{dtype_name(given[old])} -> {dtype_name(own[new])}"
-            for old, new in names.items()
-            if _are_dense(given[old], own[new]) and given[old].dtype != own[new].dtype
-        },
-    )
-
-
-def _are_dense(theirs: Any, ours: Any) -> bool:
-    """Whether two values can be compared: tensors, of which ours has its memory already."""
-    return isinstance(theirs, Tensor) and isinstance(ours, Tensor) and not is_lazy(ours)
-
-
-def _other_shapes(
+def _compare(
     own: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, str]:
-    """In words, by the model's name, what no value can be copied into."""
-    found = {}
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What does not fit and what is converted, in words, by the model's name."""
+    shapes, casts = {}, {}
     for old, new in names.items():
         theirs, ours = given[old], own[new]
-        if not _are_dense(theirs, ours):
+        if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor) or is_lazy(ours):
             continue
         if theirs.shape != ours.shape:
-            found[new] = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} in the model"
+            shapes[new] = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} in the model"
         elif theirs.is_complex() and not ours.is_complex():
-            found[new] = "complex in the file, real in the model"
-    return found
+            shapes[new] = "complex in the file, real in the model"
+        elif theirs.dtype != ours.dtype:
+            casts[new] = f"{dtype_name(theirs)} -> {dtype_name(ours)}"
+    return shapes, casts
 
 
 def _memory(value: Any) -> tuple[Any, ...] | None:
@@ -252,7 +234,7 @@ def _explain(
     if plan.unexpected:
         parts.append(f"Not in the model: {_some(plan.unexpected)}.")
     parts += [f"{name!r} is {words}." for name, words in list(shapes.items())[:1]]
-    parts += [*_foreign_prefix(given, own), *_meant(own, given, plan)][:1]
+    parts += islice(chain(_foreign_prefix(given, own), _meant(own, given, plan)), 1)
     advice = "Build the model as it was when the file was written"
     advice += "." if shapes else ", or pass strict=False to leave out what does not fit."
     kind = type(model.module if isinstance(model, Wrapper) else model).__name__
@@ -303,42 +285,24 @@ def match_names(given: Collection[str], expected: Collection[str]) -> dict[str, 
     Tries the fewest changes first, and takes the first that explains most names. So a model with
     a part that is really called `module` keeps it.
     """
-    matches = [_match(a, b) for a in _without_fronts(given) for b in _without_fronts(expected)]
-    return max(matches, key=lambda match: (len(match[0]), match[1]))[0]
+    matches = [
+        {mine[name]: theirs[name] for name in mine if name in theirs}
+        for mine in _spellings(given)
+        for theirs in _spellings(expected)
+    ]
+    return max(matches, key=len)
 
 
-def _without_fronts(names: Collection[str]) -> list[dict[str, str]]:
-    """The names by what they are without 0, 1, ... parts, as long as these are wrappers'."""
-    found = []
-    for count in range(_DEEPEST_WRAPPER + 1):
-        split = {name: name.split(".") for name in names}
-        if any(len(p) <= count or not {*p[:count]} <= {*WRAPPERS} for p in split.values()):
-            break
-        stripped = {".".join(parts[count:]): name for name, parts in split.items()}
-        if len(stripped) == len(names):
-            found.append(stripped)
-    return found
+def _spellings(names: Collection[str]) -> Iterator[dict[str, str]]:
+    """The names by themselves, by what they are without wrappers, and by their bare names.
 
-
-def _match(given: Mapping[str, str], expected: Mapping[str, str]) -> tuple[dict[str, str], int]:
-    """Equal names first; then those that are equal without wrappers and mean one thing only.
-
-    Also how many were equal.
+    A spelling of two names is left out: what could mean two things is not guessed.
     """
-    equal = given.keys() & expected.keys()
-    found = {given[name]: expected[name] for name in given if name in equal}
-    mine, theirs = (_by_bare_name(side.keys() - equal) for side in (given, expected))
-    for name, (first, *more) in mine.items():
-        if not more and len(theirs.get(name, [])) == 1:
-            found[given[first]] = expected[theirs[name][0]]
-    return found, len(equal)
-
-
-def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for name in names:
-        found[bare_name(name)].append(name)
-    return found
+    wrappers = find_wrappers(names)
+    cleaned = {name: without_wrappers(name, wrappers) for name in names}
+    for spelling in ({name: name for name in names}, cleaned, {n: bare_name(n) for n in names}):
+        count = Counter(spelling.values())
+        yield {new: name for name, new in spelling.items() if count[new] == 1}
 
 
 def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset[str]:
