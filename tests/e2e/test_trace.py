@@ -258,7 +258,7 @@ def test_a_folder_without_recorded_steps_says_so(
     assert main(["trace", str(tmp_path), "--step", "5"]) == 2
     assert "It has 4." in capsys.readouterr().err
     assert main(["trace", str(tmp_path)]) == 2
-    assert "no recorded step" in capsys.readouterr().err
+    assert "is not a recorded step" in capsys.readouterr().err
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

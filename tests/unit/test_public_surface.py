@@ -93,15 +93,7 @@ NAMES_BY_MODULE = {
         "EpochNotSetWarning",
         "PaddedDistributedSampler",
     ],
-    "paceline.explain.trace": [
-        "StepRecording",
-        "Trace",
-        "draw",
-        "observe",
-        "read",
-        "record_step",
-        "trace_prediction",
-    ],
+    "paceline.explain.trace": ["draw", "observe", "trace_prediction"],
     "paceline.testing": [
         "Fault",
         "Faults",

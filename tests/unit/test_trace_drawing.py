@@ -12,11 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.explain.trace.boxes import Box, connect, meet, side_by_side
 from paceline.explain.trace.command import _can_show, _show
-from paceline.explain.trace.drawing import draw
-from paceline.explain.trace.lines import Line
-from paceline.explain.trace.tables import draw_prediction, draw_training
+from paceline.explain.trace.drawing import TextBox, TextLine, connect, draw, side_by_side
 from paceline.record import schema
 from paceline.record.stages import (
     Answer,
@@ -137,20 +134,19 @@ def test_control_characters_and_wide_ones_in_a_file_do_not_reach_the_terminal() 
 
 
 def test_one_box_joins_to_a_row_of_others_and_back() -> None:
-    fork, join = connect(1, 2, 0, 22), connect(2, 1, 0, 22)
-    assert fork == ["     ┌─────┴─────┐"]
-    assert join == ["     └─────┬─────┘"]
-    assert connect(2, 2, 0, 22) == ["     │           │"]
-    assert meet(2, "sum", 0, 22) == [join[0], "          sum", fork[0]]
+    assert connect(1, 2, 26) == "         ┌─────┴─────┐"
+    assert connect(2, 1, 26) == "         └─────┬─────┘"
+    assert connect(2, 2, 26) == "         │           │"
+    assert connect(3, 1, 38) == "         └───────────┼───────────┘"
 
 
 def test_boxes_of_one_row_are_equally_high_and_fed_from_above() -> None:
-    rows = side_by_side([Box("a", ["one"]), Box("b", ["one", "two"], "5 ms")], 0, 30, is_fed=True)
-    assert rows == [
-        "┌─ a ──▼─────┐  ┌─ b ── 5 ms ┐",
-        "│ one        │  │ one        │",
-        "│            │  │ two        │",
-        "└────────────┘  └────────────┘",
+    boxes = [TextBox("a", ["one"]), TextBox("b", ["one", "two"], "5 ms")]
+    assert side_by_side(boxes, 34, is_fed=True) == [
+        "    ┌─ a ──▼─────┐  ┌─ b ── 5 ms ┐",
+        "    │ one        │  │ one        │",
+        "    │            │  │ two        │",
+        "    └────────────┘  └────────────┘",
     ]
 
 
@@ -235,10 +231,10 @@ def test_colour_is_beside_the_text_and_only_on_a_terminal(
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, pipe, quiet = Terminal(), io.StringIO(), Terminal()
-    _show([Line("hello", "title")], terminal)
-    _show([Line("hello", "title")], pipe)
+    _show([TextLine("hello", "title")], terminal)
+    _show([TextLine("hello", "title")], pipe)
     monkeypatch.setenv("NO_COLOR", "1")
-    _show([Line("hello", "title")], quiet)
+    _show([TextLine("hello", "title")], quiet)
     monkeypatch.undo()
     assert terminal.getvalue() == "\x1b[1mhello\x1b[0m\n"
     assert pipe.getvalue() == quiet.getvalue() == "hello\n"
@@ -254,8 +250,9 @@ def test_the_table_of_epochs_has_a_row_for_each_and_words() -> None:
         Epoch(epoch=i, loss=1.0 / i, seconds=0.5, accuracy=0.5, observation="falling")
         for i in (1, 2, 3)
     ]
-    shown = [line.text for line in draw_training(Training(epochs=epochs, observation="It fell."))]
-    assert sum("falling" in line for line in shown) == 3
+    training = Training(epochs=epochs, observation="It fell.")
+    shown = text_of(replace(DDP, training=training, prediction=None)).splitlines()
+    assert sum(line.endswith("  falling") for line in shown) == 3
     assert shown[-1].strip() == "It fell."
 
 
@@ -267,8 +264,11 @@ def test_a_prediction_ends_in_its_answer() -> None:
         layers=[Layer(name="0", kind="Linear", output=facts)],
         answer=Answer(kind="class", text="class 1, with a probability of 91.4%"),
     )
-    shown = [line.text for line in draw_prediction(prediction)]
-    assert "0 Linear" in shown[3]
+    shown = text_of(replace(DDP, prediction=prediction)).splitlines()
+    assert [line.split() for line in shown if "0 Linear" in line] == [
+        ["0", "Linear", "1", "x", "3", "-", "-", "-", "-"]
+    ]
+    assert "  -: too few numbers to hide them in statistics" in shown
     assert shown[-1].strip() == "Answer: class 1, with a probability of 91.4%."
 
 

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING
 from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
-    "StepRecording": "paceline.record.step",
-    "Trace": "paceline.record.stages",
     "draw": "paceline.explain.trace.drawing",
-    "observe": "paceline.explain.trace.observation",
-    "read": "paceline.record.schema",
-    "record_step": "paceline.record.step",
+    "observe": "paceline.explain.trace.prediction",
     "trace_prediction": "paceline.explain.trace.prediction",
 }
 
@@ -24,11 +20,7 @@ __all__ = [*_HOME_BY_NAME]
 
 if TYPE_CHECKING:
     from paceline.explain.trace.drawing import draw as draw
-    from paceline.explain.trace.observation import observe as observe
+    from paceline.explain.trace.prediction import observe as observe
     from paceline.explain.trace.prediction import trace_prediction as trace_prediction
-    from paceline.record.schema import read as read
-    from paceline.record.stages import Trace as Trace
-    from paceline.record.step import StepRecording as StepRecording
-    from paceline.record.step import record_step as record_step
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)

@@ -11,14 +11,15 @@ import json
 import shutil
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
 from paceline import env
 from paceline.errors import UsageError, WireError
-from paceline.explain.trace.drawing import draw
-from paceline.explain.trace.lines import WIDTH, Line, Style
+from paceline.explain.trace.drawing import WIDTH, Style, TextLine, draw
 from paceline.observe.run_folder import RunFolder
+from paceline.observe.units import list_text
 from paceline.record import schema
 from paceline.record.stages import Trace
 
@@ -54,40 +55,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="DataParallel: one process with replicas; DistributedDataParallel: a process for "
         "each worker (default: ddp)",
     )
-    for flag, default, text in (
-        ("--workers", 2, "how many workers or replicas share the batch"),
-        ("--batch", 100, "rows of the batch, all workers together"),
-        ("--seed", 0, "generates the data, the model and the order of the rows"),
-        ("--epochs", 0, "also train so many epochs, and say what the numbers mean"),
-    ):
-        told = f"{text} (default: {default})"
-        parser.add_argument(flag, metavar="N", type=int, default=default, help=told)
-    parser.add_argument(
-        "--model",
-        metavar="FILE:FUNCTION",
-        help="your own: a function that returns (model, dataset, loss_fn)",
-    )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: cpu)"
     )
-    parser.add_argument(
-        "--sample", metavar="I", type=int, help="the row to follow (default: the batch's first)"
-    )
-    parser.add_argument(
-        "--weight", metavar="NAME[I,J]", help='the weight to follow, such as "0.weight[3,1]"'
-    )
-    parser.add_argument(
-        "--predict", metavar="I", type=int, help="also show row I on its way through every layer"
-    )
+    for flag, metavar, default, text in (
+        ("--workers", "N", 2, "how many workers or replicas share the batch"),
+        ("--batch", "N", 100, "rows of the batch, all workers together"),
+        ("--seed", "N", 0, "generates the data, the model and the order of the rows"),
+        ("--epochs", "N", 0, "also train so many epochs, and say what the numbers mean"),
+        ("--sample", "I", None, "the row to follow (default: the batch's first)"),
+        ("--predict", "I", None, "also show row I on its way through every layer"),
+        ("--step", "N", None, "which recorded step of RUN to draw"),
+    ):
+        told = text if default is None else f"{text} (default: {default})"
+        parser.add_argument(flag, metavar=metavar, type=int, default=default, help=told)
+    for flag, metavar, text in (
+        ("--model", "FILE:FUNCTION", "your own: it returns (model, dataset, loss_fn)"),
+        ("--weight", "NAME[I,J]", 'the weight to follow, such as "0.weight[3,1]"'),
+        ("--folder", "RUN", "also write pipeline/step{n}.json into this run folder"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
     parser.add_argument(
         "--values",
         action=argparse.BooleanOptionalAction,
         help="keep values of data, weights and outputs; --no-values keeps shapes and statistics "
         "(default: values of the built-in model only)",
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="which recorded step of RUN to draw")
-    parser.add_argument(
-        "--folder", metavar="RUN", help="also write pipeline/step{n}.json into this run folder"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the picture")
     parser.add_argument("--ascii", action="store_true", help="draw without characters beyond ASCII")
@@ -116,20 +108,12 @@ def _record(args: argparse.Namespace) -> Trace:
         # torch without NumPy says so once; nothing here needs it.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         from paceline.explain.trace import task
-        from paceline.explain.trace.training import Options, trace_task
+        from paceline.explain.trace.training import TraceOptions, trace_task
 
-        options = Options(
-            engine=args.engine,
-            workers=args.workers,
-            batch=args.batch,
-            seed=args.seed,
-            device=args.device,
-            sample=args.sample,
-            weight=args.weight,
-            epochs=args.epochs,
-            predict=args.predict,
-            values=args.model is None if args.values is None else args.values,
-        )
+        chosen = {field.name: getattr(args, field.name) for field in fields(TraceOptions)}
+        if args.values is None:
+            chosen["values"] = args.model is None
+        options = TraceOptions(**chosen)
         made = task.load(args.model, args.seed) if args.model else task.built_in(args.seed)
         trace = trace_task(made, options)
     if args.folder is not None:
@@ -144,10 +128,9 @@ def _find(place: str, step: int | None) -> Trace:
         folder = RunFolder(path)
         steps = folder.pipeline_steps()
         if not steps or (step is not None and step not in steps):
-            known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
             raise UsageError(
-                f"{place} has no recorded step" + (f" {step}." if step is not None else "."),
-                known if steps else "",
+                f"{place} has no recorded step{'' if step is None else f' {step}'}.",
+                f"It has {list_text(steps)}." if steps else "",
                 f"Record one with paceline run --trace-step N, or paceline trace --folder {place}.",
             )
         path = folder.pipeline_of(steps[-1] if step is None else step)
@@ -159,7 +142,7 @@ def _find(place: str, step: int | None) -> Trace:
             advice="Name a run folder, or a file of its pipeline/ folder.",
         ) from error
     except WireError as error:
-        raise UsageError(f"{path} is no recorded step.", error.what, error.advice) from error
+        raise UsageError(f"{path} is not a recorded step.", error.what, error.advice) from error
 
 
 def _width(stream: IO[str]) -> int:
@@ -177,7 +160,7 @@ def _can_show(stream: IO[str]) -> bool:
     return True
 
 
-def _show(lines: list[Line], stream: IO[str]) -> None:
+def _show(lines: list[TextLine], stream: IO[str]) -> None:
     has_colour = stream.isatty() and env.read_terminal().has_colour
     for line in lines:
         code = _COLOURS.get(line.style) if has_colour and line.text else None

@@ -1,9 +1,11 @@
-"""One sample through every layer of a model, to the answer."""
+"""What a training and a model say: epochs put into words, and one sample through every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,10 +15,93 @@ from paceline.comm import tree
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import UsageError
 from paceline.record.facts import facts_of, tree_facts
-from paceline.record.stages import Answer, Layer, Prediction
+from paceline.record.stages import Answer, Epoch, Layer, Prediction, Training
+
+FLAT = 0.02
+"""A change of the loss by less than this share is none."""
+FAST = 0.25
+"""From this share on the loss falls fast."""
+DIVERGED = 3.0
+"""A loss so many times the best one has left for good."""
 
 Kind = Literal["classes", "binary", "value"]
 """What an output means: a score for each class, one score for yes or no, or the value itself."""
+
+
+def observe(epochs: Sequence[Epoch]) -> Training:
+    """The same epochs with an observation each, and one for all of them."""
+    told = [
+        replace(epoch, observation=_describe_epoch(epochs[:number], epoch))
+        for number, epoch in enumerate(epochs)
+    ]
+    return Training(epochs=told, observation=_describe_training(epochs))
+
+
+def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
+    """A few words on one epoch, given those before it."""
+    if not math.isfinite(epoch.loss):
+        return "diverged: the loss is not a number any more"
+    if not before:
+        return "the start"
+    last = before[-1]
+    best = min((e.loss for e in before if math.isfinite(e.loss)), default=math.inf)
+    if best > 0 and epoch.loss > DIVERGED * best:
+        times = epoch.loss / best
+        return f"diverged: {f'{times:,.0f}' if times < 1e6 else f'{times:.1g}'} times the best loss"
+    if last.evaluation_loss is not None and epoch.evaluation_loss is not None:
+        is_worse = epoch.evaluation_loss > last.evaluation_loss * (1 + FLAT)
+        if is_worse and epoch.loss < last.loss:
+            return "overfitting: better on what it trains on, worse on new rows"
+    every_row = ", every row right" if epoch.accuracy is not None and epoch.accuracy >= 1 else ""
+    return _trend(last.loss, epoch.loss) + every_row
+
+
+def _describe_training(epochs: Sequence[Epoch]) -> str:
+    """One or two sentences on all epochs: what happened, and what it suggests."""
+    if not epochs:
+        return ""
+    first, last = epochs[0], epochs[-1]
+    lost = next((epoch for epoch in epochs if not math.isfinite(epoch.loss)), None)
+    if lost is not None:
+        return (
+            f"The training diverged in epoch {lost.epoch}: the loss is not a number. "
+            "Try a smaller learning rate."
+        )
+    if len(epochs) == 1:
+        return f"One epoch, with a loss of {last.loss:.4g}: train for more to see a trend."
+    best = min(epochs, key=lambda epoch: epoch.loss)
+    if best.loss > 0 and last.loss > DIVERGED * best.loss:
+        return (
+            f"The training diverged after epoch {best.epoch}: the loss went from {best.loss:.4g} "
+            f"up to {last.loss:.4g}. Try a smaller learning rate."
+        )
+    # One bad epoch among good ones is no trend: the last one decides.
+    known = [(e.evaluation_loss, e) for e in epochs if e.evaluation_loss is not None]
+    if known:
+        least, then = min(known, key=lambda pair: pair[0])
+        if known[-1][0] > least * (1 + 2 * FLAT) and known[-1][1].loss < then.loss:
+            return (
+                f"Overfitting since epoch {then.epoch + 1}: rows it has not seen are predicted "
+                f"worse, while the training loss still falls. Epoch {then.epoch} was the best."
+            )
+    if last.loss >= first.loss * (1 + FLAT):
+        return f"The loss rose from {first.loss:.4g} to {last.loss:.4g}: nothing was learned."
+    if last.loss > first.loss * (1 - FLAT):
+        return f"The loss stayed at about {last.loss:.4g}: nothing was learned yet."
+    advice = {
+        "flat": "and is flat now: more epochs would change little.",
+        "rising": "and rose at the end: the learning rate may be too large by now.",
+    }.get(_trend(epochs[-2].loss, last.loss), "and is still falling: more epochs would help.")
+    return f"The loss fell from {first.loss:.4g} to {last.loss:.4g} {advice}"
+
+
+def _trend(before: float, now: float) -> str:
+    if not math.isfinite(before):
+        return "back to numbers"
+    change = (now - before) / max(abs(before), 1e-12)
+    if change <= -FLAT:
+        return "falling fast" if change <= -FAST else "falling"
+    return "flat" if change < FLAT else "rising"
 
 
 def trace_prediction(
@@ -36,7 +121,7 @@ def trace_prediction(
     inner = bare(model.module if isinstance(model, Wrapper) else model)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     layers: list[Layer] = []
-    with _evaluating(inner), _noting(inner, layers, values), torch.no_grad():
+    with _noting(inner, layers, values), torch.no_grad():
         output = inner(*args)
     found = next(tree.tensors(output), None)
     if found is None:
@@ -47,9 +132,11 @@ def trace_prediction(
     if layers[-1].output.shape != list(found.shape):
         kept = facts_of("output", found, values=values)
         layers.append(Layer(name="", kind=type(inner).__name__, output=kept))
-    answer = answer_of(found, kind, expected) if values else None
     return Prediction(
-        index=index, input=tree_facts("input", args, values=values), layers=layers, answer=answer
+        index=index,
+        input=tree_facts("input", args, values=values),
+        layers=layers,
+        answer=answer_of(found, kind, expected) if values else None,
     )
 
 
@@ -59,47 +146,28 @@ def answer_of(output: Tensor, kind: Kind, expected: float | None) -> Answer:
     said = "" if expected is None else f"; the dataset says {expected:.4g}"
     if kind == "value" or (kind == "classes" and row.numel() < 2):
         shown = ", ".join(f"{number:.4g}" for number in row[:4].tolist())
-        more = ", ..." if row.numel() > 4 else ""
-        return Answer(
-            kind="value",
-            text=f"{shown}{more}{said}",
-            value=float(row[0]) if row.numel() == 1 else None,
-            expected=expected,
-        )
-    shares = torch.sigmoid(row[:1]) if kind == "binary" else torch.softmax(row, 0)
+        text = f"{shown}{', ...' if row.numel() > 4 else ''}{said}"
+        value = float(row[0]) if row.numel() == 1 else None
+        return Answer(kind="value", text=text, value=value, expected=expected)
     if kind == "binary":
-        yes = float(shares[0])
-        label, probability = int(yes >= 0.5), max(yes, 1 - yes)
+        yes = torch.sigmoid(row[0])
+        shares = torch.stack([1 - yes, yes])
     else:
-        label = int(shares.argmax())
-        probability = float(shares[label])
-    return Answer(
-        kind="class",
-        text=f"class {label}, with a probability of {probability:.1%}{said}",
-        label=label,
-        probability=probability,
-        expected=expected,
-    )
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = {layer: layer.training for layer in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for layer, training in modes.items():
-            layer.training = training
+        shares = torch.softmax(row, 0)
+    label = int(shares.argmax())
+    probability = float(shares[label])
+    text = f"class {label}, with a probability of {probability:.1%}{said}"
+    return Answer(kind="class", text=text, label=label, probability=probability, expected=expected)
 
 
 @contextmanager
 def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[None]:
-    """Note every module inside which no other one was noted.
+    """Evaluate, and note every module inside which no other one was noted.
 
     Those are the ones without children, and the ones that do not call theirs, as attention does.
     """
     names = {layer: name for name, layer in module.named_modules()}
+    modes = {layer: layer.training for layer in names}
     begun: list[int] = []
 
     def begin(_layer: nn.Module, _args: Any) -> None:
@@ -119,8 +187,11 @@ def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[No
 
     handles: list[Any] = [layer.register_forward_pre_hook(begin) for layer in names]
     handles += [layer.register_forward_hook(note) for layer in names]
+    module.eval()
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for layer, was_training in modes.items():
+            layer.training = was_training

@@ -10,16 +10,16 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from paceline.errors import UsageError
@@ -27,23 +27,19 @@ from paceline.explain.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.1
-LEARNING_RATE = 0.5
-USERS_LEARNING_RATE = 0.1
-KINDS = ("classes", "binary", "value")
-KEYS = {"model", "dataset", "loss_fn", "optimizer", "evaluation", "kind"}
 _EXPECTED = "(model, dataset, loss_fn), or a dictionary with these keys"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, what it learns from, and how."""
+    """A model, what it learns from, and how; a user's dictionary has these keys."""
 
     model: nn.Module
     dataset: Any
     """Pairs of input and target."""
     loss_fn: Callable[[Any, Any], Tensor]
     """The mean over the rows of an output and their targets."""
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: Callable[[Any], Optimizer] = lambda parameters: SGD(parameters, lr=0.1)
     """Makes one for parameters."""
     evaluation: Any = None
     """A dataset of rows that are not trained on."""
@@ -51,21 +47,19 @@ class Task:
     """What outputs mean; None: whole numbers as targets are classes, others are values."""
 
     def kind_of(self, targets: Any) -> Kind:
-        if self.kind is not None:
-            return self.kind
         is_whole = isinstance(targets, Tensor) and not targets.is_floating_point()
-        return "classes" if is_whole else "value"
+        return self.kind or ("classes" if is_whole else "value")
 
-
-def count_right(output: Any, targets: Any, kind: Kind) -> int | None:
-    """How many rows are predicted right; None where that is not a question."""
-    if kind == "value" or not isinstance(output, Tensor) or not isinstance(targets, Tensor):
-        return None
-    if kind == "binary":
-        return int(((output > 0) == (targets > 0.5)).sum())
-    if output.dim() != 2 or targets.shape != output.shape[:1]:
-        return None
-    return int((output.argmax(dim=1) == targets).sum())
+    def count_right(self, output: Any, targets: Any) -> int | None:
+        """How many rows are predicted right; None where that is not a question."""
+        kind = self.kind_of(targets)
+        if kind == "value" or not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+            return None
+        if kind == "binary":
+            return int(((output > 0) == (targets > 0.5)).sum())
+        if output.dim() != 2 or targets.shape != output.shape[:1]:
+            return None
+        return int((output.argmax(dim=1) == targets).sum())
 
 
 def built_in(seed: int) -> Task:
@@ -83,7 +77,7 @@ def built_in(seed: int) -> Task:
         model=model,
         dataset=TensorDataset(x[:ROWS], y[:ROWS]),
         loss_fn=F.binary_cross_entropy_with_logits,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
+        optimizer=lambda parameters: SGD(parameters, lr=0.5),
         evaluation=TensorDataset(x[ROWS:], y[ROWS:]),
         kind="binary",
     )
@@ -103,27 +97,31 @@ def load(target: str, seed: int) -> Task:
             f"{place!r} has no function {name!r}.",
             advice=f"Name a function without arguments that returns {_EXPECTED}.",
         )
-    _refuse_arguments(function, target)
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        raise UsageError(
+            f"{target!r} needs arguments.", advice="Name a function that can be called without."
+        ) from None
+    except ValueError:
+        pass  # a builtin, which does not say
     torch.manual_seed(seed)
     return _as_task(function(), target)
 
 
 def _module(place: str) -> ModuleType:
+    path = Path(place)
     try:
-        if not place.endswith(".py"):
+        if path.suffix != ".py":
             return import_module(place)
-        path = Path(place)
         if not path.is_file():
-            raise UsageError(
-                f"There is no file {place!r}.", advice="Name the file as FILE:function."
-            )
+            raise UsageError(f"There is no file {place!r}.", advice="Name it as FILE:function.")
         sys.path.insert(0, str(path.resolve().parent))  # as for a script
         name = f"paceline_traced_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     except (ImportError, SyntaxError) as error:
@@ -132,55 +130,34 @@ def _module(place: str) -> ModuleType:
         ) from error
 
 
-def _refuse_arguments(function: Any, target: str) -> None:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        raise UsageError(
-            f"{target!r} needs arguments.", advice="Name a function that can be called without."
-        ) from None
-    except ValueError:
-        return  # a builtin, which does not say
-
-
 def _as_task(made: Any, target: str) -> Task:
-    if isinstance(made, Mapping):
-        parts = dict(made)
-    elif isinstance(made, tuple) and len(made) == 3:
-        parts = dict(zip(("model", "dataset", "loss_fn"), made, strict=True))
-    else:
+    keys = [field.name for field in fields(Task)]
+    if isinstance(made, tuple) and len(made) == 3:
+        made = dict(zip(keys, made, strict=False))
+    if not isinstance(made, Mapping):
         raise UsageError(
             f"{target!r} returned {type(made).__name__}.", advice=f"Return {_EXPECTED}."
         )
-    unknown = sorted(map(str, parts.keys() - KEYS))
-    missing = sorted({"model", "dataset", "loss_fn"} - parts.keys())
+    # A key that is None is one that was left out.
+    parts = {key: value for key, value in made.items() if value is not None}
+    missing = [key for key in keys[:3] if key not in parts]
+    unknown = [key for key in parts if key not in keys]
     if unknown or missing:
         what = f"no {missing[0]!r}" if missing else f"the key {unknown[0]!r}, which means nothing"
-        raise UsageError(
-            f"What {target!r} returned has {what}.",
-            advice=f"The keys are {', '.join(sorted(KEYS))}.",
-        )
+        advice = f"The keys are {', '.join(keys)}."
+        raise UsageError(f"What {target!r} returned has {what}.", advice=advice)
     if not isinstance(parts["model"], nn.Module):
         raise UsageError(f"The model of {target!r} is a {type(parts['model']).__name__}.")
     if not callable(parts["loss_fn"]):
         raise UsageError(f"The loss_fn of {target!r} cannot be called.")
-    if parts.get("kind") not in (None, *KINDS):
+    if parts.get("kind") not in (None, *get_args(Kind)):
         raise UsageError(
             f"The kind of {target!r} is {parts['kind']!r}.",
-            advice=f"Use one of {', '.join(KINDS)}, or leave it out.",
+            advice=f"Use one of {', '.join(get_args(Kind))}, or leave it out.",
         )
-    for name in ("dataset", "evaluation"):
-        if parts.get(name) is not None:
-            parts[name] = _as_dataset(parts[name], name, target)
-    make = parts.get("optimizer") or (lambda p: torch.optim.SGD(p, lr=USERS_LEARNING_RATE))
-    return Task(
-        model=parts["model"],
-        dataset=parts["dataset"],
-        loss_fn=parts["loss_fn"],
-        optimizer=make,
-        evaluation=parts.get("evaluation"),
-        kind=parts.get("kind"),
-    )
+    for name in {"dataset", "evaluation"} & parts.keys():
+        parts[name] = _as_dataset(parts[name], name, target)
+    return Task(**parts)
 
 
 def _as_dataset(value: Any, name: str, target: str) -> Any:

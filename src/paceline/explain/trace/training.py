@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
@@ -25,19 +26,19 @@ from paceline.data import DistributedBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
 from paceline.errors import UsageError
-from paceline.explain.trace.observation import observe
-from paceline.explain.trace.prediction import trace_prediction
-from paceline.explain.trace.task import Task, count_right
+from paceline.explain.trace.prediction import observe, trace_prediction
+from paceline.explain.trace.task import Task
 from paceline.launcher import launch
 from paceline.record.facts import find_weight
+from paceline.record.hooks import trained_parameters
 from paceline.record.schema import from_json, to_json
 from paceline.record.stages import Epoch, Prediction, Trace
-from paceline.record.step import record_step
+from paceline.record.step import StepRecording, record_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What to trace."""
+class TraceOptions:
+    """What to trace: the flags of `paceline trace`, by their names."""
 
     engine: Literal["dp", "ddp"] = "ddp"
     workers: int = 2
@@ -64,18 +65,22 @@ class Options:
             raise UsageError(f"--seed is {self.seed}.", advice="Use a number from 0 to 2**32 - 1.")
 
 
-def trace_task(task: Task, options: Options) -> Trace:
+def trace_task(task: Task, options: TraceOptions) -> Trace:
     """Record the step, train and predict as the options say."""
-    check(task, options)
-    if options.engine == "dp":
-        return _Loop(task, options, _replicas(task, options), None).run()
-    # The first optimizer imports half of torch: once here, not once per worker.
-    task.optimizer([nn.Parameter(torch.zeros(1))])
-    told = launch(_work, task, options, workers=options.workers, label=False)
-    return from_json(told[0])
+    _check(task, options)
+    if options.engine == "ddp":
+        # The first optimizer imports half of torch: once here, not once per worker.
+        task.optimizer([nn.Parameter(torch.zeros(1))])
+        told = launch(_work, task, options, workers=options.workers, label=False)
+        return from_json(told[0])
+    places: list[Any] = [f"cpu:{i}" for i in range(options.workers)]
+    if options.device == "cuda":
+        places = [i % torch.accelerator.device_count() for i in range(options.workers)]
+        task.model.to(f"cuda:{places[0]}")
+    return _Loop(task, options, DataParallel(task.model, places), None).run()
 
 
-def _work(task: Task, options: Options) -> dict[str, Any]:
+def _work(task: Task, options: TraceOptions) -> dict[str, Any]:
     chosen = torch.device("cpu") if options.device == "cpu" else None
     with init_process_group(device_id=chosen) as world:
         model = DistributedDataParallel(task.model.to(world.device))
@@ -83,18 +88,11 @@ def _work(task: Task, options: Options) -> dict[str, Any]:
         return to_json(trace) if world.rank == 0 else {}
 
 
-def _replicas(task: Task, options: Options) -> DataParallel:
-    if options.device == "cpu":
-        return DataParallel(task.model, [f"cpu:{i}" for i in range(options.workers)])
-    places = [i % torch.accelerator.device_count() for i in range(options.workers)]
-    return DataParallel(task.model.to(f"cuda:{places[0]}"), places)
-
-
-def check(task: Task, options: Options) -> None:
+def _check(task: Task, options: TraceOptions) -> None:
     """Refuse what cannot be traced before any worker is started."""
+    rows = len(task.dataset)
     if options.device == "cuda" and not torch.accelerator.is_available():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
-    rows = len(task.dataset)
     if rows < options.batch:
         raise UsageError(
             f"--batch is {options.batch}, but the dataset has only {rows} rows.",
@@ -106,11 +104,11 @@ def check(task: Task, options: Options) -> None:
                 f"{flag} is {number}, but the dataset has {rows:,} rows.",
                 advice=f"Rows are counted from 0 to {rows - 1:,}.",
             )
-    trained = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(task.model)
     if not trained:
         raise UsageError(f"The {type(task.model).__name__} has nothing to train.")
     find_weight(options.weight, trained)
-    choose_step(task, options)
+    _choose_step(task, options)
     first = task.dataset[0]
     if not isinstance(first, (tuple, list)) or len(first) != 2:
         raise UsageError(
@@ -119,8 +117,8 @@ def check(task: Task, options: Options) -> None:
         )
 
 
-def batches(
-    task: Task, options: Options, epoch: int, size: int = 1, rank: int = 0
+def _batches(
+    task: Task, options: TraceOptions, epoch: int, size: int = 1, rank: int = 0
 ) -> Iterator[list[int]]:
     """One rank's rows of every batch of an epoch; all rows where there is one rank."""
     whole = BatchSampler(RandomSampler(task.dataset), options.batch, drop_last=True)
@@ -129,14 +127,14 @@ def batches(
     yield from parts
 
 
-def choose_step(task: Task, options: Options) -> tuple[int, list[int]]:
-    """Which step of the first epoch to record, counted from 0, and the rows of its batch."""
-    for number, rows in enumerate(batches(task, options, epoch=0)):
+def _choose_step(task: Task, options: TraceOptions) -> tuple[int, int]:
+    """Which step of the first epoch to record, counted from 0, and the sample to follow in it."""
+    for number, rows in enumerate(_batches(task, options, epoch=0)):
         if options.sample is None or options.sample in rows:
-            return number, rows
+            return number, rows[0] if options.sample is None else options.sample
     raise UsageError(
         f"--sample is {options.sample}, a row that is left over in the first epoch.",
-        f"{len(task.dataset):,} rows are no whole number of batches of {options.batch}.",
+        f"{len(task.dataset):,} rows are not a whole number of batches of {options.batch}.",
         "Follow another one, or choose another --batch or --seed.",
     )
 
@@ -144,59 +142,55 @@ def choose_step(task: Task, options: Options) -> tuple[int, list[int]]:
 class _Loop:
     """The training of one process: all of it for replicas, one rank's part otherwise."""
 
-    def __init__(self, task: Task, options: Options, model: Any, group: Any) -> None:
+    def __init__(self, task: Task, options: TraceOptions, model: Any, group: Any) -> None:
         self.task, self.options, self.model, self.group = task, options, model, group
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.device = next(model.parameters()).device
         self.optimizer = task.optimizer(model.parameters())
+        self.chosen, self.sample = _choose_step(task, options)
         self.trace: Trace | None = None
 
     def run(self) -> Trace:
         self.model.train()
-        step, rows = choose_step(self.task, self.options)
-        mine = next(islice(self._batches(0), step, None))
-        sample = rows[0] if self.options.sample is None else self.options.sample
-        self._warm_up(mine)
+        rows = next(islice(self._batches(0), self.chosen, None))
+        self._warm_up(rows)
         if self.options.epochs == 0:
-            self._record(0, mine, sample)  # the only step, whichever batch it takes
-        epochs = [self._epoch(number, step, sample) for number in range(self.options.epochs)]
+            self._record(rows, step=1)  # the only step, whichever batch it takes
+        epochs = [self._epoch(number) for number in range(self.options.epochs)]
         assert self.trace is not None  # the chosen step is one of the first epoch
-        trace = self.trace
-        if epochs:
-            trace = replace(trace, training=observe(epochs))
-        if self.options.predict is not None:
-            trace = replace(trace, prediction=self._predict(self.options.predict))
-        return trace
+        predict = self.options.predict
+        return replace(
+            self.trace,
+            training=observe(epochs) if epochs else None,
+            prediction=None if predict is None else self._predict(predict),
+        )
 
     def _batches(self, epoch: int) -> Iterator[list[int]]:
-        return batches(self.task, self.options, epoch, self.size, self.rank)
+        return _batches(self.task, self.options, epoch, self.size, self.rank)
 
-    def _warm_up(self, mine: list[int]) -> None:
+    def _warm_up(self, rows: list[int]) -> None:
         """Let everything that happens only once happen before the step that is timed."""
-        inputs, targets = self._load(mine)
+        inputs, targets = self._load(rows)
         twin = copy.deepcopy(self.model.module)
         with torch.random.fork_rng(devices=[]):
-            loss = self.task.loss_fn(twin(*inputs), targets)
-            torch.autograd.backward(loss)
+            torch.autograd.backward(self.task.loss_fn(twin(*inputs), targets))
         self.model.eval()
         with torch.no_grad():
             self.model(*inputs)
         self.model.train()
 
-    def _epoch(self, number: int, chosen: int, sample: int) -> Epoch:
-        begin_s = time.perf_counter()
+    def _epoch(self, number: int) -> Epoch:
         sums = torch.zeros(3, dtype=torch.float64)
-        paused_s = 0.0
-        for step, mine in enumerate(self._batches(number)):
-            if number == 0 and step == chosen:
-                pause_s = time.perf_counter()
-                sums += self._record(step, mine, sample)
-                paused_s += time.perf_counter() - pause_s
+        seconds = 0.0
+        for step, rows in enumerate(self._batches(number)):
+            if number == 0 and step == self.chosen:
+                sums += self._record(rows, step + 1)  # takes its time, which is not counted
             else:
-                sums += self._step(mine)
-        seconds = time.perf_counter() - begin_s - paused_s
-        loss, accuracy = self._totals(sums)
+                begin_s = time.perf_counter()
+                sums += self._step(rows)
+                seconds += time.perf_counter() - begin_s
+        loss, accuracy = self._means(sums)
         new_loss, new_accuracy = self._evaluate()
         return Epoch(
             epoch=number + 1,
@@ -207,54 +201,48 @@ class _Loop:
             evaluation_accuracy=new_accuracy,
         )
 
-    def _record(self, step: int, mine: list[int], sample: int) -> Tensor:
-        options = self.options
+    def _record(self, rows: list[int], step: int) -> Tensor:
         with record_step(
             self.model,
             self.optimizer,
-            step=step + 1,
+            step=step,
             dataset=self.task.dataset,
-            sample=sample,
-            weight=options.weight,
-            values=options.values,
+            sample=self.sample,
+            weight=self.options.weight,
+            values=self.options.values,
             loss_fn=self.task.loss_fn,
         ) as recording:
-            recording.note_batch(mine)
-            sums = self._step(mine, recording.note_loss)
+            recording.note_batch(rows)
+            sums = self._step(rows, recording)
         self.trace = recording.trace
         return sums
 
-    def _step(self, mine: list[int], note_loss: Any = None) -> Tensor:
+    def _step(self, rows: list[int], recording: StepRecording | None = None) -> Tensor:
         """Forward, loss, backward, update; the sums of losses and hits, and the rows."""
         self.optimizer.zero_grad()
-        inputs, targets = self._load(mine)
-        if self.group is None:
+        inputs, targets = self._load(rows)
+        # The engine divides by the rows of all workers, so the mean becomes a sum.
+        items = 1 if self.group is None else len(rows)
+        with nullcontext() if self.group is None else self.model.weighted(items):
             output = self.model(*inputs)
             loss = self.task.loss_fn(output, targets)
-            if note_loss is not None:
-                note_loss(loss, targets=targets)
-            torch.autograd.backward(loss)
-        else:
-            with self.model.weighted(len(mine)):
-                output = self.model(*inputs)
-                # The engine divides by the rows of all workers, so the mean becomes a sum.
-                loss = self.task.loss_fn(output, targets)
-                if note_loss is not None:
-                    note_loss(loss * len(mine), targets=targets)
-                torch.autograd.backward(loss * len(mine))
+            if recording is not None:
+                recording.note_loss(loss * items, targets=targets)
+            torch.autograd.backward(loss * items)
         self.optimizer.step()
-        return self._score(output, targets, loss.item(), len(mine))
+        return self._score(output, targets, loss)
 
-    def _score(self, output: Any, targets: Any, loss: float, rows: int) -> Tensor:
-        right = count_right(output, targets, self.task.kind_of(targets))
+    def _score(self, output: Any, targets: Any, loss: Tensor) -> Tensor:
+        rows = len(next(tree.tensors(targets)))
+        right = self.task.count_right(output, targets)
         hits = float("nan") if right is None else right
-        return torch.tensor([loss * rows, hits, rows], dtype=torch.float64)
+        return torch.tensor([loss.item() * rows, hits, rows], dtype=torch.float64)
 
-    def _totals(self, sums: Tensor) -> tuple[float, float | None]:
+    def _means(self, sums: Tensor) -> tuple[float, float | None]:
+        """Loss and accuracy over the rows of all workers."""
         if self.group is not None:
-            there = sums.to(self.device)
-            comm.all_reduce(self.group, there, "Adding up an epoch")
-            sums = there.cpu()
+            sums = sums.to(self.device)
+            comm.all_reduce(self.group, sums, "Adding up an epoch")
         loss, right, rows = sums.tolist()
         return loss / rows, None if right != right else right / rows
 
@@ -271,21 +259,18 @@ class _Loop:
             for batch in loader:
                 inputs, targets = self._place(batch)
                 output = self.model.module(*inputs)
-                loss = self.task.loss_fn(output, targets)
-                rows = len(next(tree.tensors(targets)))
-                sums += self._score(output, targets, loss.item(), rows)
+                sums += self._score(output, targets, self.task.loss_fn(output, targets))
         self.model.train()
-        return self._totals(sums)
+        return self._means(sums)
 
     def _predict(self, index: int) -> Prediction:
         inputs, targets = self._load([index])
         expected = next(tree.tensors(targets), None)
-        is_number = expected is not None and expected.numel() == 1
         return trace_prediction(
             self.model,
             inputs,
             index=index,
-            expected=float(expected) if is_number and expected is not None else None,
+            expected=expected.item() if expected is not None and expected.numel() == 1 else None,
             kind=self.task.kind_of(targets),
             values=self.options.values,
         )
