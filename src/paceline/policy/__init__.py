@@ -1,38 +1,25 @@
 """Batch size and learning rate for N workers, and whether more workers would still help.
 
-`batch` and `learning_rate` are arithmetic that comes with a sentence saying what was chosen and
-why. `noise` estimates the gradient noise scale from squared norms, `noise_meter` takes those norms
-in training, `schedule` is a learning rate as a torch scheduler. Names are loaded when first used:
-the arithmetic starts without torch.
+`batch` is arithmetic that comes with a sentence saying what was chosen and why; `noise` measures
+the gradient noise scale in training.
 """
 
-from __future__ import annotations
+from paceline.policy.batch import (
+    BatchPlan,
+    LearningRate,
+    LearningRateScheduler,
+    plan_batch,
+    plan_global_batch,
+)
+from paceline.policy.noise import NoiseEstimate, NoiseMeter, NoiseScale
 
-from typing import TYPE_CHECKING
-
-from paceline.lazy import load_names
-
-_HOME_BY_NAME = {
-    "BatchPlan": "paceline.policy.batch",
-    "LearningRate": "paceline.policy.learning_rate",
-    "LearningRateScheduler": "paceline.policy.schedule",
-    "NoiseEstimate": "paceline.policy.noise",
-    "NoiseMeter": "paceline.policy.noise_meter",
-    "NoiseScale": "paceline.policy.noise",
-    "plan_batch": "paceline.policy.batch",
-    "plan_global_batch": "paceline.policy.batch",
-}
-
-__all__ = [*_HOME_BY_NAME]
-
-if TYPE_CHECKING:
-    from paceline.policy.batch import BatchPlan as BatchPlan
-    from paceline.policy.batch import plan_batch as plan_batch
-    from paceline.policy.batch import plan_global_batch as plan_global_batch
-    from paceline.policy.learning_rate import LearningRate as LearningRate
-    from paceline.policy.noise import NoiseEstimate as NoiseEstimate
-    from paceline.policy.noise import NoiseScale as NoiseScale
-    from paceline.policy.noise_meter import NoiseMeter as NoiseMeter
-    from paceline.policy.schedule import LearningRateScheduler as LearningRateScheduler
-
-__getattr__ = load_names(__name__, _HOME_BY_NAME)
+__all__ = [
+    "BatchPlan",
+    "LearningRate",
+    "LearningRateScheduler",
+    "NoiseEstimate",
+    "NoiseMeter",
+    "NoiseScale",
+    "plan_batch",
+    "plan_global_batch",
+]

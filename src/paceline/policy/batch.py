@@ -1,4 +1,4 @@
-"""How many rows each worker gets in a step, and in how many passes.
+"""How many rows each worker gets in a step, in how many passes, and the learning rate for that.
 
 There are two honest ways from one device to N. Keep the rows per device, and the global batch is
 N times as large: every step sees more data, and the learning rate may have to follow. Or keep the
@@ -7,12 +7,21 @@ global batch, and every device gets its part of it: the training stays the same,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
 
 Keep = Literal["device", "global"]
+Rule = Literal["none", "linear", "sqrt"]
+Decay = Literal["none", "linear", "cosine"]
+
+_RULE_TEXT = {"none": "constant", "linear": "linear", "sqrt": "square root"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +75,16 @@ def plan_batch(
     `keep="device"` gives every worker `single_batch` rows; `keep="global"` cuts `single_batch`
     among them. `device_limit` is the most rows that a device can hold at a time.
     """
-    check_count("single_batch", single_batch)
-    check_count("workers", workers)
-    if keep not in ("device", "global"):
+    _check_count("single_batch", single_batch)
+    _check_count("workers", workers)
+    if keep not in get_args(Keep):
         raise UsageError(
             f"keep is {keep!r}.",
             advice='Use "device" for the same rows on every device, or "global" for the same rows '
             "in all.",
         )
     if workers == 1:
-        return _plan(single_batch, 1, device_limit, f"Global batch {single_batch:,} on one worker.")
+        return plan_global_batch(single_batch, 1, device_limit=device_limit)
     if keep == "device":
         whole = single_batch * workers
         reason = (
@@ -83,10 +92,10 @@ def plan_batch(
             f"of one device, so a step takes as long as before and sees {workers:,} times the data."
         )
         return _plan(whole, workers, device_limit, reason)
-    shares = _shares(single_batch, workers)
     reason = (
         f"Global batch {single_batch:,}, as on one device: each of {workers:,} workers gets "
-        f"{shares} rows, so the training stays the same and so does the learning rate."
+        f"{_shares(single_batch, workers)} rows, so the training stays the same and so does the "
+        "learning rate."
     )
     return _plan(single_batch, workers, device_limit, reason)
 
@@ -95,13 +104,12 @@ def plan_global_batch(
     global_batch: int, workers: int, *, device_limit: int | None = None
 ) -> BatchPlan:
     """Cut a global batch among workers, in as few passes as `device_limit` rows allow."""
-    check_count("global_batch", global_batch)
-    check_count("workers", workers)
-    who = "one worker" if workers == 1 else f"{workers:,} workers"
-    each = "" if workers == 1 else f", {_shares(global_batch, workers)} rows each"
-    return _plan(
-        global_batch, workers, device_limit, f"Global batch {global_batch:,} on {who}{each}."
-    )
+    _check_count("global_batch", global_batch)
+    _check_count("workers", workers)
+    who = "one worker"
+    if workers > 1:
+        who = f"{workers:,} workers, {_shares(global_batch, workers)} rows each"
+    return _plan(global_batch, workers, device_limit, f"Global batch {global_batch:,} on {who}.")
 
 
 def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str) -> BatchPlan:
@@ -111,10 +119,9 @@ def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str
             advice=f"Use at most {global_batch:,} workers, or a larger batch.",
         )
     if device_limit is not None:
-        check_count("device_limit", device_limit)
+        _check_count("device_limit", device_limit)
     busiest = -(-global_batch // workers)
-    passes = 1 if device_limit is None else -(-busiest // device_limit)
-    return BatchPlan(global_batch, workers, passes, reason)
+    return BatchPlan(global_batch, workers, -(-busiest // (device_limit or busiest)), reason)
 
 
 def _shares(global_batch: int, workers: int) -> str:
@@ -122,9 +129,114 @@ def _shares(global_batch: int, workers: int) -> str:
     return f"{least:,} or {least + 1:,}" if rest else f"{least:,}"
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no whole number from `least` up."""
+def _check_count(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(
             f"{name} is {value!r}.", advice=f"It counts something: use {least} or more."
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """A learning rate as a function of the step, for another batch than it was found with.
+
+    Everything is a factor on the rate that was right on one device, so that optimizers with several
+    rates keep their proportions.
+    """
+
+    global_batch: int
+    """The batch that a step has."""
+    single_batch: int | None = None
+    """The batch that the optimizer's rate was found with, if it was another."""
+    rule: Rule = "none"
+    """`linear` suits SGD, `sqrt` Adam and its relatives, `none` changes nothing."""
+    warmup_steps: int = 0
+    """Over so many steps the rate rises evenly to its full height."""
+    warmup_from: float = 0.0
+    """Where the warm-up begins, as a part of the full height."""
+    decay: Decay = "none"
+    """What happens after the warm-up, until `steps`."""
+    steps: int | None = None
+    """How many steps the whole training has; a decay needs to know."""
+    decay_to: float = 0.0
+    """Where the decay ends, as a part of the full height."""
+
+    def __post_init__(self) -> None:
+        _check_count("global_batch", self.global_batch)
+        _check_count("warmup_steps", self.warmup_steps, least=0)
+        for name in ("single_batch", "steps"):
+            if (value := getattr(self, name)) is not None:
+                _check_count(name, value)
+        for name, kind in (("rule", Rule), ("decay", Decay)):
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}.",
+                    advice=f"Choose one of {', '.join(get_args(kind))}.",
+                )
+        for name in ("warmup_from", "decay_to"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}.",
+                    advice="It is a part of the full learning rate, from 0 to 1.",
+                )
+        if self.decay != "none" and (self.steps is None or self.steps <= self.warmup_steps):
+            raise UsageError(
+                f"A {self.decay} decay over steps={self.steps} after {self.warmup_steps} steps of "
+                "warm-up is impossible.",
+                advice="Set steps to the number of steps of the whole training.",
+            )
+
+    @property
+    def scale(self) -> float:
+        """How many times the single-device rate the full height is."""
+        ratio = self.global_batch / (self.single_batch or self.global_batch)
+        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.rule]
+
+    @property
+    def sentence(self) -> str:
+        """The rule and the warm-up, in words."""
+        found = "" if self.single_batch is None else f", found with {self.single_batch:,}"
+        batches = f"global batch {self.global_batch:,}{found}"
+        rule = f"{_RULE_TEXT[self.rule]} rule"
+        if self.scale != 1.0:
+            text = f"Learning rate times {self.scale:.4g} by the {rule} ({batches})"
+        else:
+            text = f"Learning rate as given ({batches}{'' if self.rule == 'none' else f', {rule}'})"
+        if self.warmup_steps:
+            text += f", warmed up over {self.warmup_steps:,} steps"
+        if self.decay != "none":
+            text += f", {self.decay} decay until step {self.steps:,}"
+        return text + "."
+
+    def factor(self, step: int) -> float:
+        """What to multiply the single-device rate with in this step, counted from 0."""
+        if step < self.warmup_steps:
+            # The first step already moves: a rate of exactly zero would waste it.
+            risen = (step + 1) / (self.warmup_steps + 1)
+            return self.scale * (self.warmup_from + (1.0 - self.warmup_from) * risen)
+        if self.decay == "none" or self.steps is None:
+            return self.scale
+        way = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
+        left = 1.0 - way if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
+        return self.scale * (self.decay_to + (1.0 - self.decay_to) * left)
+
+
+class LearningRateScheduler(LRScheduler):
+    """A `LearningRate` as a torch scheduler: multiplies every parameter group's own rate.
+
+    The rates that the optimizer was made with are those of one device. What is saved is how many
+    steps were taken and those rates; the policy comes from the program, so that a program that
+    was changed on purpose does what it says.
+    """
+
+    def __init__(self, optimizer: Optimizer, rate: LearningRate, last_epoch: int = -1) -> None:
+        self.rate = rate
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        factor = self.rate.factor(self.last_epoch)
+        return [base * factor for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        return {name: value for name, value in state.items() if name != "rate"}

@@ -3,42 +3,48 @@
 The gradient of a batch is the true one plus noise, and the noise shrinks with the batch. Their
 ratio, the noise scale, is the batch at which both weigh the same: far below it, twice the batch
 halves the steps; far above it, twice the batch changes little. It is measured by comparing the
-squared length of gradients over few rows with that over many. See Note [Two batch sizes].
+squared length of the shards' gradients with that of the whole batch's: docs/policy.md derives it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline import comm
+from paceline.comm import Group
+from paceline.errors import UsageError
 
 HORIZON = 50.0
 """Over about so many measurements the averages reach back."""
 _FEWEST = 5
 """Before so many measurements, an estimate is a guess."""
 _HELPS_MUCH, _HELPS_LITTLE = 0.4, 0.2
+_SLOTS, _WORDS = 32, 5
+"""So many measurements, of so many numbers, are kept until the next reading."""
+_SMALL = 2**14
+"""Gradients of at most so many elements are measured together."""
+_NARROW = {torch.float16, torch.bfloat16}
 
 
 def from_shards(
     shards: int, rows: float, weighted_squares: float, whole_squared: float
 ) -> tuple[float, float]:
-    """Signal and noise from a batch of `rows` in two or more shards, even or not.
-
-    `weighted_squares` is the sum, over the shards that have rows, of rows times the squared length
-    of the shard's mean gradient; `whole_squared` is the squared length of the batch's.
-    """
-    return signal_and_noise(weighted_squares / rows, rows / shards, whole_squared, rows)
-
-
-def signal_and_noise(
-    small_squared: float, small_rows: float, large_squared: float, large_rows: float
-) -> tuple[float, float]:
     """Unbiased estimates of the true gradient's squared length, and of one row's variance.
 
-    Either may come out negative: a single measurement is rough.
+    `weighted_squares` is the sum, over the two or more shards that have rows, of rows times the
+    squared length of the shard's mean gradient; `whole_squared` is the squared length of the
+    batch's. The first may come out negative: a single measurement is rough.
     """
-    noise = (small_squared - large_squared) / (1.0 / small_rows - 1.0 / large_rows)
-    signal = (large_rows * large_squared - small_rows * small_squared) / (large_rows - small_rows)
-    return signal, noise
+    noise = (weighted_squares - rows * whole_squared) / (shards - 1)
+    return whole_squared - noise / rows, noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +68,11 @@ class NoiseEstimate:
     @property
     def advice(self) -> str:
         """Would more workers still help? In one sentence or two."""
-        batch = f"{self.batch:,.0f}"
-        scale = "above anything measurable" if math.isinf(self.noise_scale) else ""
-        scale = scale or f"about {round_to(self.noise_scale, 2):,.0f}"
+        scale = "above anything measurable"
+        if math.isfinite(self.noise_scale):  # an estimate should not look like a measurement
+            scale = f"about {float(f'{self.noise_scale:.2g}'):,.0f}"
         saved = f"{self.fewer_steps:.0%} of the steps"
-        start = f"The gradient noise scale is {scale}, the global batch {batch}."
+        start = f"The gradient noise scale is {scale}, the global batch {self.batch:,.0f}."
         if self.fewer_steps >= _HELPS_MUCH:
             return f"{start} More workers still help: twice the batch would save about {saved}."
         if self.fewer_steps >= _HELPS_LITTLE:
@@ -89,14 +95,14 @@ class NoiseScale:
         self._signal = self._noise = self._batch = 0.0
 
     def add(self, signal: float, noise: float, batch: float) -> None:
-        """One measurement. Something that is no number, as after an overflow, does not count."""
+        """One measurement. Something that is not a number, as after an overflow, does not count."""
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return
-        keep = 1.0 - 1.0 / min(self.measurements + 1.0, self.horizon)
-        self._signal = keep * self._signal + (1.0 - keep) * signal
-        self._noise = keep * self._noise + (1.0 - keep) * noise
-        self._batch = keep * self._batch + (1.0 - keep) * batch
         self.measurements += 1
+        share = 1.0 / min(self.measurements, self.horizon)
+        self._signal += share * (signal - self._signal)
+        self._noise += share * (noise - self._noise)
+        self._batch += share * (batch - self._batch)
 
     def estimate(self) -> NoiseEstimate | None:
         """None while there are too few measurements to say anything."""
@@ -106,43 +112,136 @@ class NoiseScale:
         scale = noise / self._signal if self._signal > 0.0 else math.inf
         return NoiseEstimate(scale, self._batch, self.measurements)
 
-    def state_dict(self) -> dict[str, float]:
-        return {
-            "measurements": self.measurements,
-            "signal": self._signal,
-            "noise": self._noise,
-            "batch": self._batch,
-        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.measurements = int(state["measurements"])
-        self._signal, self._noise = state["signal"], state["noise"]
-        self._batch = state["batch"]
+class NoiseMeter:
+    """Measures the noise scale of one model on all ranks of a group.
+
+        idle --begin (every so many steps)--> measuring --add, once per shard--> --end--> idle
+
+    Each shard's own gradient is seen on its way to the parameter, by a hook that is there only in
+    the steps that are measured; the whole batch's gradient is what the optimizer gets. No copy of
+    a gradient is kept, and no number is read from the device until somebody asks.
+
+    All ranks call `begin` with the same steps, so they measure in the same ones, and all call
+    `read` together. In between nobody communicates.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], *, every: int = 20) -> None:
+        if every < 1:
+            raise UsageError(f"every is {every}.", advice="Measure every step, or every n-th.")
+        self.every = every
+        self.scale = NoiseScale()
+        self._parameters: Sequence[Parameter] = list(parameters)
+        self._handles: list[Any] = []
+        self._step = 0
+        self._measured_by_slot: dict[int, Tensor] = {}
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The step will not be finished: forget it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._measured: list[Parameter] = []
+        self._seen: set[int] = set()
+        self._is_spoiled = False
+        self._small: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        self._rows: list[float | Tensor] = []
+
+    @property
+    def is_measuring(self) -> bool:
+        return bool(self._handles)
+
+    def begin(self, step: int) -> None:
+        """A step begins; whether it is measured depends on its number alone."""
+        self.cancel()
+        if step % self.every:
+            return
+        self._step = step
+        self._measured = [p for p in self._parameters if p.requires_grad]
+        for number, parameter in enumerate(self._measured):
+            hook = partial(self._on_grad, number)
+            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def add(self, rows: float | Tensor, *, is_mean: bool = False) -> None:
+        """One shard's backward is over; its loss was a sum over `rows`, or their mean.
+
+        Between two calls there is one backward pass.
+        """
+        if not self.is_measuring:
+            return
+        norms = [*self._norms, *_norms(self._small)]
+        self._norms, self._small, self._seen = [], [], set()
+        if not norms or (not isinstance(rows, Tensor) and rows <= 0):
+            return
+        squared = _squared(norms)
+        self._squares.append(squared * rows if is_mean else squared / rows)
+        self._rows.append(rows)
+
+    @torch.no_grad()
+    def end(self, *, scale: float = 1.0) -> None:
+        """All gradients are averaged, and the optimizer has not yet seen them.
+
+        `scale` is what a `GradScaler` has multiplied the losses with.
+        """
+        squares, rows = self._squares, self._rows
+        grads = [p.grad for p in self._measured if p.grad is not None]
+        is_usable = self.is_measuring and not self._is_spoiled
+        self.cancel()
+        if not grads or not is_usable:
+            return
+        whole = _squared(_norms(grads))
+        # Built on the device: a copy from the host would wait for everything before it.
+        zero = torch.zeros_like(whole)
+        weighted = sum((squared.to(whole.device) for squared in squares), zero) / scale**2
+        counted = sum(count for count in rows if not isinstance(count, Tensor))
+        total = sum((n.to(whole.device) for n in rows if isinstance(n, Tensor)), zero + counted)
+        words = torch.stack([zero + 1, whole / scale**2, zero + len(squares), total, weighted])
+        self._measured_by_slot[self._step // self.every % _SLOTS] = words
+
+    def read(self, group: Group | None) -> NoiseEstimate | None:
+        """Put together what all ranks have measured; None while that is too little.
+
+        A collective: every rank calls it, at the same point. `None` is a world of one.
+        """
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        table = torch.zeros(_SLOTS, _WORDS, dtype=torch.float64, device=device)
+        for slot, words in self._measured_by_slot.items():
+            table[slot] = words
+        self._measured_by_slot = {}
+        size = 1 if group is None else group.size()
+        if group is not None and size > 1:
+            comm.all_reduce(group, table, "Adding up the gradient noise")
+        for ranks, whole, shards, rows, squares in table.tolist():
+            # A rank that joined later was not there for some of it.
+            if ranks == size and shards >= 2 and rows > 0:
+                self.scale.add(*from_shards(int(shards), rows, squares, whole / size), batch=rows)
+        return self.scale.estimate()
+
+    def _on_grad(self, number: int, grad: Tensor) -> None:
+        # In pieces, as a weight gets it that several reentrant checkpoints share, a gradient's
+        # length cannot be told.
+        self._is_spoiled |= number in self._seen
+        self._seen.add(number)
+        if grad.numel() <= _SMALL and not grad.is_sparse:
+            # Keeping a gradient costs autograd a copy of it; measuring each alone costs more.
+            self._small.append(grad)
+        else:
+            self._norms += _norms([grad])
 
 
-def round_to(value: float, digits: int) -> float:
-    """Round to so many significant digits: an estimate should not look like a measurement."""
-    if value == 0 or not math.isfinite(value):
-        return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+@torch.no_grad()
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The lengths of gradients, in a precision in which squares do not overflow."""
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    wide = [value.float() if value.dtype in _NARROW else value for value in values]
+    return list(torch._foreach_norm(wide)) if wide else []
 
 
-# Note [Two batch sizes]
-#
-# Let g be the mean gradient of B independent rows, G the true gradient and S the sum over all
-# parameters of the variance of one row's gradient. Then E|g|^2 = |G|^2 + S/B. Two batch sizes give
-# two equations, and so unbiased estimates of |G|^2 and S; their ratio S/|G|^2 is the "simple" noise
-# scale of McCandlish, Kaplan, Amodei and the OpenAI Dota team, "An Empirical Model of Large-Batch
-# Training" (2018), appendix A.1.
-#
-# The large batch is the whole one, of N rows. The small ones are its k shards, with n_1 ... n_k
-# rows. Weighting their squared lengths by rows,
-#
-#     E sum_i (n_i/N) |g_i|^2 = |G|^2 + sum_i (n_i/N) S/n_i = |G|^2 + S k/N,
-#
-# so together they stand for one small batch of N/k rows, however uneven they are. The estimate of
-# S is then (sum_i n_i |g_i - g|^2) / (k - 1), the textbook variance between groups, which cannot
-# be negative.
-#
-# The model of the same paper says how many steps a training needs: in proportion to
-# 1 + (noise scale)/B. `fewer_steps` is what that gives for 2B instead of B.
+def _squared(norms: Sequence[Tensor]) -> Tensor:
+    """The squared length of all of them together."""
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
+    return torch.stack(list(norms)).double().square().sum()
