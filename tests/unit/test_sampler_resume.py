@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
 from paceline.data import DistributedBatchSampler, DistributedSampler
-from paceline.data.dealer import Dealer
+from paceline.data.deal import ResumableSampler
 from paceline.errors import UsageError
 
 
@@ -26,7 +26,7 @@ def train_in_lock_step(samplers: list[Any], rounds: int, batch: int) -> list[lis
     return shares
 
 
-def state_after(samplers: list[Dealer[Any]]) -> dict[str, Any]:
+def state_after(samplers: list[ResumableSampler[Any]]) -> dict[str, Any]:
     """The state of rank 0, through a file as it were."""
     loaded: dict[str, Any] = json.loads(json.dumps(samplers[0].state_dict()))
     return loaded

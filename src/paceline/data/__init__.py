@@ -3,15 +3,14 @@
 An epoch has one global order, a pure function of (seed, epoch). It is dealt to the ranks like
 cards, and the only thing to remember is how many cards are gone:
 
-    deal       the arithmetic: which positions of the order are whose
-    dealer     a pass over the order, and how far it got: `state_dict()`, `advance()`
-    samples    `DistributedSampler`, for a dataset or around any other sampler
-    batches    `DistributedBatchSampler`, around any batch sampler
-    foreign    makes a sampler somebody else wrote draw the same order on every rank
+    deal            which positions of the order are whose, and how far a pass got
+    sampler         `DistributedSampler`, for a dataset or around any other sampler
+    batch_sampler   `DistributedBatchSampler`, around any batch sampler
+    foreign         makes a sampler somebody else wrote draw the same order on every rank
 """
 
 from paceline.data.batch_sampler import DistributedBatchSampler
-from paceline.data.dealer import EpochNotSetWarning
+from paceline.data.deal import EpochNotSetWarning
 from paceline.data.sampler import DistributedSampler, PaddedDistributedSampler
 
 __all__ = [

@@ -7,17 +7,17 @@ Dealing its samples one by one would tear its batches apart, so they are dealt a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
 from paceline.data import foreign
-from paceline.data.deal import Tail, deal, share
-from paceline.data.dealer import Dealer, whole_number
+from paceline.data.deal import ResumableSampler, deal, share, whole_number
 from paceline.errors import UsageError
 
 
-class DistributedBatchSampler(Dealer[list[Any]]):
+class DistributedBatchSampler(ResumableSampler[list[Any]]):
     """Deals the batches of any batch sampler to the ranks, for `DataLoader(batch_sampler=)`.
 
         split=False   batches 0, 1, 2, 3 …: rank 0 of 2 gets 0, 2 …   the global batch grows
@@ -78,17 +78,14 @@ class DistributedBatchSampler(Dealer[list[Any]]):
     def _total(self) -> int:
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
-    def _share_length(self, start: int) -> int:
-        if self.split:
-            return max(self._total() - start, 0)
-        return len(share(self._total(), start, self.rank, self.num_replicas, self._tail))
+    def _share(self, start: int) -> range:
+        return range(start, max(self._total(), start)) if self.split else super()._share(start)
 
     def _deal(self, start: int) -> Iterator[list[Any]]:
         batches: Iterator[list[Any]] = foreign.draw(self.batch_sampler, self.seed, self.epoch)
         if not self.split:
             return deal(batches, start, self.rank, self.num_replicas, self._tail)
-        everyone = deal(batches, start, 0, 1, Tail.SHORT)
-        return (self._part_of(batch) for batch in everyone)
+        return (self._part_of(batch) for batch in islice(batches, start, None))
 
     def _part_of(self, batch: list[Any]) -> list[Any]:
         if 0 < len(batch) < self.num_replicas and not (self.pad or self._allows_empty_parts):

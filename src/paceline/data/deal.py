@@ -1,17 +1,31 @@
-"""Who gets what: one order, dealt to the ranks like cards.
+"""Who gets what: one order, dealt to the ranks like cards, and how far a pass over it got.
 
 Round after round every rank takes one item, in the order of the ranks, beginning at position
 `start`. So rank r's j-th item is the one at position `start + r + j * size`, and after k full
 rounds exactly the items before `start + k * size` are gone: that one number is all a resumed
 pass needs, whatever its world size.
+
+Samplers run ahead of the training: a data loader with workers draws several batches before the
+first one is trained on. So a pass counts what was drawn, and, where the training loop says so
+with `advance()`, what was really trained on. See Note [Drawn is not trained].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
-from typing import TypeVar
+from itertools import chain, islice
+from typing import Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from paceline import env
+from paceline.errors import NotInitializedError, UsageError
 
 T = TypeVar("T")
 
@@ -47,9 +61,7 @@ def deal(items: Iterable[T], start: int, rank: int, size: int, tail: Tail) -> It
     """
     source = iter(items)
     head = list(islice(source, size)) if tail is Tail.FILL else []
-    source = _chain(head, source)
-    for _ in islice(source, start):
-        pass
+    source = islice(chain(head, source), start, None)
     while len(turn := list(islice(source, size))) == size:
         yield turn[rank]
     if not turn or tail is Tail.DROP:
@@ -60,6 +72,263 @@ def deal(items: Iterable[T], start: int, rank: int, size: int, tail: Tail) -> It
         yield head[(rank - len(turn)) % len(head)]
 
 
-def _chain(head: list[T], rest: Iterator[T]) -> Iterator[T]:
-    yield from head
-    yield from rest
+class EpochNotSetWarning(UserWarning):
+    """A second pass repeats the order of the first, because nobody called `set_epoch()`."""
+
+
+@dataclass(slots=True)
+class SamplerPass:
+    """One pass of one rank over the order of `epoch`, begun after `start` items were gone."""
+
+    epoch: int
+    start: int = 0
+    drawn: int = 0
+    trained: int | None = None
+    """None until `advance()` is called: then drawing counts as training."""
+    is_exhausted: bool = False
+
+
+class ResumableSampler(Sampler[T], ABC):
+    """Deals the items of one global order to the ranks, and knows how many are gone.
+
+        made --iter()--> a pass --(all drawn)--> exhausted --iter()--> the next pass
+          ^                 |
+          +-- set_epoch(other), or load_state_dict(), which sets where the next pass begins
+
+    Invariant: `consumed` depends only on how many items each rank took, so that the states of
+    all ranks are equal whenever all have trained on the same number of items.
+    """
+
+    num_replicas: int
+    rank: int
+    seed: int
+    epoch: int
+    drop_last: bool
+    pad: bool
+
+    _unit: ClassVar[str] = "samples"
+
+    def _take_place(self, num_replicas: int | None, rank: int | None, seed: int) -> None:
+        self.num_replicas, self.rank = find_place(num_replicas, rank)
+        self.seed = whole_number("seed", seed)
+        self.epoch = 0
+        self._pass = SamplerPass(epoch=0)
+        self._was_told_the_epoch = False
+        self._has_warned = False
+
+    @property
+    def _tail(self) -> Tail:
+        if self.drop_last:
+            return Tail.DROP
+        return Tail.FILL if self.pad else Tail.SHORT
+
+    @property
+    def _stride(self) -> int:
+        """How many items of the order are gone when every rank has taken one."""
+        return self.num_replicas
+
+    @abstractmethod
+    def _total(self) -> int:
+        """The number of items in the order; TypeError where nobody knows."""
+
+    @abstractmethod
+    def _deal(self, start: int) -> Iterator[T]:
+        """This rank's items of the current epoch after `start` are gone."""
+
+    @abstractmethod
+    def _order_name(self) -> str:
+        """What makes the order, so that a state is not loaded into another kind of order."""
+
+    @abstractmethod
+    def _is_random(self) -> bool:
+        """Whether another epoch should have another order."""
+
+    def _share(self, start: int) -> range:
+        """The positions that this rank takes after `start` are gone; TypeError where unknown."""
+        return share(self._total(), start, self.rank, self.num_replicas, self._tail)
+
+    def __iter__(self) -> Iterator[T]:
+        self._warn_if_the_order_repeats()
+        self._was_told_the_epoch = False
+        current = self._pass = SamplerPass(self.epoch, self._next_start())
+        return self._count(self._deal(current.start), current)
+
+    def __len__(self) -> int:
+        return len(self._share(self._next_start()))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; call it before each one, on every rank.
+
+        Another epoch begins at its start. The same epoch changes nothing, so that a loop can
+        call this right after `load_state_dict()` and still resume in the middle.
+        """
+        self.epoch = whole_number("epoch", epoch)
+        self._was_told_the_epoch = True
+
+    def advance(self, count: int) -> None:
+        """Say that this rank has trained on `count` more of the items it drew in this pass.
+
+        Needed only where a data loader with workers runs ahead of the training.
+        """
+        current = self._current_pass()
+        trained = (current.trained or 0) + whole_number("count", count)
+        if count < 0 or trained > current.drawn:
+            raise UsageError(
+                f"advance({count}) on rank {self.rank} makes {trained} {self._unit} trained, "
+                f"but this rank has drawn {current.drawn} in this pass.",
+                advice=f"Pass the number of {self._unit} this rank alone has trained on, not that "
+                "of all ranks, and call it once per step.",
+            )
+        current.trained = trained
+
+    @property
+    def consumed(self) -> int:
+        """How many items of this epoch's order are gone, counting all ranks."""
+        current = self._current_pass()
+        taken = current.drawn if current.trained is None else current.trained
+        total = self._total_or_none()
+        if current.is_exhausted and taken == current.drawn and total is not None:
+            return total
+        position = current.start + taken * self._stride
+        return position if total is None else min(position, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands, as plain numbers and strings: save that of rank 0."""
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "unit": self._unit,
+            "order": self._order_name(),
+            "seed": self.seed,
+            "total": self._total_or_none(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` stands, with any number of ranks: the same one on each."""
+        here = self.state_dict()
+        missing = sorted(here.keys() - state_dict.keys())
+        if missing:
+            raise UsageError(
+                f"The state has no {missing[0]!r}; it has {sorted(map(str, state_dict))}.",
+                advice=f"Load what {type(self).__name__}.state_dict() returned.",
+            )
+        for key in ("unit", "order", "seed", "total"):
+            if state_dict[key] != here[key]:
+                raise UsageError(
+                    "The state belongs to another order, so samples would be lost or repeated.",
+                    f"First difference: {key} is {state_dict[key]!r} in the state, "
+                    f"{here[key]!r} in this sampler.",
+                    "Make the sampler with the same arguments over the same data, or begin a "
+                    "new epoch with set_epoch() instead of loading the state.",
+                )
+        epoch = whole_number("epoch", state_dict["epoch"])
+        consumed = whole_number("consumed", state_dict["consumed"])
+        if consumed < 0 or (here["total"] is not None and consumed > here["total"]):
+            raise UsageError(
+                f"The state says that {consumed} of {here['total']} {self._unit} are consumed.",
+                advice="The state is damaged: load another one, or begin with set_epoch().",
+            )
+        self.epoch = epoch
+        self._pass = SamplerPass(epoch, start=consumed)
+        self._was_told_the_epoch = True
+
+    def _current_pass(self) -> SamplerPass:
+        # `epoch` is a plain attribute, as in torch, so it can change without set_epoch().
+        if self._pass.epoch != self.epoch:
+            self._pass = SamplerPass(self.epoch)
+        return self._pass
+
+    def _next_start(self) -> int:
+        current = self._current_pass()
+        return 0 if current.is_exhausted else current.start
+
+    def _total_or_none(self) -> int | None:
+        try:
+            return self._total()
+        except TypeError:
+            return None
+
+    def _count(self, items: Iterator[T], current: SamplerPass) -> Iterator[T]:
+        for item in items:
+            current.drawn += 1
+            yield item
+        current.is_exhausted = True
+
+    def _warn_if_the_order_repeats(self) -> None:
+        repeats = self._current_pass().is_exhausted and not self._was_told_the_epoch
+        if repeats and not self._has_warned and self._is_random():
+            self._has_warned = True
+            warnings.warn(
+                f"Rank {self.rank} starts another pass in the same order as the last one, "
+                f"because the epoch is still {self.epoch}. "
+                "Call sampler.set_epoch(epoch) before each pass over the data.",
+                EpochNotSetWarning,
+                stacklevel=3,
+            )
+
+
+def find_place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks and this one's: as given, else the default group's, else one alone."""
+    if num_replicas is None or rank is None:
+        size_here, rank_here = _place_here(num_replicas, rank)
+        num_replicas = size_here if num_replicas is None else num_replicas
+        rank = rank_here if rank is None else rank
+    num_replicas = whole_number("num_replicas", num_replicas)
+    rank = whole_number("rank", rank)
+    if num_replicas < 1:
+        raise UsageError(
+            f"num_replicas is {num_replicas}, but data is dealt to at least one rank.",
+            advice="Leave num_replicas and rank out to take them from the process group.",
+        )
+    if not 0 <= rank < num_replicas:
+        raise UsageError(
+            f"rank is {rank}, which is impossible with num_replicas={num_replicas}.",
+            advice=f"Ranks count from 0 to {num_replicas - 1}; leave both out to take them from "
+            "the process group.",
+        )
+    return num_replicas, rank
+
+
+def _place_here(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    place = env.read_placement()
+    if place is not None and place.size > 1:
+        raise NotInitializedError(
+            f"There is no process group yet, although {place.source} started this process as "
+            f"rank {place.rank} of {place.size}.",
+            advice="Call paceline.init_process_group() before making the sampler, or pass "
+            "num_replicas and rank.",
+        )
+    if num_replicas not in (None, 1) or rank not in (None, 0):
+        raise NotInitializedError(
+            f"There is no process group to complete num_replicas={num_replicas}, rank={rank}.",
+            advice="Pass both, or call paceline.init_process_group() first.",
+        )
+    return 1, 0
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int; NumPy's and torch's whole numbers count, fractions do not."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(
+            f"{name} is {value!r}, a {type(value).__name__}.", advice="Pass a whole number."
+        ) from None
+
+
+# Note [Drawn is not trained]
+#
+# A data loader without workers draws the indices of a batch when the loop asks for that batch,
+# so what was drawn is what was trained on. With workers it keeps `prefetch_factor` batches per
+# worker in flight: a state counted by draws would skip batches that nobody trained on. The
+# sampler cannot see the training, so the loop tells it: `advance(len(batch))` after each step.
+# From its first call on, the pass counts only that.
+#
+# torchdata's StatefulDataLoader takes the sampler's state at the moment it draws and keeps it
+# with the batch, so it needs the count of draws, and a loop that uses it does not call advance().
+#
+# The last round of an unpadded pass can be short. A rank that has nothing left in it cannot know
+# whether the others have finished theirs; rank 0 always has the longest share, so its state is
+# the one to save.

@@ -14,12 +14,11 @@ from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import foreign
-from paceline.data.deal import Tail, deal, share
-from paceline.data.dealer import Dealer
+from paceline.data.deal import ResumableSampler, Tail, deal
 from paceline.errors import UsageError
 
 
-class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
+class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     """Deals the indices of a dataset to the ranks: a drop-in for torch's class of that name.
 
     It is a subclass of torch's, because libraries ask `isinstance` to find out whether the data
@@ -55,7 +54,7 @@ class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.pad = (bool(shuffle) or self._pads_by_default) if pad is None else bool(pad)
-        self.num_samples = self._share_length(0)
+        self.num_samples = len(self._share(0))
         self.total_size = self._dealt_size()
 
     @classmethod
@@ -80,23 +79,13 @@ class DistributedSampler(Dealer[int], TorchDistributedSampler[int]):
     def __len__(self) -> int:
         # Subclasses of torch's class set num_samples themselves and expect it back.
         start = self._next_start()
-        return self.num_samples if start == 0 else self._share_length(start)
+        return self.num_samples if start == 0 else len(self._share(start))
 
     def _dealt_size(self) -> int:
         """How many indices all ranks get together in a whole epoch."""
         if self._tail is Tail.SHORT:
             return self._total()
-        return self._share_length(0) * self.num_replicas
-
-    @property
-    def _stride(self) -> int:
-        return self.num_replicas
-
-    def _share(self, start: int) -> range:
-        return share(self._total(), start, self.rank, self.num_replicas, self._tail)
-
-    def _share_length(self, start: int) -> int:
-        return len(self._share(start))
+        return len(self._share(0)) * self.num_replicas
 
     def _total(self) -> int:
         if not isinstance(self.dataset, Sized):
@@ -156,8 +145,7 @@ class _SamplerOfSampler(DistributedSampler):
     ) -> None:
         self._take_place(num_replicas, rank, seed)
         foreign.check(sampler)
-        self.sampler = sampler
-        self.dataset = sampler
+        self.sampler = self.dataset = sampler
         self.shuffle = not foreign.keeps_order(sampler)
         self.drop_last = drop_last
         self.pad = self.shuffle if pad is None else bool(pad)
@@ -165,14 +153,11 @@ class _SamplerOfSampler(DistributedSampler):
     # Counted when asked for, because a sampler without a length has neither.
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        return self._share_length(0)
+        return len(self._share(0))
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
         return self._dealt_size()
-
-    def __len__(self) -> int:
-        return self._share_length(self._next_start())
 
     def _total(self) -> int:
         return len(self.sampler)
