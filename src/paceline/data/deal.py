@@ -7,7 +7,7 @@ pass needs, whatever its world size.
 
 Samplers run ahead of the training: a data loader with workers draws several batches before the
 first one is trained on. So a pass counts what was drawn, and, where the training loop says so
-with `advance()`, what was really trained on. See Note [Drawn is not trained].
+with `advance()`, what was really trained on; see docs/sampler.md.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ResumableSampler(Sampler[T], ABC):
     _unit: ClassVar[str] = "samples"
 
     def _take_place(self, num_replicas: int | None, rank: int | None, seed: int) -> None:
-        self.num_replicas, self.rank = find_place(num_replicas, rank)
+        self.num_replicas, self.rank = _find_rank(num_replicas, rank)
         self.seed = whole_number("seed", seed)
         self.epoch = 0
         self._pass = SamplerPass(epoch=0)
@@ -267,10 +267,10 @@ class ResumableSampler(Sampler[T], ABC):
             )
 
 
-def find_place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def _find_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """The number of ranks and this one's: as given, else the default group's, else one alone."""
     if num_replicas is None or rank is None:
-        size_here, rank_here = _place_here(num_replicas, rank)
+        size_here, rank_here = _rank_here(num_replicas, rank)
         num_replicas = size_here if num_replicas is None else num_replicas
         rank = rank_here if rank is None else rank
     num_replicas = whole_number("num_replicas", num_replicas)
@@ -289,7 +289,7 @@ def find_place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return num_replicas, rank
 
 
-def _place_here(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def _rank_here(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     place = env.read_placement()
@@ -316,19 +316,3 @@ def whole_number(name: str, value: Any) -> int:
         raise UsageError(
             f"{name} is {value!r}, a {type(value).__name__}.", advice="Pass a whole number."
         ) from None
-
-
-# Note [Drawn is not trained]
-#
-# A data loader without workers draws the indices of a batch when the loop asks for that batch,
-# so what was drawn is what was trained on. With workers it keeps `prefetch_factor` batches per
-# worker in flight: a state counted by draws would skip batches that nobody trained on. The
-# sampler cannot see the training, so the loop tells it: `advance(len(batch))` after each step.
-# From its first call on, the pass counts only that.
-#
-# torchdata's StatefulDataLoader takes the sampler's state at the moment it draws and keeps it
-# with the batch, so it needs the count of draws, and a loop that uses it does not call advance().
-#
-# The last round of an unpadded pass can be short. A rank that has nothing left in it cannot know
-# whether the others have finished theirs; rank 0 always has the longest share, so its state is
-# the one to save.

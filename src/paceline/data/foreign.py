@@ -15,7 +15,6 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -86,7 +85,7 @@ def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
     if all(_draws_only_from_its_generator(part) for part in parts):
         yield from sampler
         return
-    private = GlobalRandomness.seeded(seed + epoch)
+    private = _PrivateRandomness(seed + epoch)
     with private.in_place():
         items = iter(sampler)
     while True:
@@ -114,51 +113,41 @@ def _draws_only_from_its_generator(part: Any) -> bool:
     return type(part).__module__ == torch_samplers.__name__ or type(part) in {list, tuple, range}
 
 
-@dataclass(slots=True)
-class GlobalRandomness:
-    """The state of the generators that everybody shares: torch's CPU one, Python's and NumPy's."""
+class _PrivateRandomness:
+    """Generators that stand in for those everybody shares: torch's CPU one, Python's, NumPy's."""
 
-    torch: torch.Tensor
-    python: tuple[Any, ...]
-    numpy: Any
-    """None while NumPy is not imported: then nobody can have drawn from it."""
-
-    @classmethod
-    def now(cls) -> GlobalRandomness:
-        numpy = sys.modules.get("numpy")
-        return cls(
-            torch.default_generator.get_state(),
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(),
-        )
-
-    @classmethod
-    def seeded(cls, seed: int) -> GlobalRandomness:
-        """The state right after seeding, leaving the present one as it is."""
-        before = cls.now()
+    def __init__(self, seed: int) -> None:
+        self._state = before = _global_state()
         try:
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-            if before.numpy is not None:
-                sys.modules["numpy"].random.seed(seed % 2**32)
-            return cls.now()
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(seed % 2**32)
+            self._state = _global_state()
         finally:
-            before.restore()
-
-    def restore(self) -> None:
-        torch.default_generator.set_state(self.torch)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            _restore(before)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the block draw from this state, which it moves on, instead of the present one."""
-        before = GlobalRandomness.now()
-        self.restore()
+        """Let the block draw from these, and leave the global ones as they are."""
+        before = _global_state()
+        _restore(self._state)
         try:
             yield
         finally:
-            after = GlobalRandomness.now()
-            self.torch, self.python, self.numpy = after.torch, after.python, after.numpy
-            before.restore()
+            self._state = _global_state()
+            _restore(before)
+
+
+def _global_state() -> tuple[torch.Tensor, tuple[Any, ...], Any]:
+    numpy = sys.modules.get("numpy")  # until it is imported, nobody can have drawn from it
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    return torch.default_generator.get_state(), random.getstate(), numpy_state
+
+
+def _restore(state: tuple[torch.Tensor, tuple[Any, ...], Any]) -> None:
+    of_torch, of_python, of_numpy = state
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)

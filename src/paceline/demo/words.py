@@ -16,7 +16,6 @@ from paceline.demo.options import (
     Options,
 )
 from paceline.demo.outcome import ROUNDING, Outcome
-from paceline.policy import plan_batch
 
 WIDTH = 78
 
@@ -41,6 +40,8 @@ def introduction(options: Options) -> str:
 
 def policy(options: Options) -> str:
     """What becomes of the batch on several workers, and why."""
+    from paceline.policy import plan_batch  # imports torch
+
     return plan_batch(BATCH_ROWS, options.workers, keep="global").sentence
 
 
