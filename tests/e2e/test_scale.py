@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,20 @@ def test_a_job_that_fails_is_shown_as_it_failed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "The job failed on 1 worker." in done.stderr
     assert "no data today" in done.stderr
+
+
+def test_a_study_that_is_terminated_ends_its_job(tmp_path: Path) -> None:
+    script = "import os, time\nopen(f'{os.getpid()}.pid', 'w').close()\ntime.sleep(60)\n"
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "paceline", "scale", "--workers", "1", "train.py"]
+    study = subprocess.Popen(command, cwd=tmp_path)
+    while not (started := list(tmp_path.glob("*.pid"))):
+        assert study.poll() is None
+        time.sleep(0.05)
+    study.terminate()
+    assert study.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started[0].stem), 0)
 
 
 def test_a_script_without_our_classes_gives_whole_times(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from updates import update
 
 from paceline import DistributedDataParallel
 from paceline.comm.world import World
-from paceline.explain.scaling.profile import OWN, RankSteps, read_rank
 from paceline.observe import spans
-from paceline.observe.timeline import read_events
+from paceline.observe.phases import MEASURED, Phase
+from paceline.observe.timeline import RankRecording, read_events, survey
 from paceline.testing import run_ranks, seeded
 
 
@@ -27,9 +27,9 @@ def recording(tmp_path: Path) -> Iterator[Path]:
     spans.stop()
 
 
-def read(path: Path) -> RankSteps:
+def read(path: Path) -> RankRecording:
     spans.stop()
-    return read_rank(read_events(path))
+    return survey(path)
 
 
 def test_one_worker_that_accumulates_makes_one_step_of_several_passes(recording: Path) -> None:
@@ -44,14 +44,14 @@ def test_one_worker_that_accumulates_makes_one_step_of_several_passes(recording:
     run_ranks(1, body)
     found = read(recording)
 
-    assert list(found.seconds) == [1, 2, 3]  # the first has no begin
-    assert dict(found.samples) == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert list(found.steps) == [1, 2, 3]  # the first has no begin
+    assert [step.samples for step in found.steps.values()] == [8, 8, 8]
     assert found.facts["size"] == 1
     assert found.facts["device"] == "cpu"
-    for seconds in found.seconds.values():
-        assert set(seconds) == {*OWN, "wait"}
-        assert seconds["forward"] > 0
-        assert seconds["backward"] > 0
+    for step in found.steps.values():
+        assert set(step.us_by_phase) == set(MEASURED)
+        assert step.us_by_phase[Phase.FORWARD] > 0
+        assert step.us_by_phase[Phase.BACKWARD] > 0
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -80,8 +80,8 @@ def test_a_batch_without_rows_is_not_counted(recording: Path) -> None:
 
     def body(world: World) -> None:
         model = DistributedDataParallel(seeded(Sum(8, 2)), process_group=world.group)
-        for _ in range(2):
+        for _ in range(3):
             model(torch.ones(4, 8)).backward()
 
     run_ranks(1, body)
-    assert not read(recording).samples
+    assert [step.samples for step in read(recording).steps.values()] == [0, 0]

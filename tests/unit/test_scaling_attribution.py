@@ -1,29 +1,36 @@
-"""Lost time: the parts always add up, and each loss is found where it was put."""
+"""Lost time: the parts always add up, and each loss is found where it was put; `speedup`."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
+from paceline.errors import UsageError
 from paceline.explain.scaling.attribution import (
     PARTS,
-    Machine,
     Mode,
     attribute,
+    crowding_of,
     detect_mode,
     percentages,
 )
-from paceline.explain.scaling.profile import PHASES, Profile
+from paceline.explain.scaling.measure import Profile
+from paceline.observe.phases import Phase
 
 JOB = {"data": 4.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 8.0}
+CORES = 1000
 
 
 def profile(workers: int, seconds: dict[str, float] | None = None, **facts: Any) -> Profile:
-    every = {**dict.fromkeys(PHASES, 0.0), **(seconds or {})}
-    return Profile(workers=workers, step_s=sum(every.values()), seconds=every, **facts)
+    every = {**dict.fromkeys(Phase, 0.0), **{Phase(p): s for p, s in (seconds or {}).items()}}
+    return Profile(workers=workers, seconds=every, **{"steps": 100, **facts})
 
 
 def shrunk(factor: float, **changes: float) -> dict[str, float]:
@@ -32,22 +39,23 @@ def shrunk(factor: float, **changes: float) -> dict[str, float]:
     return {**kept, "optimizer": JOB["optimizer"], **changes}
 
 
-phases = st.fixed_dictionaries({phase: st.floats(0, 1e3) for phase in PHASES})
+phases = st.fixed_dictionaries({phase.value: st.floats(0, 1e3) for phase in Phase})
 modes: st.SearchStrategy[Mode] = st.sampled_from(["strong", "weak"])
 
 
-@given(phases, phases, st.integers(1, 64), modes, st.floats(1, 8), st.floats(1, 8))
+@given(phases, phases, st.integers(1, 64), modes, st.integers(1, 64), st.floats(0, 8))
 def test_parts_are_never_negative_and_add_up_to_what_is_lost(
     before: dict[str, float],
     after: dict[str, float],
     workers: int,
     mode: Mode,
-    crowding: float,
+    cores: int,
     others: float,
 ) -> None:
     before["forward"] += 1e-3
     after["forward"] += 1e-3
-    result = attribute(profile(1, before), profile(workers, after), mode, crowding, others)
+    many = profile(workers, after, others_cores=others)
+    result = attribute(profile(1, before), many, mode, cores)
 
     assert set(result.lost_s) == set(PARTS)
     assert all(value >= 0 for value in result.lost_s.values())
@@ -59,8 +67,8 @@ def test_parts_are_never_negative_and_add_up_to_what_is_lost(
 @pytest.mark.parametrize(
     ("phase", "part"),
     [
-        ("communication", "communication"),
-        ("waiting", "waiting"),
+        ("transfer", "communication"),
+        ("wait", "waiting"),
         ("data", "data"),
         ("forward", "compute"),
         ("backward", "compute"),
@@ -73,8 +81,8 @@ def test_time_that_is_added_to_a_phase_is_lost_there(phase: str, part: str, work
     one, before = profile(1, JOB), profile(workers, usual)
     after = profile(workers, {**usual, phase: usual.get(phase, 0.0) + 5.0})
 
-    lost = attribute(one, before, "strong").lost_s
-    now = attribute(one, after, "strong").lost_s
+    lost = attribute(one, before, "strong", CORES).lost_s
+    now = attribute(one, after, "strong", CORES).lost_s
 
     assert {name: now[name] - lost[name] for name in PARTS} == pytest.approx(
         {name: 5.0 if name == part else 0.0 for name in PARTS}
@@ -82,8 +90,8 @@ def test_time_that_is_added_to_a_phase_is_lost_there(phase: str, part: str, work
 
 
 def test_an_update_that_every_worker_repeats_is_lost_in_strong_scaling_only() -> None:
-    strong = attribute(profile(1, JOB), profile(4, shrunk(1 / 4)), "strong")
-    weak = attribute(profile(1, JOB), profile(4, shrunk(1.0)), "weak")
+    strong = attribute(profile(1, JOB), profile(4, shrunk(1 / 4)), "strong", CORES)
+    weak = attribute(profile(1, JOB), profile(4, shrunk(1.0)), "weak", CORES)
 
     assert strong.lost_s["optimizer"] == pytest.approx(6.0)
     assert sum(strong.lost_s.values()) == pytest.approx(6.0)
@@ -94,16 +102,16 @@ def test_an_update_that_every_worker_repeats_is_lost_in_strong_scaling_only() ->
 def test_work_that_takes_twice_as_long_on_shared_cores_is_lost_to_sharing() -> None:
     crowded = {phase: 2 * value for phase, value in shrunk(1 / 4).items()}
 
-    result = attribute(profile(1, JOB), profile(4, crowded), "strong", crowding=2.0)
+    result = attribute(profile(1, JOB), profile(4, crowded), "strong", cores=2)
 
     assert result.lost_s["sharing"] == pytest.approx(4 + 10 + 5 + 3 - 4 + 8)
     assert result.lost_s["compute"] == pytest.approx(0.0)
 
 
 def test_what_gets_faster_pays_for_the_rest() -> None:
-    better = shrunk(1 / 2, data=1.0, forward=11.0, optimizer=4.0, communication=3.0)
+    better = shrunk(1 / 2, data=1.0, forward=11.0, optimizer=4.0, transfer=3.0)
 
-    lost = attribute(profile(1, JOB), profile(2, better), "strong").lost_s
+    lost = attribute(profile(1, JOB), profile(2, better), "strong", CORES).lost_s
 
     # 1 and 3 are lost, 1 is gained: 3 in all.
     assert lost["compute"] == pytest.approx(0.75)
@@ -128,19 +136,18 @@ def test_samples_of_a_step_tell_strong_from_weak_scaling() -> None:
 
 
 def test_samples_that_do_not_fit_the_mode_count_as_they_are() -> None:
-    result = attribute(profile(1, JOB, samples=64), profile(3, JOB, samples=63), "strong")
+    result = attribute(profile(1, JOB, samples=64), profile(3, JOB, samples=63), "strong", CORES)
     assert result.efficiency == pytest.approx(21 / 64)
 
 
 def test_cores_and_devices_are_shared_by_workers_and_by_other_programs() -> None:
-    machine = Machine(cores=2)
     one = profile(1, JOB)
-
-    assert machine.crowding_of(profile(2, JOB), one) == 1
-    assert machine.crowding_of(profile(4, JOB), one) == 2
-    assert machine.crowding_of(profile(2, JOB, threads=2), profile(1, JOB, threads=2)) == 2
-    assert machine.crowding_of(profile(2, JOB, ranks_per_device=2), one) == 2
-    assert machine.crowding_with_others(profile(2, JOB, others_cores=1.0), one) == 1.5
+    assert crowding_of(profile(2, JOB), one, 2) == 1
+    assert crowding_of(profile(4, JOB), one, 2) == 2
+    assert crowding_of(profile(2, JOB, threads=2), profile(1, JOB, threads=2), 2) == 2
+    assert crowding_of(profile(2, JOB, ranks_per_device=2), one, 2) == 2
+    busy = profile(2, JOB, others_cores=1.0)
+    assert (crowding_of(busy, one, 2), crowding_of(busy, one, 2, with_others=True)) == (1, 1.5)
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.floats(0, 1e6)))
@@ -150,3 +157,74 @@ def test_whole_percents_add_up_to_a_hundred(parts: dict[str, float]) -> None:
     assert sum(found.values()) == (100 if total > 0 else 0)
     for name, value in parts.items():
         assert total == 0 or abs(found[name] - 100 * value / total) <= 1
+
+
+times = st.floats(min_value=1e-6, max_value=1e6)
+
+
+def test_it_says_how_much_faster_how_efficient_and_how_much_is_lost() -> None:
+    found = paceline.speedup(before=100, after=30, workers=4)
+
+    assert found.ratio == pytest.approx(10 / 3)
+    assert found.efficiency == pytest.approx(10 / 12)
+    assert found.lost == pytest.approx(2 / 12)
+    assert found.serial_share == pytest.approx(1 / 15)
+    assert str(found) == (
+        "3.33x with 4 workers: 83 % efficiency, 17 % of the ideal 4x is lost, as if 6.7 % of the "
+        "work could not be shared (Amdahl)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "workers", "words"),
+    [
+        (10, 10, 1, "1.00x with 1 worker: 100 % efficiency, the ideal."),
+        (90, 30, 3, "the ideal."),
+        (100, 20, 4, "more than the ideal"),
+        (10, 20, 2, "It is slower than before."),
+    ],
+)
+def test_it_says_what_is_unusual(before: float, after: float, workers: int, words: str) -> None:
+    assert words in str(paceline.speedup(before=before, after=after, workers=workers))
+
+
+@given(times, st.floats(min_value=0.0, max_value=1.0), st.integers(2, 10_000))
+def test_the_serial_share_is_the_one_that_amdahl_starts_from(
+    before: float, share: float, workers: int
+) -> None:
+    after = before * (share + (1 - share) / workers)
+
+    found = paceline.speedup(before=before, after=after, workers=workers)
+
+    if found.serial_share is not None:
+        assert found.serial_share == pytest.approx(share, abs=1e-6)
+    assert found.lost + min(found.efficiency, 1.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"before": 0.0},
+        {"before": -1},
+        {"after": math.nan},
+        {"after": math.inf},
+        {"after": True},
+        {"before": "100"},
+        {"workers": 0},
+        {"workers": 2.5},
+        {"workers": True},
+        {"before": 1e308, "after": 1e-308},
+    ],
+)
+def test_impossible_values_are_named(wrong: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"before": 100, "after": 30, "workers": 4, **wrong}
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        paceline.speedup(**given)
+
+
+def test_it_needs_no_torch() -> None:
+    program = (
+        "import sys, paceline; print(paceline.speedup(before=4, after=2, workers=2));"
+        "import paceline.explain.scaling.command; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -1,62 +1,33 @@
-"""`paceline scale`: its flags, and how it sets up the runs."""
+"""`paceline scale`: its flags, the study as text and JSON, and the one thing it suggests."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.cli import Parser, main
-from paceline.errors import SettingError
+from paceline.errors import SettingError, UsageError
+from paceline.explain import report
+from paceline.explain.scaling.attribution import PARTS
 from paceline.explain.scaling.command import (
+    Study,
     add_arguments,
     choose_threads,
+    lines,
+    make_study,
     read_networks,
     read_sizes,
     take_flags_behind,
+    write,
 )
-from paceline.explain.scaling.measure import Script, order, read_run_options, steps_made
-from paceline.observe.spans import SpanRecorder
-
-
-def test_sizes_take_turns_forth_and_back() -> None:
-    assert list(order([1, 2, 4], 3)) == [
-        *[(0, 1), (0, 2), (0, 4)],
-        *[(1, 4), (1, 2), (1, 1)],
-        *[(2, 1), (2, 2), (2, 4)],
-    ]
-
-
-def test_a_run_is_what_paceline_run_would_start(tmp_path: Path) -> None:
-    script = Script(program="train.py", arguments=("--batch", "{workers}00", "{folder}"), threads=2)
-    options = read_run_options(script, 3, tmp_path)
-
-    assert (options.nproc_per_node, options.threads, options.kind) == ("3", 2, "script")
-    assert options.arguments == ("--batch", "300", str(tmp_path / "job"))
-    assert options.timeline == str(tmp_path / "timeline")
-    assert options.redirects == {-1: 3}
-    assert options.signals_to_handle
-
-
-def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert choose_threads(None, cores=16, most_workers=4) == 4
-    assert choose_threads(None, cores=2, most_workers=4) == 1
-    assert choose_threads(3, cores=2, most_workers=4) == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert choose_threads(None, cores=16, most_workers=4) is None
-
-
-def test_steps_are_counted_where_the_slowest_rank_is(tmp_path: Path) -> None:
-    assert steps_made(tmp_path, 2) == 0
-    for rank, steps in enumerate((7, 5)):
-        recorder = SpanRecorder(tmp_path, rank)
-        for step in range(steps + 1):
-            recorder.add("wait", 0, 1, {"step": step, "last": True})
-        recorder.close()
-    assert steps_made(tmp_path, 2) == 5
-    assert steps_made(tmp_path, 3) == 0
+from paceline.explain.scaling.measure import BucketTiming, Profile
+from paceline.explain.scaling.prediction import NETWORKS, halve
+from paceline.observe.phases import OWN, Phase
 
 
 def test_sizes_and_networks_are_read() -> None:
@@ -67,6 +38,15 @@ def test_sizes_and_networks_are_read() -> None:
     ]
     (own,) = read_networks("100g", 5.0, 8.0)
     assert (own.latency_s, own.bytes_per_s) == pytest.approx((5e-6, 1e9))
+
+
+def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert choose_threads(None, cores=16, most_workers=4) == 4
+    assert choose_threads(None, cores=2, most_workers=4) == 1
+    assert choose_threads(3, cores=2, most_workers=4) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert choose_threads(None, cores=16, most_workers=4) is None
 
 
 def parse(*arguments: str) -> Namespace:
@@ -125,3 +105,181 @@ def test_mistakes_are_explained_before_anything_runs(
     said = capsys.readouterr().err
     assert said.startswith("paceline scale: ")
     assert words in said
+
+
+JOB = {"data": 0.001, "forward": 0.02, "backward": 0.04, "optimizer": 0.001, "other": 0.001}
+
+
+def profile(workers: int, **changes: float) -> Profile:
+    """A job that shares its batch well, with some phases changed."""
+    seconds = dict.fromkeys(Phase, 0.0)
+    seconds |= {Phase(phase): value / workers for phase, value in JOB.items()}
+    seconds |= {Phase.OPTIMIZER: JOB["optimizer"], Phase.TRANSFER: 0.001 * (workers > 1)}
+    seconds |= {Phase(phase): value for phase, value in changes.items()}
+    own = {phase: seconds[phase] for phase in OWN}
+    return Profile(
+        workers=workers,
+        seconds=seconds,
+        samples=64,
+        steps=100,
+        runs_s=(sum(seconds.values()), 1.02 * sum(seconds.values())),
+        own_by_rank=(own,) * workers,
+        buckets=(BucketTiming(seconds[Phase.BACKWARD], 10**6),) if workers > 1 else (),
+    )
+
+
+def study(*profiles: Profile, **options: Any) -> Study:
+    return make_study(profiles, name="train.py", cores=4, repeats=2, **options)
+
+
+GOOD = [profile(workers) for workers in (1, 2, 4)]
+
+
+def test_the_text_fits_eighty_columns_of_plain_letters() -> None:
+    crowded = [*GOOD, profile(16, forward=0.01, wait=0.003, data=0.002, other=0.004)]
+    busy = [replace(each, others_cores=2.5) for each in crowded]
+    found = study(*busy, predict=[8, 1024], networks=list(NETWORKS.values()))
+    text_lines = list(lines({**found, "name": "tr\N{SNOWMAN}in.py"}))
+
+    assert max(map(len, text_lines)) <= 80
+    assert all(line.isascii() for line in text_lines)
+    text = "\n".join(text_lines)
+    for expected in (
+        "Strong scaling (found: 64 samples a step with 1 worker, 64 with 16).",
+        "Other programs used 2.5 of the 4 cores",
+        "4.0 per core",
+        "Predicted, not measured",
+        "home",
+        "Try: ",
+        "Checked where it had not seen the answer: 4 workers: predicted",
+    ):
+        assert expected in text
+
+
+def test_the_shares_of_every_row_add_up_to_a_hundred() -> None:
+    said = list(lines(study(*GOOD, profile(3, wait=0.00333, data=0.00111))))
+    begin = next(number for number, line in enumerate(said) if "lost ms" in line)
+    rows = [line.split() for line in said[begin + 1 : begin + 4]]
+    for row in rows:
+        assert row[-1] == "100"
+        assert sum(map(int, row[2:-1])) == 100
+
+
+def test_json_has_what_the_report_reads() -> None:
+    found = study(*GOOD, predict=[8], networks=[NETWORKS["1g"]])
+
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["schema"] == 1
+    assert found["mode"] == "strong"
+    assert [size["workers"] for size in found["sizes"]] == [1, 2, 4]
+    assert found["sizes"][0]["speedup"] == 1.0
+    assert set(found["sizes"][1]["lost"]) == set(PARTS)
+    for size in found["sizes"]:
+        assert sum(size["lost"].values()) == pytest.approx(size["step_s"] - size["ideal_s"])
+    assert [(each["workers"], each["network"]) for each in found["predicted"]] == [(8, "1g")]
+    assert found["check"]["fitted"] == [1, 2]
+    assert abs(found["check"]["sizes"][0]["error"]) < 0.15
+
+
+def test_the_report_draws_what_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    found = study(*GOOD, predict=[8], networks=[NETWORKS["100g"]])
+
+    path = write(found, folder)
+    page = report.write(folder, None).read_text()
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "4 workers are" in page
+    assert "predicted, 100g" in page
+    assert "computing a sample takes longer than on one worker" in page
+    assert "How good the prediction is" in page
+    write(found, folder)  # a second time replaces it
+    assert {each.name for each in folder.iterdir()} == {"scaling.json", "report.html"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words_of_it"),
+    [
+        ({"data": 0.02}, "Load samples ahead"),
+        ({"optimizer": 0.012, "transfer": 0.0}, "fused=True"),
+        ({"transfer": 0.012}, "batch twice as large"),
+        ({"forward": 0.4, "wait": 0.4}, "Use 2 workers here: more are not faster"),
+    ],
+)
+def test_what_costs_most_is_what_to_try(changes: dict[str, float], words_of_it: str) -> None:
+    slow = profile(4, **changes)
+    found = study(profile(1), profile(2), slow)["suggestion"]
+    assert found is not None
+    assert words_of_it in found["text"]
+    assert found["gain"] > 0.03
+
+
+def test_one_bucket_that_leaves_after_backward_should_be_two() -> None:
+    def exchanging(workers: int) -> Profile:
+        # Nothing depends on the samples but backward, so a larger batch would not help much.
+        rest = dict.fromkeys(("data", "forward", "optimizer", "other"), 0.0)
+        found = profile(workers, transfer=0.01 * (workers > 1), **rest)
+        last = found.seconds[Phase.BACKWARD]
+        return replace(found, buckets=(BucketTiming(last, 8 * 2**20),) if workers > 1 else ())
+
+    found = study(*map(exchanging, (1, 2)), mode="strong")["suggestion"]
+    assert found is not None
+    two = exchanging(2)
+    assert halve(two.buckets) == [
+        BucketTiming(two.seconds[Phase.BACKWARD] / 2, 4 * 2**20),
+        BucketTiming(two.seconds[Phase.BACKWARD], 4 * 2**20),
+    ]
+    # Half of 10 ms goes out of 30.
+    assert found["gain"] == pytest.approx(5 / 25, rel=0.05)
+    assert "bucket_cap_mb=4" in found["text"]
+
+
+def test_a_slow_worker_is_named_with_its_phase() -> None:
+    own = dict(GOOD[2].own_by_rank[0])
+    late = profile(4, wait=0.01)
+    late = replace(late, own_by_rank=(own, own, {**own, Phase.DATA: own[Phase.DATA] + 0.01}, own))
+    found = study(profile(1), profile(2), late)["suggestion"]
+    assert found is not None
+    assert "worker 2" in found["text"]
+    assert "data takes 10.0 ms longer" in found["text"]
+
+
+def test_workers_that_share_cores_are_advised_to_be_fewer() -> None:
+    crowded = profile(8, forward=0.02, backward=0.04)
+    found = study(*GOOD, crowded)
+    assert found["sizes"][-1]["crowding"] == 2
+    advice = "Use 4 workers here: 8 workers of 1 thread share 4 cores. Predicted gain: "
+    assert found["suggestion"]["text"].startswith(advice)
+    faster = found["sizes"][2]["speedup"] / found["sizes"][3]["speedup"]
+    assert found["suggestion"]["gain"] == pytest.approx(faster - 1)
+
+
+def test_a_job_that_scales_well_needs_no_advice() -> None:
+    ideal = [profile(workers, transfer=0.0, optimizer=0.0, data=0.0) for workers in (1, 2, 4)]
+    assert study(*ideal)["suggestion"] is None
+
+
+def test_a_script_that_records_nothing_gives_times_of_the_job_and_says_so() -> None:
+    whole = [
+        Profile(workers=workers, seconds={}, wall_s=8.0 / workers).as_whole_job()
+        for workers in (1, 2)
+    ]
+    found = study(*whole)
+
+    assert "recorded no steps" in "\n".join(lines(found))
+    assert found["sizes"][1]["efficiency"] == pytest.approx(1.0)
+    assert found["measured"] == "job"
+    with pytest.raises(UsageError, match="predicted"):
+        study(*whole, predict=[8], networks=[NETWORKS["1g"]])
+
+
+def test_the_mode_can_be_told() -> None:
+    found = study(*GOOD, mode="weak")
+    assert (found["mode"], found["mode_why"]) == ("weak", "as told")
+
+
+def test_one_size_alone_is_no_study_of_scaling_but_no_error_either() -> None:
+    found = study(GOOD[0])
+    assert found["suggestion"] is None
+    assert found["check"]["text"] == ""
+    assert len(list(lines(found))) >= 4

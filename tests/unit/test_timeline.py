@@ -163,6 +163,30 @@ def test_a_file_that_is_still_written_is_read_up_to_its_last_whole_line(folder: 
     assert len(list(timeline.read_events(path))) == whole
 
 
+def test_damaged_events_are_left_out(tmp_path: Path) -> None:
+    wait = '"name":"wait","ph":"X","tid":1,"args":{"step":0,"last":true}'
+    damaged = [
+        '{"name":"wait"}',
+        f'{{{wait},"ts":"5","dur":1}}',
+        f'{{{wait},"ts":5,"dur":null}}',
+        '{"name":"batch","ph":"i","ts":1,"args":{"step":0,"samples":"8"}}',
+        '{"name":"paceline_rank","ph":"M","args":{"size":"2","threads":3}}',
+        "[" * 10_000,
+        f'{{{wait},"ts":5,"dur":1}}',
+    ]
+    path = tmp_path / "rank0.trace.json"
+    path.write_text("[\n" + ",\n".join(damaged))
+    found = timeline.survey(path)
+    assert (found.facts, found.steps, found.waits_us) == ({"threads": 3}, {}, {0: 1})
+
+
+def test_the_time_until_a_rank_is_restarted_is_no_step(tmp_path: Path) -> None:
+    record(tmp_path, 0, steps=3).close()
+    record(tmp_path, 0, steps=3, clock_us=10**9).close()
+    steps = timeline.survey(tmp_path / "rank0.trace.json").steps
+    assert {sum(step.us_by_phase.values()) for step in steps.values()} == {1105.0}
+
+
 def test_some_steps_can_be_chosen(folder: Path) -> None:
     events = merged(folder, steps=range(1, 3))
     assert {e["args"]["step"] for e in events if e["ph"] != "M"} == {1, 2}

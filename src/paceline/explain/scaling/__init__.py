@@ -1,12 +1,12 @@
 """How much faster more workers are, where the rest went, and what still more would bring.
 
-`measure` runs a script at each size, `profile` makes a usual step of what the workers recorded,
-`attribution` says where time was lost, `simulation` and `prediction` what other sizes would take,
-`suggestion` what to try. `speedup` is the arithmetic alone. Nothing here needs torch.
+`measure` runs a script at each size and makes a usual step of what the workers recorded,
+`attribution` says where time was lost, `prediction` what other sizes would take and what to try.
+`speedup` is the arithmetic alone. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from paceline.explain.scaling.ratio import SpeedUp, speedup
+from paceline.explain.scaling.attribution import SpeedUp, speedup
 
 __all__ = ["SpeedUp", "speedup"]

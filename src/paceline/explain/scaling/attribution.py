@@ -2,51 +2,49 @@
 
 With r the share of one worker's samples that each of n workers has (1/n in strong scaling, 1 in
 weak), the ideal step takes r times one worker's. What a step takes longer is taken apart by phase.
-docs/scaling.md has the definitions.
+docs/scaling.md has the definitions. `speedup` is for two times alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.explain.scaling.profile import Profile
+from paceline.errors import UsageError
+from paceline.explain.scaling.measure import Profile
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.units import count_text, share_text
 
-PARTS = ("sharing", "communication", "waiting", "data", "optimizer", "compute", "other")
 PART_BY_PHASE = {
-    "data": "data",
-    "forward": "compute",
-    "backward": "compute",
-    "optimizer": "optimizer",
-    "other": "other",
+    Phase.TRANSFER: "communication",
+    Phase.WAIT: "waiting",
+    Phase.DATA: "data",
+    Phase.OPTIMIZER: "optimizer",
+    Phase.FORWARD: "compute",
+    Phase.BACKWARD: "compute",
+    Phase.OTHER: "other",
 }
+PARTS = ("sharing", *dict.fromkeys(PART_BY_PHASE.values()))
+"""Of lost time, as scaling.json names them."""
 
 Mode = Literal["strong", "weak"]
 
 BALANCED_AFTER_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the workers share."""
+def crowding_of(many: Profile, one: Profile, cores: int, *, with_others: bool = False) -> float:
+    """How many want each core or device, against what one worker already had to share.
 
-    cores: int
+    1 where nobody shares. Other programs that used cores meanwhile count if asked for.
+    """
 
-    def crowding(self, profile: Profile, others_cores: float = 0.0) -> float:
-        """How many want each core or device; 1 where nobody shares."""
-        wanted = profile.workers * profile.threads + others_cores
-        return max(1.0, wanted / self.cores, float(profile.ranks_per_device))
+    def wanted(profile: Profile) -> float:
+        threads = profile.workers * profile.threads + with_others * profile.others_cores
+        return max(1.0, threads / cores, float(profile.ranks_per_device))
 
-    def crowding_of(self, profile: Profile, one: Profile) -> float:
-        """The same, against what one worker already had to share."""
-        return max(1.0, self.crowding(profile) / self.crowding(one))
-
-    def crowding_with_others(self, profile: Profile, one: Profile) -> float:
-        """The same, with the other programs that used cores meanwhile."""
-        alone = self.crowding(one, one.others_cores)
-        return max(1.0, self.crowding(profile, profile.others_cores) / alone)
+    return max(1.0, wanted(many) / wanted(one))
 
 
 def stretch_of(crowding: float, own_s: float) -> float:
@@ -59,17 +57,23 @@ def stretch_of(crowding: float, own_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SizeResult:
     """One size, compared with one worker."""
 
     workers: int
     step_s: float
     ideal_s: float
-    speedup: float
-    efficiency: float
     lost_s: Mapping[str, float]
     """By part, none negative; together `step_s - ideal_s`, or nothing if that is negative."""
     crowding: float = 1.0
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal_s / self.step_s
+
+    @property
+    def speedup(self) -> float:
+        return self.workers * self.efficiency
 
     @property
     def lost(self) -> float:
@@ -84,9 +88,11 @@ def share_of_samples(one: Profile, many: Profile, mode: Mode) -> float:
     return 1 / many.workers if mode == "strong" else 1.0
 
 
-def detect_mode(profiles: list[Profile]) -> tuple[Mode, str]:
+def detect_mode(profiles: Sequence[Profile]) -> tuple[Mode, str]:
     """Strong or weak scaling by the samples of a step, and why."""
     one, most = profiles[0], profiles[-1]
+    if any(profile.is_whole_job for profile in profiles):
+        return "strong", "assumed; see --mode"
     if one.samples is None or most.samples is None:
         return "strong", "assumed, as the samples of a step are not known; see --mode"
     counts = f"{one.samples:,} samples a step with 1 worker, {most.samples:,} with {most.workers}"
@@ -95,38 +101,28 @@ def detect_mode(profiles: list[Profile]) -> tuple[Mode, str]:
     return ("strong" if grows * grows <= most.workers else "weak"), f"found: {counts}"
 
 
-def attribute(
-    one: Profile,
-    many: Profile,
-    mode: Mode,
-    crowding: float = 1.0,
-    crowding_with_others: float = 1.0,
-) -> Result:
+def attribute(one: Profile, many: Profile, mode: Mode, cores: int) -> SizeResult:
     """Compare a size with one worker, and say where time is lost."""
-    own_s = sum(many.seconds[phase] for phase in PART_BY_PHASE)
-    stretch = max(stretch_of(crowding, own_s), crowding_with_others)
+    crowding = crowding_of(many, one, cores)
+    with_others = crowding_of(many, one, cores, with_others=True)
+    stretch = max(stretch_of(crowding, many.own_s), with_others)
     share = share_of_samples(one, many, mode)
-    ideal = share * one.step_s
+    ideal_s = share * one.step_s
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["communication"] = many.seconds["communication"]
-    parts["waiting"] = many.seconds["waiting"]
     for phase, part in PART_BY_PHASE.items():
         before, now = one.seconds[phase], many.seconds[phase]
-        # An update costs the same for any number of samples: every worker repeats all of it.
-        expected = before if phase == "optimizer" else share * before
-        shared = min(max(0.0, now - expected), (stretch - 1) * expected)
+        shared = 0.0
+        if phase in OWN:
+            # An update costs the same for any number of samples: every worker repeats all of it.
+            expected = before if phase is Phase.OPTIMIZER else share * before
+            shared = min(max(0.0, now - expected), (stretch - 1) * expected)
         parts["sharing"] += shared
         parts[part] += now - share * before - shared
-    # One worker waits for nobody, but its recording may hold waits of a collective of its own.
-    alone = one.seconds["communication"] + one.seconds["waiting"]
-    parts["communication"] -= share * alone
-    return Result(
+    return SizeResult(
         workers=many.workers,
         step_s=many.step_s,
-        ideal_s=ideal,
-        speedup=many.workers * ideal / many.step_s,
-        efficiency=ideal / many.step_s,
-        lost_s=without_gains(parts, many.step_s - ideal),
+        ideal_s=ideal_s,
+        lost_s=without_gains(parts, many.step_s - ideal_s),
         crowding=crowding,
     )
 
@@ -151,3 +147,81 @@ def percentages(parts: Mapping[str, float]) -> dict[str, int]:
     for name in sorted(exact, key=lambda name: found[name] - exact[name])[:left]:
         found[name] += 1
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """The same work, before on one worker and after on several."""
+
+    before: float
+    after: float
+    workers: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast."""
+        return self.before / self.after
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the ideal that was reached; the ideal is n times as fast with n workers."""
+        return self.ratio / self.workers
+
+    @property
+    def lost(self) -> float:
+        """The share of the ideal that was not reached; 0 if it was exceeded."""
+        return max(0.0, 1.0 - self.efficiency)
+
+    @property
+    def serial_share(self) -> float | None:
+        """The share of the work that, if it could not be shared, would explain the loss.
+
+        Amdahl's law turned round. None where it explains nothing: one worker, or no loss.
+        """
+        if self.workers == 1 or self.efficiency >= 1:
+            return None
+        share = (1 / self.ratio - 1 / self.workers) / (1 - 1 / self.workers)
+        return share if share <= 1 else None
+
+    def __str__(self) -> str:
+        text = f"{self.ratio:.2f}x with {count_text(self.workers, 'worker')}: "
+        text += f"{share_text(self.efficiency)} efficiency, "
+        if self.efficiency > 1:
+            return text + "more than the ideal. Check that both times are of the same work."
+        if self.efficiency == 1:
+            return text + "the ideal."
+        text += f"{share_text(self.lost)} of the ideal {self.workers}x is lost"
+        if self.ratio < 1:
+            return text + ". It is slower than before."
+        if self.serial_share is None:
+            return text + "."
+        share = share_text(self.serial_share, 1)
+        return text + f", as if {share} of the work could not be shared (Amdahl)."
+
+
+def speedup(*, before: float, after: float, workers: int) -> SpeedUp:
+    """Compare two times of the same work: on one worker, and on `workers`.
+
+    >>> print(speedup(before=100, after=30, workers=4))
+    3.33x with 4 workers: 83 % efficiency, 17 % of the ideal 4x is lost, as if 6.7 % of the work
+    could not be shared (Amdahl).
+    """
+    for name, value in (("before", before), ("after", after)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise UsageError(
+                f"{name}={value!r} was passed to speedup(), which is not a time.",
+                advice="Pass seconds, or any other unit, the same for both; more than 0.",
+            )
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise UsageError(
+            f"workers={workers!r} was passed to speedup().",
+            advice="Pass the number of workers that took `after`, a whole number from 1 up.",
+        )
+    result = SpeedUp(before=float(before), after=float(after), workers=workers)
+    if not 0 < result.ratio < math.inf:
+        raise UsageError(
+            f"before={before!r} and after={after!r} cannot be compared: they are too far apart.",
+            advice="Pass both times in the same unit.",
+        )
+    return result

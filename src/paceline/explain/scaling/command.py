@@ -1,4 +1,7 @@
-"""`paceline scale`: the same job on 1, 2, 4 workers, and where the speed-up went."""
+"""`paceline scale`: the same job on 1, 2, 4 workers, and where the speed-up went.
+
+measure --> Study: compared, predicted, suggested --> lines of text, scaling.json
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,271 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 from paceline import env
-from paceline.errors import SettingError
-from paceline.explain.scaling import words
-from paceline.explain.scaling.attribution import Machine
-from paceline.explain.scaling.measure import Script, measure
-from paceline.explain.scaling.simulation import NETWORKS, Network
-from paceline.explain.scaling.study import Study, as_json, make_study, write
+from paceline.errors import SettingError, UsageError
+from paceline.explain.scaling.attribution import (
+    PARTS,
+    Mode,
+    SizeResult,
+    attribute,
+    detect_mode,
+    percentages,
+)
+from paceline.explain.scaling.measure import Profile, measure
+from paceline.explain.scaling.prediction import (
+    NETWORKS,
+    Network,
+    PredictionCheck,
+    learn_job,
+    suggest,
+)
 from paceline.launcher import count_cores
-from paceline.launcher.flags import LaunchOptions
-from paceline.launcher.run import check_program
+from paceline.observe.phases import Phase
+from paceline.observe.run_folder import RunFolder, replace_file
+from paceline.observe.units import count_text, list_text, share_text, table_lines
 
+SCHEMA = 1
+WIDTH = 80
+GOOD_ERROR = 0.15
+RESTLESS = 0.2
 _MOST_WORKERS = 10**6
+
+NAME_BY_PHASE = {phase: str(phase) for phase in Phase} | {
+    Phase.WAIT: "waiting",
+    Phase.TRANSFER: "communication",
+}
+"""Phases as scaling.json names them."""
+HEADINGS = {part: part for part in PARTS} | {"communication": "exchange", "optimizer": "update"}
+MEANINGS = {
+    "sharing": "workers share cores or a device",
+    "communication": "the exchange of gradients that backward does not hide",
+    "waiting": "waiting for the slowest worker",
+    "data": "fetching samples",
+    "optimizer": "the update, which every worker repeats",
+    "compute": "forward and backward take longer for each sample than on one worker",
+    "other": "everything else, such as the loss and logging",
+}
+
+
+Study = dict[str, Any]
+"""What was measured, compared, predicted and suggested, as `scaling.json` has it.
+
+docs/scaling.md and docs/report.md list the keys. Terminal and report draw the same values.
+"""
+
+
+def make_study(
+    profiles: Sequence[Profile],
+    *,
+    name: str,
+    cores: int,
+    repeats: int = 1,
+    mode: Mode | None = None,
+    predict: Sequence[int] = (),
+    networks: Sequence[Network] = (),
+) -> Study:
+    """Compare sizes with the first, which is one worker, and predict others where asked."""
+    is_whole_job = any(profile.is_whole_job for profile in profiles)
+    if is_whole_job:
+        profiles = [profile.as_whole_job() for profile in profiles]
+    one, several = profiles[0], profiles[1:]
+    chosen, why = (mode, "as told") if mode is not None else detect_mode(profiles)
+    results = [attribute(one, profile, chosen, cores) for profile in profiles]
+    job = None if is_whole_job or not several else learn_job(one, several[0], chosen, cores)
+    if predict and job is None:
+        raise UsageError(
+            "Nothing can be predicted from what was measured.",
+            advice="Measure one worker and several, with a script that records its steps: one "
+            "that uses paceline's DistributedDataParallel or Run.",
+        )
+    fitted = [1, several[0].workers] if job else []
+    checks = [job.check(profile) for profile in several[1:]] if job else []
+    pairs = [(size, network) for network in networks for size in predict]
+    suggestion = suggest(results, profiles[-1], job, cores)
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "mode": chosen,
+        "mode_why": why,
+        "cores": cores,
+        "threads": one.threads,
+        "repeats": repeats,
+        "measured": "job" if is_whole_job else "step",
+        "sizes": [_size(*pair) for pair in zip(results, profiles, strict=True)],
+        "predicted": [asdict(job.predict(*pair)) for pair in pairs] if job else [],
+        "suggestion": suggestion
+        and {
+            "text": f"{suggestion.text} Predicted gain: {share_text(suggestion.gain)}.",
+            "gain": suggestion.gain,
+        },
+        "check": {
+            "text": _check_text(fitted, checks),
+            "fitted": fitted,
+            "sizes": [asdict(each) for each in checks],
+        },
+    }
+
+
+def _size(result: SizeResult, profile: Profile) -> dict[str, Any]:
+    return {
+        "workers": result.workers,
+        "step_s": result.step_s,
+        "ideal_s": result.ideal_s,
+        "speedup": result.speedup,
+        "efficiency": result.efficiency,
+        "lost": dict(result.lost_s),
+        "crowding": result.crowding,
+        "others_cores": profile.others_cores,
+        "samples": profile.samples,
+        "steps": profile.steps,
+        "runs_s": list(profile.runs_s),
+        "seconds": {name: profile.seconds[phase] for phase, name in NAME_BY_PHASE.items()},
+        "buckets": [{"ready_s": ready_s, "bytes": nbytes} for ready_s, nbytes in profile.buckets],
+    }
+
+
+def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str:
+    """How far predictions are from what was measured, in a sentence or two."""
+    if not fitted:
+        return ""
+    if not checks:
+        return (
+            f"The prediction was learned from {list_text(fitted)} workers, and no other size was "
+            "measured to check it."
+        )
+    parts = [
+        f"{each.workers} workers: predicted {each.predicted_s * 1e3:.2f} ms, measured "
+        f"{each.measured_s * 1e3:.2f} ms, {each.error * 100:+.0f} %"
+        for each in checks
+    ]
+    is_good = max(abs(each.error) for each in checks) <= GOOD_ERROR
+    verdict = "" if is_good else " That is too far off to trust the prediction much."
+    return f"Checked where it had not seen the answer: {'; '.join(parts)}.{verdict}"
+
+
+def write(study: Study, folder: Path) -> Path:
+    """Write `scaling.json` into a run folder, as a whole."""
+    place = RunFolder(folder)
+    place.create()
+    try:
+        replace_file(place.scaling, [as_text(study)])
+    except OSError as error:
+        raise UsageError(
+            f"{place.scaling} cannot be written: {error.strerror}.", advice="Name another folder."
+        ) from error
+    return place.scaling
+
+
+def as_text(study: Study) -> str:
+    return json.dumps(study, allow_nan=False, indent=1) + "\n"
+
+
+def lines(study: Study) -> Iterator[str]:
+    """The study for people: 80 columns, plain letters."""
+    yield from _header(study)
+    yield ""
+    yield from _sizes(study["sizes"])
+    lost = [size for size in study["sizes"] if any(size["lost"].values())]
+    if study["measured"] == "job":
+        return
+    if lost:
+        yield ""
+        yield from _losses(lost)
+    if study["suggestion"]:
+        yield ""
+        yield from _wrapped(f"Try: {study['suggestion']['text']}")
+    if study["predicted"]:
+        yield ""
+        yield from _predictions(study["predicted"])
+    if study["check"]["text"]:
+        yield ""
+        yield from _wrapped(study["check"]["text"])
+
+
+def _header(study: Study) -> Iterator[str]:
+    cores = study["cores"]
+    yield from _wrapped(
+        f"{study['name']}: {count_text(study['threads'], 'thread')} for each worker, {cores} "
+        f"cores; a usual step of {count_text(study['repeats'], 'run')} each."
+    )
+    yield from _wrapped(f"{study['mode'].capitalize()} scaling ({study['mode_why']}).")
+    others = max(size["others_cores"] for size in study["sizes"])
+    if others > 0.1 * cores:
+        yield from _wrapped(
+            f"Other programs used {others:.1f} of the {cores} cores meanwhile: these numbers are "
+            "those of a busy machine."
+        )
+    if study["measured"] == "job":
+        yield from _wrapped(
+            "The workers recorded no steps, so these are times of the whole job, its start "
+            "included. Where time is lost can be told for scripts that train with paceline's "
+            "DistributedDataParallel or Run; --as-torch does so for torch's class."
+        )
+
+
+def _sizes(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    rows = [["workers", "step ms", "speed-up", "efficiency", "lost", "runs apart", ""]]
+    apart = {size["workers"]: max(size["runs_s"]) / min(size["runs_s"]) - 1 for size in sizes}
+    for size in sizes:
+        lost = sum(size["lost"].values()) / size["step_s"]
+        rows.append(
+            [
+                str(size["workers"]),
+                f"{size['step_s'] * 1e3:.2f}",
+                f"{size['speedup']:.2f}x",
+                share_text(size["efficiency"]),
+                share_text(lost) if size["workers"] > 1 else "",
+                share_text(apart[size["workers"]]) if len(size["runs_s"]) > 1 else "",
+                f"{size['crowding']:.1f} per core" if size["crowding"] > 1 else "",
+            ]
+        )
+    yield from table_lines(rows, ">>>>>><")
+    restless = [workers for workers, share in apart.items() if share > RESTLESS]
+    if restless:
+        yield from _wrapped(
+            f"The runs of {list_text(restless)} worker{'s' if restless != [1] else ''} are far "
+            "apart; the faster half counts. Repeat this on a quiet machine."
+        )
+
+
+def _losses(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    shares = [percentages(size["lost"]) for size in sizes]
+    shown = [part for part in PARTS if part == "other" or any(s["lost"][part] for s in sizes)]
+    yield "Where the lost time went, in percent of it:"
+    rows = [["workers", "lost ms", *(HEADINGS[part] for part in shown), "sum"]]
+    for size, share in zip(sizes, shares, strict=True):
+        lost_ms = f"{sum(size['lost'].values()) * 1e3:.2f}"
+        parts = [str(share[part]) for part in shown]
+        rows.append([str(size["workers"]), lost_ms, *parts, str(sum(share.values()))])
+    yield from table_lines(rows, ">")
+    for part in shown:
+        if any(share[part] >= 5 for share in shares):
+            yield f"  {HEADINGS[part]}: {MEANINGS[part]}"
+
+
+def _predictions(predicted: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "Predicted, not measured; every worker has a core or device of its own:"
+    rows = [["workers", "network", "step ms", "speed-up", "efficiency", "exposed ms"]]
+    for each in predicted:
+        step, exposed = f"{each['step_s'] * 1e3:.2f}", f"{each['exposed_s'] * 1e3:.2f}"
+        gained = [f"{each['speedup']:.2f}x", share_text(each["efficiency"])]
+        rows.append([str(each["workers"]), each["network"][:12], step, *gained, exposed])
+    yield from table_lines(rows, "><>")
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    safe = text.encode("ascii", "backslashreplace").decode("ascii")
+    together = safe.replace(" %", "\0%")  # a number and its unit stay on one line
+    wrapped = wrap(together, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in wrapped]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,66 +286,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "exit codes: 0 measured; 1 a worker failed, or --fail-under; 2 the command line is wrong"
     )
-    parser.add_argument(
-        "--workers", default="1,2", metavar="N,N", help="the sizes to measure (default: 1,2)"
+    add = parser.add_argument
+    add("--workers", default="1,2", metavar="N,N", help="the sizes to measure (default: 1,2)")
+    add("--repeats", type=int, default=2, metavar="N", help="runs of each size (default: 2)")
+    help = "end a run after so many steps (default: 200)"
+    add("--steps", type=int, default=200, metavar="N", help=help)
+    help = (
+        "threads of each worker, the same at all sizes (default: OMP_NUM_THREADS, or the cores "
+        "divided by the most workers)"
     )
-    parser.add_argument(
-        "--repeats", type=int, default=2, metavar="N", help="runs of each size (default: 2)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=200,
-        metavar="N",
-        help="end a run after so many steps (default: 200)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of each worker, the same at all sizes (default: OMP_NUM_THREADS, or the "
-        "cores divided by the most workers)",
-    )
-    parser.add_argument(
-        "--mode",
-        choices=("strong", "weak"),
-        help="whether more workers share one batch or bring their own; found out if not given",
-    )
-    parser.add_argument(
-        "--predict", default="", metavar="N,N", help="sizes to predict, such as 8,64,1024"
-    )
-    parser.add_argument(
-        "--network",
-        default="100g",
-        metavar="NAMES",
-        help=f"networks to predict for: {', '.join(NETWORKS)} (default: 100g)",
-    )
-    parser.add_argument(
-        "--latency-us", type=float, metavar="US", help="a network of your own: one message's delay"
-    )
-    parser.add_argument(
-        "--bandwidth-gbps", type=float, metavar="GBPS", help="and its gigabits per second"
-    )
-    parser.add_argument(
-        "--fail-under",
-        type=float,
-        metavar="SHARE",
-        help="exit with 1 if the efficiency of the most workers is below this, such as 0.8",
-    )
-    parser.add_argument(
-        "--folder", type=Path, metavar="RUN", help="write scaling.json here, for `paceline report`"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument(
-        "--as-torch", action="store_true", help="give the script our classes for torch's"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
-    parser.add_argument(
-        "script", help="the script; the flags above may also stand directly behind it"
-    )
-    parser.add_argument(
-        "script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments"
-    )
+    add("--threads", type=int, metavar="N", help=help)
+    help = "whether more workers share one batch or bring their own; found out if not given"
+    add("--mode", choices=("strong", "weak"), help=help)
+    add("--predict", default="", metavar="N,N", help="sizes to predict, such as 8,64,1024")
+    help = f"networks to predict for: {', '.join(NETWORKS)} (default: 100g)"
+    add("--network", default="100g", metavar="NAMES", help=help)
+    help = "a network of your own: one message's delay"
+    add("--latency-us", type=float, metavar="US", help=help)
+    add("--bandwidth-gbps", type=float, metavar="GBPS", help="and its gigabits per second")
+    help = "exit with 1 if the efficiency of the most workers is below this, such as 0.8"
+    add("--fail-under", type=float, metavar="SHARE", help=help)
+    help = "write scaling.json here, for `paceline report`"
+    add("--folder", type=Path, metavar="RUN", help=help)
+    add("--json", action="store_true", help="print JSON instead of text")
+    add("--as-torch", action="store_true", help="give the script our classes for torch's")
+    add("-m", "--module", action="store_true", help="the script is a module")
+    add("script", help="the script; the flags above may also stand directly behind it")
+    add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     parser.set_defaults(parser=parser)
 
 
@@ -102,39 +322,55 @@ def main(args: argparse.Namespace) -> int:
     sizes = sorted({1, *read_sizes("--workers", args.workers)})
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
-    for name, value in (("--repeats", args.repeats), ("--steps", args.steps)):
-        if value < 1:
-            raise SettingError(f"{name} is {value}.", advice="Use a whole number from 1 up.")
+    for name in ("repeats", "steps", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise SettingError(f"--{name} is {value}.", advice="Use a whole number from 1 up.")
     if args.fail_under is not None and not 0 < args.fail_under < math.inf:
         raise SettingError(f"--fail-under is {args.fail_under}.", advice="Use a share such as 0.8.")
+    if not args.module and not os.path.exists(args.script):
+        raise UsageError(
+            f"There is no script {args.script!r}.",
+            where=f"Looked for it in {os.getcwd()}.",
+            advice="Check the path, or use -m for a module.",
+        )
     cores = count_cores()
-    script = Script(
-        program=args.script,
-        arguments=tuple(args.script_args),
-        is_module=args.module,
-        as_torch=args.as_torch,
-        threads=choose_threads(args.threads, cores, sizes[-1]),
-        steps=args.steps,
-    )
-    check_program(LaunchOptions(program=script.program, module=script.is_module))
-    profiles = measure(script, sizes, args.repeats, _tell)
+    threads = choose_threads(args.threads, cores, sizes[-1])
+    flags = [f"--threads={threads}"] if threads else []
+    flags += ["--as-torch"] * args.as_torch + ["--module"] * args.module
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the job ends with us
+    script = [*flags, args.script, *args.script_args]
     study = make_study(
-        profiles,
+        measure(script, sizes, args.repeats, args.steps, _tell),
         name=os.path.basename(args.script),
-        machine=Machine(cores=cores),
+        cores=cores,
         repeats=args.repeats,
         mode=args.mode,
         predict=predict,
-        networks=networks if predict else (),
+        networks=networks,
     )
     if args.json:
-        print(json.dumps(as_json(study), indent=1, allow_nan=False))
+        print(as_text(study), end="")
     else:
-        print("\n".join(words.lines(study)))
+        print("\n".join(lines(study)))
     if args.folder is not None:
         path = write(study, args.folder)
         _tell(f"wrote {path}; `paceline report {args.folder}` draws it")
-    return _verdict(study, args.fail_under)
+    last = study["sizes"][-1]
+    if args.fail_under is None or last["efficiency"] >= args.fail_under:
+        return 0
+    _tell(
+        f"{last['workers']} workers reach {last['efficiency']:.2f} of the ideal, which is below "
+        f"--fail-under {args.fail_under:g}"
+    )
+    return 1
+
+
+def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | None:
+    """Threads for each worker, so that a worker is the same thing at every size."""
+    if wanted is not None or env.has_threads():
+        return wanted
+    return max(1, cores // most_workers)
 
 
 def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
@@ -165,9 +401,8 @@ def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
 def read_sizes(name: str, text: str) -> list[int]:
     """`1,2,4` as numbers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(
-        part.isascii() and part.isdigit() and 0 < int(part) <= _MOST_WORKERS for part in parts
-    ):
+    is_good = all(part.isascii() and part.isdigit() for part in parts)
+    if not is_good or not all(0 < int(part) <= _MOST_WORKERS for part in parts):
         raise SettingError(
             f"{name} is {text!r}.", advice="Write numbers of workers with commas, as in 1,2,4."
         )
@@ -178,19 +413,18 @@ def read_networks(
     names: str, latency_us: float | None, bandwidth_gbps: float | None
 ) -> list[Network]:
     """The networks named, or the one described by two numbers."""
-    if (latency_us is None) != (bandwidth_gbps is None):
-        raise SettingError(
-            "A network of your own has both a latency and a bandwidth.",
-            advice="Pass --latency-us and --bandwidth-gbps together.",
-        )
     if latency_us is not None and bandwidth_gbps is not None:
         if not 0 <= latency_us < math.inf or not 0 < bandwidth_gbps < math.inf:
             raise SettingError(
                 f"A latency of {latency_us} us with {bandwidth_gbps} Gb/s is impossible.",
                 advice="Use numbers from 0 up, and a bandwidth above 0.",
             )
-        name = f"{bandwidth_gbps:g} Gb/s"
-        return [Network(name, latency_us / 1e6, bandwidth_gbps * 1e9 / 8)]
+        return [Network(f"{bandwidth_gbps:g} Gb/s", latency_us / 1e6, bandwidth_gbps * 1e9 / 8)]
+    if latency_us is not None or bandwidth_gbps is not None:
+        raise SettingError(
+            "A network of your own has both a latency and a bandwidth.",
+            advice="Pass --latency-us and --bandwidth-gbps together.",
+        )
     chosen = [name.strip().lower() for name in names.split(",")]
     unknown = [name for name in chosen if name not in NETWORKS]
     if unknown:
@@ -199,26 +433,6 @@ def read_networks(
             advice=f"Use {', '.join(NETWORKS)}, or --latency-us and --bandwidth-gbps.",
         )
     return [NETWORKS[name] for name in dict.fromkeys(chosen)]
-
-
-def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | None:
-    """Threads for each worker, so that a worker is the same thing at every size."""
-    if wanted is not None:
-        if wanted < 1:
-            raise SettingError(f"--threads is {wanted}.", advice="Use a whole number from 1 up.")
-        return wanted
-    return None if env.has_threads() else max(1, cores // most_workers)
-
-
-def _verdict(study: Study, fail_under: float | None) -> int:
-    last = study.results[-1]
-    if fail_under is None or last.efficiency >= fail_under:
-        return 0
-    _tell(
-        f"{last.workers} workers reach {last.efficiency:.2f} of the ideal, which is below "
-        f"--fail-under {fail_under:g}"
-    )
-    return 1
 
 
 def _tell(text: str) -> None:

@@ -1,47 +1,200 @@
-"""Running the job at each size, through the launcher, in turns.
+"""Running the job at each size, in turns, and making one usual step of what its workers recorded.
 
 Sizes take turns, forth and back, so that a machine that grows warm or busy does so for all of
-them. Each run is recorded as with `paceline run --timeline`, and is ended when it has made enough
-steps. What the script prints is kept away from the console.
+them. Each run is `paceline run --timeline`, ended when it has made enough steps.
+
+In each step one rank is typical: the one in the middle, by its own work. Its phases are the step's.
+
+    recordings --> steps after the warm-up --> all but the longest and shortest --> their mean
+
+Means add up as single steps do, and a checkpoint or a stutter does not count. (A median would
+not do: where workers share cores, steps have two or three usual lengths.)
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
 
-from paceline.errors import WorkerError
-from paceline.explain.scaling.profile import Profile, Run, combine, read_run
+from paceline.errors import UsageError, WorkerError
 from paceline.launcher import count_cores
-from paceline.launcher.flags import LaunchOptions, read_options
-from paceline.launcher.process import Ending, report
-from paceline.launcher.run import LocalRun
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.timeline import after_warm_up, find_recordings, survey, transfers_us
+from paceline.observe.units import count_text
 
-ENOUGH = "enough steps were made"
 _LOOK_EVERY_S = 0.2
 _TAIL_BYTES = 2**14
-_SAID_LINES = 20
+_SAID_LINES = 40
+_PR_SET_PDEATHSIG = 1
+
+Seconds = Mapping[Phase, float]
+
+
+class BucketTiming(NamedTuple):
+    """Gradients that travel together."""
+
+    ready_s: float
+    """How long after the begin of backward they are ready."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """What to run, and how."""
+class Profile:
+    """A usual step of the job on some number of workers; `seconds` add up to `step_s`."""
 
-    program: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    as_torch: bool = False
-    threads: int | None = None
-    """For each worker, the same at all sizes; None leaves it to OMP_NUM_THREADS."""
-    steps: int = 200
-    """When every worker has made so many, a run is ended."""
+    workers: int
+    seconds: Seconds
+    wall_s: float = 0.0
+    """How long the whole job took, its start included."""
+    samples: int | None = None
+    """In a global batch."""
+    steps: int = 0
+    runs_s: tuple[float, ...] = ()
+    """A usual step of each run alone: how far they are apart is how far to trust them."""
+    own_by_rank: tuple[Seconds, ...] = ()
+    buckets: tuple[BucketTiming, ...] = ()
+    threads: int = 1
+    ranks_per_device: int = 1
+    """1 on CPUs, whose cores are counted instead."""
+    others_cores: float = 0.0
+    """How many cores other programs used meanwhile."""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def own_s(self) -> float:
+        return sum(self.seconds[phase] for phase in OWN)
+
+    @property
+    def is_whole_job(self) -> bool:
+        """Nothing was recorded: the one step is the whole job."""
+        return self.steps == 0
+
+    def as_whole_job(self) -> Profile:
+        seconds = {**dict.fromkeys(Phase, 0.0), Phase.OTHER: self.wall_s}
+        return Profile(
+            workers=self.workers,
+            seconds=seconds,
+            wall_s=self.wall_s,
+            runs_s=(self.wall_s,),
+            others_cores=self.others_cores,
+        )
+
+
+def read_run(folder: Path, workers: int, wall_s: float, others_cores: float = 0.0) -> Profile:
+    """A usual step of one run, of what all ranks recorded, matched step by step."""
+    profile = Profile(workers=workers, seconds={}, wall_s=wall_s, others_cores=others_cores)
+    try:
+        ranks = [survey(path) for path in find_recordings(folder)]
+    except UsageError:
+        ranks = []
+    common = set.intersection(*(set(rank.steps) for rank in ranks)) if ranks else set()
+    if not common or len(ranks) != workers:
+        return profile.as_whole_job()
+    transfers = transfers_us(ranks)
+    steps, by_rank, samples = [], [], Counter[int]()
+    counted = after_warm_up(common)
+    for number in counted:
+        every = [
+            {phase: us / 1e6 for phase, us in rank.steps[number].us_by_phase.items()}
+            for rank in ranks
+        ]
+        steps.append(typical(every, transfers[number] / 1e6))
+        by_rank.append(every)
+        samples[sum(rank.steps[number].samples for rank in ranks)] += 1
+    chosen = usual_steps(steps)
+    seconds = mean_of([steps[index] for index in chosen])
+    devices = Counter(str(rank.facts.get("device", "cpu")) for rank in ranks)
+    shared = [count for device, count in devices.items() if not device.startswith("cpu")]
+    buckets = usual_buckets([rank.steps[step].buckets for rank in ranks for step in counted])
+    return replace(
+        profile,
+        seconds=seconds,
+        samples=samples.most_common(1)[0][0] or None,
+        steps=len(steps),
+        runs_s=(sum(seconds.values()),),
+        own_by_rank=tuple(
+            mean_of([by_rank[index][rank] for index in chosen]) for rank in range(workers)
+        ),
+        buckets=spread(buckets, seconds[Phase.BACKWARD]) if shared else buckets,
+        threads=max(rank.facts.get("threads", 1) for rank in ranks),
+        ranks_per_device=max(shared, default=1),
+    )
+
+
+def combine(runs: Sequence[Profile]) -> Profile:
+    """The faster half of the runs at one size as one usual step.
+
+    Whatever else a machine does makes runs longer, never shorter.
+    """
+    if any(run.is_whole_job for run in runs):
+        runs = [run.as_whole_job() for run in runs]
+    taken = sorted(runs, key=lambda run: run.step_s)[: (len(runs) + 1) // 2]
+    by_rank = zip(*(run.own_by_rank for run in taken), strict=True)
+    return replace(
+        taken[0],
+        seconds=mean_of([run.seconds for run in taken]),
+        wall_s=fmean(run.wall_s for run in taken),
+        steps=sum(run.steps for run in taken),
+        runs_s=tuple(run.step_s for run in runs),
+        own_by_rank=tuple(mean_of(each) for each in by_rank),
+        others_cores=fmean(run.others_cores for run in taken),
+    )
+
+
+def mean_of(every: Sequence[Seconds]) -> Seconds:
+    return {phase: fmean(each[phase] for each in every) for phase in every[0]}
+
+
+def typical(ranks: Sequence[Seconds], transfer_s: float) -> Seconds:
+    """One step: the measured phases of the rank in the middle, its wait split in two."""
+    own = [sum(seconds[phase] for phase in OWN) for seconds in ranks]
+    middle = sorted(range(len(ranks)), key=lambda rank: own[rank])[(len(ranks) - 1) // 2]
+    wait_s = ranks[middle][Phase.WAIT] - transfer_s
+    return {**ranks[middle], Phase.WAIT: wait_s, Phase.TRANSFER: transfer_s}
+
+
+def usual_buckets(steps: Sequence[Sequence[tuple[float, int]]]) -> tuple[BucketTiming, ...]:
+    """The buckets of most steps, each ready at the median of its times, given in microseconds."""
+    sizes = Counter(tuple(nbytes for _, nbytes in step) for step in steps)
+    usual = sizes.most_common(1)[0][0] if sizes else ()
+    alike = [step for step in steps if tuple(nbytes for _, nbytes in step) == usual]
+    return tuple(
+        BucketTiming(median(step[number][0] for step in alike) / 1e6, nbytes)
+        for number, nbytes in enumerate(usual)
+    )
+
+
+def spread(buckets: Sequence[BucketTiming], backward_s: float) -> tuple[BucketTiming, ...]:
+    """Buckets on a GPU, ready as their bytes come: the host, which notes times, runs ahead."""
+    whole = sum(bucket.nbytes for bucket in buckets)
+    so_far, found = 0, []
+    for bucket in buckets:
+        so_far += bucket.nbytes
+        found.append(BucketTiming(backward_s * so_far / max(1, whole), bucket.nbytes))
+    return tuple(found)
+
+
+def usual_steps(steps: Sequence[Seconds]) -> list[int]:
+    """Which steps are usual: all but a tenth, the longest, and a tenth, the shortest."""
+    by_length = sorted(range(len(steps)), key=lambda index: sum(steps[index].values()))
+    tenth = len(steps) // 10
+    return by_length[tenth : len(steps) - tenth]
 
 
 def order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
@@ -52,63 +205,76 @@ def order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
 
 
 def measure(
-    script: Script, sizes: Sequence[int], repeats: int, tell: Callable[[str], None]
+    script: Sequence[str],
+    sizes: Sequence[int],
+    repeats: int,
+    steps: int,
+    tell: Callable[[str], None],
 ) -> list[Profile]:
-    """Run all sizes, all repeats; a usual step for each size."""
-    runs: dict[int, list[Run]] = {size: [] for size in sizes}
+    """Run all sizes, all repeats; a usual step for each size.
+
+    `script` is what stands behind `paceline run`: flags, the script, its arguments. A run is ended
+    when every worker has made so many steps.
+    """
+    runs: dict[int, list[Profile]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory(prefix="paceline-scale-") as scratch:
         for repeat, size in order(sizes, repeats):
             folder = Path(scratch) / f"run{repeat}-{size}"
             (folder / "job").mkdir(parents=True, mode=0o700)
             begun, before = time.monotonic(), _others_s()
-            run_once(script, size, folder)
+            run_once(command_of(script, size, folder), size, steps, folder)
             wall_s = time.monotonic() - begun
             others_cores = max(0.0, (_others_s() - before) / wall_s)
-            runs[size].append(read_run(folder / "timeline", wall_s, others_cores))
-            profile = combine(size, runs[size][-1:])
+            profile = read_run(folder / "timeline", size, wall_s, others_cores)
+            runs[size].append(profile)
             what = "for the whole job" if profile.is_whole_job else "a step"
-            workers = f"{size} worker{'s' if size > 1 else ''}"
+            workers = count_text(size, "worker")
             tell(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms {what}")
-    return [combine(size, runs[size]) for size in sizes]
+    return [combine(runs[size]) for size in sizes]
 
 
-def run_once(script: Script, size: int, folder: Path) -> None:
-    """Start the script on `size` workers and wait for its end."""
-    options = read_run_options(script, size, folder)
-    timeline = folder / "timeline"
-    with ExitStack() as stack:
-        run = LocalRun(options, stack)
-        ending = run.run_alone(
-            0, lambda: ENOUGH if steps_made(timeline, size) >= script.steps else ""
+def command_of(script: Sequence[str], size: int, folder: Path) -> list[str]:
+    """The command of one run; `{workers}` and `{folder}` in arguments are filled in."""
+    run = [sys.executable, "-m", "paceline", "run", "--workers", str(size)]
+    own = [
+        argument.replace("{workers}", str(size)).replace("{folder}", str(folder / "job"))
+        for argument in script
+    ]
+    return [*run, "--timeline", str(folder / "timeline"), *own]
+
+
+def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> None:
+    """Start the job and wait for its end, or for enough steps; its output is kept in a file."""
+    said = folder / "output"
+    with open(said, "wb") as output:
+        job = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
         )
-    if ending.signal is not None:
-        raise SystemExit(128 + ending.signal)
-    if not ending.succeeded and ending.elsewhere != ENOUGH:
-        raise _failure(ending, size, Path(run.log_root))
+    has_enough = False
+    try:
+        while job.poll() is None and not has_enough:
+            time.sleep(_LOOK_EVERY_S)
+            has_enough = steps_made(folder / "timeline", size) >= steps
+    finally:
+        job.terminate()  # the launcher ends its workers; nothing happens where it has ended
+        job.wait()
+    if job.returncode and not has_enough:
+        lines = said.read_text("utf-8", "replace").splitlines()
+        raise WorkerError(
+            f"The job failed on {count_text(size, 'worker')}.",
+            where="\n".join(lines[-_SAID_LINES:]),
+            advice="Try it with `paceline run` first.",
+            rank=-1,
+        )
 
 
-def read_run_options(script: Script, size: int, folder: Path) -> LaunchOptions:
-    """As `paceline run` would, with all output in files of ours."""
-    given = {
-        "nproc_per_node": str(size),
-        "threads": str(script.threads) if script.threads else None,
-        "module": "1" if script.is_module else None,
-        "as_torch": "1" if script.as_torch else None,
-        "timeline": str(folder / "timeline"),
-        "redirects": "3",
-        "log_dir": str(folder / "logs"),
-        "monitor_interval": str(_LOOK_EVERY_S),
-    }
-    names = {"{workers}": str(size), "{folder}": str(folder / "job")}
-    arguments = tuple(fill_in(argument, names) for argument in script.arguments)
-    return read_options(given, {}, script.program, arguments)
-
-
-def fill_in(argument: str, names: Mapping[str, str]) -> str:
-    """Put values for `{workers}` and `{folder}` into an argument of the script."""
-    for name, value in names.items():
-        argument = argument.replace(name, value)
-    return argument
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def steps_made(timeline: Path, size: int) -> int:
@@ -138,18 +304,3 @@ def _others_s() -> float:
     busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return busy_s - sum(usage.ru_utime + usage.ru_stime for usage in ours)
-
-
-def _failure(ending: Ending, size: int, logs: Path) -> WorkerError:
-    said = ""
-    first = ending.first_failure
-    if first is not None and (first.error is None or not first.error.traceback):
-        for path in sorted(logs.glob(f"attempt_*/{first.rank}/stderr.log")):
-            lines = path.read_text("utf-8", "replace").splitlines()
-            said = "\n".join(lines[-_SAID_LINES:])
-    return WorkerError(
-        f"The job failed on {size} worker{'s' if size > 1 else ''}.",
-        where=(report(ending).rstrip() + "\n" + said).rstrip(),
-        advice="Try it with `paceline run` first.",
-        rank=-1 if first is None else first.rank,
-    )

@@ -1,33 +1,87 @@
-"""What sizes that were not measured would take: one worker's work, and the simulated exchange.
+"""What was not measured: other sizes, other networks, and the one change that would gain most.
 
 The model knows the job from two sizes, one worker and the smallest number of several: how much of
 each phase depends on the samples, when each bucket is ready, how uneven the workers are. It is
 checked against every other size that was measured, on this machine's own transport, with cores
 shared where there are fewer than workers. Predictions for a network give each worker a core or
 device of its own.
+
+The exchange is simulated. A ring all-reduce of n workers sends 2(n-1)/n of the bytes over every
+link, in 2(n-1) messages. One bucket is under way at a time, none before its gradients are ready.
+
+    backward   |=======================|
+    buckets         |--0--|  |---1---|  |--2--|
+                                       exposed ^
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, median
+from typing import NamedTuple
 
-from paceline.explain.scaling.attribution import Machine, Mode, share_of_samples, stretch_of
-from paceline.explain.scaling.profile import OWN, Profile
-from paceline.explain.scaling.simulation import Bucket, Network, exposed_s
+from paceline.explain.scaling.attribution import (
+    Mode,
+    SizeResult,
+    crowding_of,
+    share_of_samples,
+    stretch_of,
+)
+from paceline.explain.scaling.measure import BucketTiming, Profile
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.units import count_text
 
-LOCAL = Network("this machine", 30e-6, 3e9)
-"""What shared memory is like; how good it is here is fitted as one factor for both numbers."""
 HAND_OVER_S = 1.5e-3
 """What a step takes longer once workers share cores: a worker that waits sleeps between looks, and
 must be given a core again. Measured with a few jobs on one machine; see docs/scaling.md."""
+LEAST_GAIN = 0.03
+"""Less is not worth a person's time, and may be chance."""
+CLEARLY = 1.25
+"""By how much the gain of a change of the training must exceed that of any other."""
 _LEAST_FACTOR, _MOST_FACTOR = 1e-4, 1e6
 _HALVINGS = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Network(NamedTuple):
+    """What a message costs between two neighbours."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+    def slower(self, factor: float) -> Network:
+        return Network(self.name, self.latency_s * factor, self.bytes_per_s / factor)
+
+
+NETWORKS = {
+    "nvlink": Network("nvlink", 3e-6, 300e9),
+    "100g": Network("100g", 10e-6, 11e9),
+    "1g": Network("1g", 60e-6, 0.115e9),
+    "home": Network("home", 20e-3, 5e6),
+}
+"""Usual networks: what one direction of a link carries for one worker, after protocols."""
+LOCAL = Network("this machine", 30e-6, 3e9)
+"""What shared memory is like; how good it is here is fitted as one factor for both numbers."""
+
+
+def ring_s(nbytes: float, size: int, network: Network) -> float:
+    """How long one all-reduce takes if nobody is late."""
+    hops = 2 * (size - 1)
+    return hops * network.latency_s + hops / size * nbytes / network.bytes_per_s
+
+
+def exposed_s(
+    buckets: Sequence[BucketTiming], backward_s: float, size: int, network: Network
+) -> float:
+    """How long after the end of backward the last bucket arrives."""
+    free = 0.0
+    for bucket in buckets:
+        free = max(free, min(bucket.ready_s, backward_s)) + ring_s(bucket.nbytes, size, network)
+    return max(0.0, free - backward_s) if size > 1 else 0.0
+
+
+class PhaseCost(NamedTuple):
     """A phase: a part for every step, a part for the samples."""
 
     fixed_s: float
@@ -39,7 +93,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class SizePrediction:
     """A size that was computed, not measured."""
 
     workers: int
@@ -51,150 +105,246 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What the model knows of the job."""
-
-    one_s: float
-    """One worker's step."""
-    mode: Mode
-    costs: Mapping[str, Cost]
-    buckets: tuple[Bucket, ...]
-    backward_s: float
-    """The backward pass to which the buckets' times belong."""
-    unevenness: float
-    """How much longer the slowest worker takes, as a share of the own work, ..."""
-    fitted_size: int
-    """... with so many workers."""
-    local: Network
-
-    def predict(
-        self, workers: int, network: Network, *, crowding: float = 1.0, share: float | None = None
-    ) -> Prediction:
-        """One size; `share` is that of one worker's samples, by default what the mode says."""
-        if share is None:
-            share = 1 / workers if self.mode == "strong" else 1.0
-        alone_s = sum(cost.at(share) for cost in self.costs.values())
-        stretch = stretch_of(crowding, crowding * alone_s)
-        seconds = {phase: stretch * cost.at(share) for phase, cost in self.costs.items()}
-        own = sum(seconds.values())
-        if workers == 1:
-            step, exposed = self.one_s * share, 0.0
-        else:
-            exposed = self._exposed_s(seconds["backward"], workers, network)
-            if crowding > 1:
-                # No more than with few workers: whoever waits leaves its core to the others.
-                waiting = own * self.unevenness + HAND_OVER_S
-            else:
-                more = _expected_largest(workers) / _expected_largest(self.fitted_size)
-                waiting = own * self.unevenness * more
-            step = own + waiting + exposed
-        ideal = share * self.one_s
-        return Prediction(
-            workers=workers,
-            network=network.name,
-            step_s=step,
-            speedup=workers * ideal / step,
-            efficiency=ideal / step,
-            exposed_s=exposed,
-        )
-
-    def _exposed_s(self, backward_s: float, workers: int, network: Network) -> float:
-        return exposed_s(
-            rescale(self.buckets, self.backward_s, backward_s), backward_s, workers, network
-        )
-
-
-def fit(one: Profile, several: Profile, mode: Mode, machine: Machine) -> Job:
-    """Learn the job from one worker and from one size of several."""
-    share = share_of_samples(one, several, mode)
-    own = sum(several.seconds[phase] for phase in OWN)
-    stretch = stretch_of(machine.crowding_of(several, one), own)
-    costs = {
-        phase: Cost(several.seconds[phase] / stretch, 0.0)
-        if phase == "optimizer"
-        else fit_cost(one.seconds[phase], several.seconds[phase] / stretch, share)
-        for phase in OWN
-    }
-    backward = several.seconds["backward"]
-    return Job(
-        one_s=one.step_s,
-        mode=mode,
-        costs=costs,
-        buckets=several.buckets,
-        backward_s=backward,
-        unevenness=several.seconds["waiting"] / own if own > 0 else 0.0,
-        fitted_size=several.workers,
-        local=fit_network(
-            several.buckets, backward, several.workers, several.seconds["communication"]
-        ),
-    )
-
-
-def fit_cost(alone_s: float, together_s: float, share: float) -> Cost:
-    """A straight line through two points, as far as it can be a cost at all."""
-    if share >= 0.95:  # as many samples as before: nothing tells what fewer would take
-        return Cost(0.0, together_s / share)
-    slope = (alone_s - together_s) / (1 - share)
-    slope = min(max(0.0, slope), together_s / share)
-    return Cost(together_s - slope * share, slope)
-
-
-def fit_network(
-    buckets: Sequence[Bucket], backward_s: float, size: int, measured_s: float
-) -> Network:
-    """This machine's transport: as slow as makes the simulated exposure what was measured."""
-
-    def slower(factor: float) -> Network:
-        return Network(LOCAL.name, LOCAL.latency_s * factor, LOCAL.bytes_per_s / factor)
-
-    low, high = _LEAST_FACTOR, _MOST_FACTOR
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        if exposed_s(buckets, backward_s, size, slower(middle)) < measured_s:
-            low = middle
-        else:
-            high = middle
-    return slower(high)
-
-
-def rescale(buckets: Sequence[Bucket], was_s: float, is_s: float) -> list[Bucket]:
-    """The same buckets in a longer or shorter backward pass."""
-    factor = is_s / was_s if was_s > 0 else 1.0
-    return [Bucket(bucket.ready_s * factor, bucket.nbytes) for bucket in buckets]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class PredictionCheck:
     """A size that was measured, and not used to learn the job."""
 
     workers: int
     measured_s: float
     predicted_s: float
+    error: float
     crowding: float
 
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the model knows of the job."""
 
-def check(job: Job, one: Profile, others: Sequence[Profile], machine: Machine) -> list[Check]:
-    """How far off the model is for sizes it has not seen."""
-    found = []
-    for profile in others:
-        crowding = machine.crowding_of(profile, one)
-        share = share_of_samples(one, profile, job.mode)
-        predicted = job.predict(profile.workers, job.local, crowding=crowding, share=share)
-        found.append(
-            Check(
-                workers=profile.workers,
-                measured_s=profile.step_s,
-                predicted_s=predicted.step_s,
-                crowding=crowding,
+    one: Profile
+    several: Profile
+    """The sizes that it was learned from."""
+    mode: Mode
+    cores: int
+    costs: Mapping[Phase, PhaseCost]
+    unevenness: float
+    """How much longer the slowest of several takes, as a share of the own work."""
+    local: Network
+
+    def predict(
+        self, workers: int, network: Network, *, crowding: float = 1.0, share: float | None = None
+    ) -> SizePrediction:
+        """One size; `share` is that of one worker's samples, by default what the mode says."""
+        if share is None:
+            share = 1 / workers if self.mode == "strong" else 1.0
+        alone_s = sum(cost.at(share) for cost in self.costs.values())
+        stretch = stretch_of(crowding, crowding * alone_s)
+        own_s = stretch * alone_s
+        ideal_s = share * self.one.step_s
+        if workers == 1:
+            step_s, exposed = ideal_s, 0.0
+        else:
+            exposed = self._exposed_s(
+                stretch * self.costs[Phase.BACKWARD].at(share), workers, network
             )
+            if crowding > 1:
+                # No more than with few workers: whoever waits leaves its core to the others.
+                waiting_s = own_s * self.unevenness + HAND_OVER_S
+            else:
+                more = _expected_largest(workers) / _expected_largest(self.several.workers)
+                waiting_s = own_s * self.unevenness * more
+            step_s = own_s + waiting_s + exposed
+        return SizePrediction(
+            workers=workers,
+            network=network.name,
+            step_s=step_s,
+            speedup=workers * ideal_s / step_s,
+            efficiency=ideal_s / step_s,
+            exposed_s=exposed,
         )
-    return found
+
+    def check(self, profile: Profile) -> PredictionCheck:
+        """How far off the model is for a size it has not seen."""
+        crowding = crowding_of(profile, self.one, self.cores)
+        share = share_of_samples(self.one, profile, self.mode)
+        predicted = self.predict(profile.workers, self.local, crowding=crowding, share=share)
+        return PredictionCheck(
+            workers=profile.workers,
+            measured_s=profile.step_s,
+            predicted_s=predicted.step_s,
+            error=predicted.step_s / profile.step_s - 1,
+            crowding=crowding,
+        )
+
+    def _exposed_s(self, backward_s: float, workers: int, network: Network) -> float:
+        """With the same buckets, in a longer or shorter backward pass."""
+        was_s = self.several.seconds[Phase.BACKWARD]
+        factor = backward_s / was_s if was_s > 0 else 1.0
+        moved = [BucketTiming(each.ready_s * factor, each.nbytes) for each in self.several.buckets]
+        return exposed_s(moved, backward_s, workers, network)
+
+
+def learn_job(one: Profile, several: Profile, mode: Mode, cores: int) -> Job:
+    """Learn the job from one worker and from one size of several."""
+    share = share_of_samples(one, several, mode)
+    stretch = stretch_of(crowding_of(several, one, cores), several.own_s)
+    costs = {
+        phase: fit_cost(one.seconds[phase], several.seconds[phase] / stretch, share)
+        for phase in OWN
+    }
+    costs[Phase.OPTIMIZER] = PhaseCost(several.seconds[Phase.OPTIMIZER] / stretch, 0.0)
+    return Job(
+        one=one,
+        several=several,
+        mode=mode,
+        cores=cores,
+        costs=costs,
+        unevenness=several.seconds[Phase.WAIT] / several.own_s if several.own_s > 0 else 0.0,
+        local=fit_network(several),
+    )
+
+
+def fit_cost(alone_s: float, together_s: float, share: float) -> PhaseCost:
+    """A straight line through two points, as far as it can be a cost at all."""
+    if share >= 0.95:  # as many samples as before: nothing tells what fewer would take
+        return PhaseCost(0.0, together_s / share)
+    slope = (alone_s - together_s) / (1 - share)
+    slope = min(max(0.0, slope), together_s / share)
+    return PhaseCost(together_s - slope * share, slope)
+
+
+def fit_network(profile: Profile) -> Network:
+    """This machine's transport: as slow as makes the simulated exposure what was measured."""
+    backward_s, measured_s = profile.seconds[Phase.BACKWARD], profile.seconds[Phase.TRANSFER]
+    low, high = _LEAST_FACTOR, _MOST_FACTOR
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        network = LOCAL.slower(middle)
+        if exposed_s(profile.buckets, backward_s, profile.workers, network) < measured_s:
+            low = middle
+        else:
+            high = middle
+    return LOCAL.slower(high)
 
 
 def _expected_largest(count: int) -> float:
     """Of so many normal numbers, by Blom: where all vary alike, the last of more is later."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+class Suggestion(NamedTuple):
+    """What to do, and how much faster it would be (0.1 is a tenth)."""
+
+    text: str
+    gain: float
+
+
+def suggest(
+    results: Sequence[SizeResult], profile: Profile, job: Job | None, cores: int
+) -> Suggestion | None:
+    """The suggestion that gains most at the largest size, if any is worth it."""
+    if profile.workers == 1 or profile.is_whole_job:
+        return None
+    found = [
+        _fewer_workers(results, profile, cores),
+        _smaller_buckets(profile, job),
+        _slow_rank(profile),
+        Suggestion(
+            "Load samples ahead in other processes: Run(workers=...) or "
+            "DataLoader(num_workers=...).",
+            _gain(profile.seconds[Phase.DATA], profile),
+        ),
+        # Fused updates go over the parameters once; about half of the time is all one can hope for.
+        Suggestion(
+            "Try the optimizer with fused=True.",
+            _gain(profile.seconds[Phase.OPTIMIZER] / 2, profile),
+        ),
+    ]
+    best = max((each for each in found if each is not None), key=lambda each: each.gain)
+    batch = _larger_batch(results[-1], profile, job)
+    # It changes what is learned, so it has to be clearly better.
+    if batch is not None and batch.gain > CLEARLY * best.gain:
+        best = batch
+    return best if best.gain >= LEAST_GAIN else None
+
+
+def _fewer_workers(
+    results: Sequence[SizeResult], profile: Profile, cores: int
+) -> Suggestion | None:
+    last = results[-1]
+    best = max(results, key=lambda result: result.speedup)
+    if best.workers == last.workers:
+        return None
+    if best.workers == 1:
+        why = f"a step of {best.step_s * 1e3:.1f} ms is too short to be shared by more"
+    elif profile.ranks_per_device > 1:
+        why = f"{profile.ranks_per_device} workers share a device"
+    elif last.crowding > 1:
+        threads = count_text(profile.threads, "thread")
+        why = f"{last.workers} workers of {threads} share {cores} cores"
+    else:
+        why = f"more are not faster, {last.speedup:.2f}x instead of {best.speedup:.2f}x"
+    text = f"Use {count_text(best.workers, 'worker')} here: {why}."
+    return Suggestion(text, best.speedup / last.speedup - 1)
+
+
+def _larger_batch(result: SizeResult, profile: Profile, job: Job | None) -> Suggestion | None:
+    """Twice the samples for each worker: what does not depend on samples is paid half as often."""
+    if job is None:
+        return None
+    share = result.ideal_s / job.one.step_s
+    stretch = stretch_of(result.crowding, profile.step_s)
+    more_s = stretch * share * sum(cost.per_share_s for cost in job.costs.values())
+    batch = f" ({profile.samples:,} samples now)" if profile.samples else ""
+    return Suggestion(
+        f"Use a global batch twice as large{batch}: exchange, update and other costs of a step "
+        "are paid half as often. Adapt the learning rate.",
+        2 * profile.step_s / (profile.step_s + more_s) - 1,
+    )
+
+
+def _smaller_buckets(profile: Profile, job: Job | None) -> Suggestion | None:
+    """The last bucket leaves when backward ends; half of it could have left before."""
+    if job is None or not profile.buckets:
+        return None
+    backward_s, size = profile.seconds[Phase.BACKWARD], profile.workers
+    now_s = exposed_s(profile.buckets, backward_s, size, job.local)
+    then_s = exposed_s(halve(profile.buckets), backward_s, size, job.local)
+    last = profile.buckets[-1].nbytes / 2**20
+    return Suggestion(
+        f"Use smaller buckets: the exchange after backward is mostly that of the last one, "
+        f"{last:.1f} MiB. Try bucket_cap_mb={last / 2:.2g}.",
+        _gain(max(0.0, min(now_s - then_s, profile.seconds[Phase.TRANSFER])), profile),
+    )
+
+
+def halve(buckets: Sequence[BucketTiming]) -> list[BucketTiming]:
+    """Each bucket as two, the first of which is ready halfway since the bucket before."""
+    found, before = list[BucketTiming](), 0.0
+    for bucket in buckets:
+        half = bucket.nbytes // 2
+        found.append(BucketTiming((before + bucket.ready_s) / 2, half))
+        found.append(BucketTiming(bucket.ready_s, bucket.nbytes - half))
+        before = bucket.ready_s
+    return found
+
+
+def _slow_rank(profile: Profile) -> Suggestion | None:
+    own_s = [sum(rank[phase] for phase in OWN) for rank in profile.own_by_rank]
+    slowest = own_s.index(max(own_s))
+    others = [rank for number, rank in enumerate(profile.own_by_rank) if number != slowest]
+    excess_s = own_s.pop(slowest) - median(own_s)
+    if excess_s < 0.05 * profile.step_s:
+        return None
+
+    def more_s(phase: Phase) -> float:
+        return profile.own_by_rank[slowest][phase] - median(rank[phase] for rank in others)
+
+    phase = max(OWN, key=more_s)
+    return Suggestion(
+        f"Make worker {slowest} as quick as the others: its {phase} takes "
+        f"{more_s(phase) * 1000:.1f} ms longer.",
+        _gain(min(excess_s, profile.seconds[Phase.WAIT]), profile),
+    )
+
+
+def _gain(saved_s: float, profile: Profile) -> float:
+    return saved_s / max(profile.step_s - saved_s, 0.1 * profile.step_s)

@@ -1,4 +1,4 @@
-"""From recordings to a usual step: matched over ranks, split, and without the unusual."""
+"""Runs of the job, and from their recordings to a usual step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from paceline.explain.scaling.profile import (
-    PHASES,
-    Run,
+from paceline.explain.scaling.measure import (
+    BucketTiming,
+    Profile,
     combine,
-    read_rank,
+    command_of,
+    order,
     read_run,
     spread,
+    steps_made,
     typical,
     usual_buckets,
     usual_steps,
-    warm_up,
 )
-from paceline.explain.scaling.simulation import Bucket
-from paceline.observe.spans import COMMUNICATION, COMPUTE, SpanRecorder
+from paceline.observe.phases import Phase
+from paceline.observe.spans import SpanRecorder
 
 MS = 1_000_000
 
@@ -55,13 +56,12 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
     record(tmp_path, 0, [FIRST] * 9)
     record(tmp_path, 1, [SECOND] * 9)
 
-    run = read_run(tmp_path, wall_s=1.0)
-    found = combine(2, [run])
+    found = read_run(tmp_path, 2, wall_s=1.0)
 
-    assert len(run.steps) == 6  # one has no begin, two are warm-up
+    assert found.steps == 6  # one has no begin, two are warm-up
     assert found.samples == 16
     assert found.step_s == pytest.approx(0.015)
-    # Rank 1 waits least, so 2 ms are the exchange; rank 0 is typical and waits 4 ms for it.
+    # Rank 1 waits least, so 2 ms are the transfer; rank 0 is typical and waits 4 ms for it.
     assert found.seconds == pytest.approx(
         {
             "data": 0.001,
@@ -69,11 +69,11 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
             "backward": 0.004,
             "optimizer": 0.001,
             "other": 0.001,
-            "waiting": 0.004,
-            "communication": 0.002,
+            "wait": 0.004,
+            "transfer": 0.002,
         }
     )
-    assert [rank["backward"] for rank in found.own_by_rank] == pytest.approx([0.004, 0.008])
+    assert [rank[Phase.BACKWARD] for rank in found.own_by_rank] == pytest.approx([0.004, 0.008])
     assert [bucket.nbytes for bucket in found.buckets] == [100, 100]
     assert found.buckets[0].ready_s == pytest.approx(0.003)  # the median of 2 and 4
     assert found.ranks_per_device == 1
@@ -83,74 +83,82 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
 def test_ranks_on_one_gpu_share_it(tmp_path: Path, devices: list[str], sharing: int) -> None:
     for rank, device in enumerate(devices):
         record(tmp_path, rank, [FIRST] * 4, device=device)
-    assert combine(2, [read_run(tmp_path, wall_s=1.0)]).ranks_per_device == sharing
+    assert read_run(tmp_path, 2, wall_s=1.0).ranks_per_device == sharing
 
 
 def test_a_rank_without_a_recording_leaves_only_the_time_of_the_job(tmp_path: Path) -> None:
     record(tmp_path, 0, [FIRST] * 9)
-
-    found = combine(2, [read_run(tmp_path, wall_s=3.0)])
-
+    found = read_run(tmp_path, 2, wall_s=3.0)
     assert found.is_whole_job
-    assert found.step_s == found.seconds["other"] == 3.0
-    assert combine(2, [read_run(tmp_path / "none", wall_s=4.0)]).step_s == 4.0
-
-
-def test_damaged_events_are_left_out() -> None:
-    whole = {"ph": "X", "tid": COMPUTE, "ts": 5.0, "dur": 1.0, "args": {"step": 0, "last": True}}
-    found = read_rank(
-        [
-            {"name": "wait"},
-            {"name": "wait", **whole, "ts": "5"},
-            {"name": "wait", **whole, "dur": None},
-            {"name": "ready", "ph": "i", "tid": COMMUNICATION, "ts": 1, "args": {"step": 0}},
-            {"name": "batch", "ph": "i", "ts": 1, "args": {"step": 0, "samples": "8"}},
-            {"name": "paceline_rank", "ph": "M", "args": {"size": "2", "threads": 3}},
-            {"name": "wait", **whole},
-        ]
-    )
-    assert found.facts == {"threads": 3}
-    assert not found.seconds
-    assert not found.samples
+    assert found.step_s == found.seconds[Phase.OTHER] == 3.0
+    assert read_run(tmp_path / "none", 2, wall_s=4.0).step_s == 4.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_typical_step_adds_up_to_the_rank_in_the_middle(size: int) -> None:
-    own = {"data": 1.0, "forward": 2.0, "optimizer": 0.5, "other": 0.25}
-    ranks = [{**own, "backward": 4.0 + r, "wait": 9.0 - r} for r in range(size)]
-    found = typical(ranks)
-    assert set(found) == set(PHASES)
+    own = {Phase.DATA: 1.0, Phase.FORWARD: 2.0, Phase.OPTIMIZER: 0.5, Phase.OTHER: 0.25}
+    ranks = [{**own, Phase.BACKWARD: 4.0 + r, Phase.WAIT: 9.0 - r} for r in range(size)]
+    found = typical(ranks, transfer_s=9.0 - (size - 1))
+    assert set(found) == set(Phase)
     assert sum(found.values()) == pytest.approx(16.75)
-    assert found["waiting"] == size - 1 - (size - 1) // 2
+    assert found[Phase.WAIT] == size - 1 - (size - 1) // 2
 
 
 def test_a_tenth_of_the_steps_on_either_end_is_unusual() -> None:
-    steps = [{"forward": float(length)} for length in (900, *range(10, 28), 0)]
-    kept = [steps[index]["forward"] for index in usual_steps(steps)]
+    steps = [{Phase.FORWARD: float(length)} for length in (900, *range(10, 28), 0)]
+    kept = [steps[index][Phase.FORWARD] for index in usual_steps(steps)]
     assert kept == [float(length) for length in range(11, 27)]
     assert usual_steps(steps[:1]) == [0]
 
 
-def test_the_warm_up_ends_after_twenty_steps_or_a_third() -> None:
-    assert [warm_up(steps) for steps in (0, 1, 3, 30, 60, 1000)] == [0, 0, 1, 10, 20, 20]
-
-
 def test_buckets_that_changed_their_sizes_are_those_of_most_steps() -> None:
-    before, after = [Bucket(1.0, 10)], [Bucket(2.0, 5), Bucket(3.0, 5)]
-    assert usual_buckets([before, after, after]) == tuple(after)
+    before, after = [(1e6, 10)], [(2e6, 5), (3e6, 5)]
+    usual = (BucketTiming(2.0, 5), BucketTiming(3.0, 5))
+    assert usual_buckets([before, after, after]) == usual
     assert usual_buckets([]) == ()
-    assert spread(after, 4.0) == (Bucket(2.0, 5), Bucket(4.0, 5))
+    assert spread(usual, 4.0) == (BucketTiming(2.0, 5), BucketTiming(4.0, 5))
 
 
 def test_the_faster_half_of_the_runs_counts_and_all_times_are_kept() -> None:
-    def run(seconds: float) -> Run:
-        step = {**dict.fromkeys(PHASES, 0.0), "forward": seconds}
-        own = ({phase: step.get(phase, 0.0) for phase in PHASES},)
-        return Run(wall_s=9.0, steps=(step,) * 5, own_by_rank=(own,) * 5, samples=4)
+    def run(seconds: float, steps: int = 5) -> Profile:
+        every = {**dict.fromkeys(Phase, 0.0), Phase.FORWARD: seconds}
+        own = ({Phase.FORWARD: seconds},)
+        return Profile(
+            workers=1, seconds=every, wall_s=9.0, samples=4, steps=steps, own_by_rank=own
+        )
 
-    found = combine(1, [run(9.0), run(1.0), run(3.0)])
-
+    found = combine([run(9.0), run(1.0), run(3.0)])
     assert found.step_s == pytest.approx(2.0)
+    assert found.own_by_rank == ({Phase.FORWARD: 2.0},)
     assert found.runs_s == (9.0, 1.0, 3.0)
     assert (found.steps, found.samples) == (10, 4)
-    assert combine(1, [run(3.0), run(1.0)]).step_s == pytest.approx(1.0)
+    assert combine([run(3.0), run(1.0)]).step_s == pytest.approx(1.0)
+    assert combine([run(3.0), run(1.0, steps=0)]).step_s == 9.0  # one has recorded nothing
+
+
+def test_sizes_take_turns_forth_and_back() -> None:
+    assert list(order([1, 2, 4], 3)) == [
+        *[(0, 1), (0, 2), (0, 4)],
+        *[(1, 4), (1, 2), (1, 1)],
+        *[(2, 1), (2, 2), (2, 4)],
+    ]
+
+
+def test_a_run_is_paceline_run_with_a_timeline_and_arguments_filled_in(tmp_path: Path) -> None:
+    script = ["--threads=2", "train.py", "--batch", "{workers}00", "{folder}"]
+    _python, *command = command_of(script, 3, tmp_path)
+    assert command == [
+        *("-m", "paceline", "run", "--workers", "3", "--timeline", str(tmp_path / "timeline")),
+        *("--threads=2", "train.py", "--batch", "300", str(tmp_path / "job")),
+    ]
+
+
+def test_steps_are_counted_where_the_slowest_rank_is(tmp_path: Path) -> None:
+    assert steps_made(tmp_path, 2) == 0
+    for rank, steps in enumerate((7, 5)):
+        recorder = SpanRecorder(tmp_path, rank)
+        for step in range(steps + 1):
+            recorder.add("wait", 0, 1, {"step": step, "last": True})
+        recorder.close()
+    assert steps_made(tmp_path, 2) == 5
+    assert steps_made(tmp_path, 3) == 0
