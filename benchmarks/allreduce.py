@@ -18,9 +18,10 @@ from benchmarks.contestants import has_transports
 from benchmarks.spread import ratio, rotated, slowest, spread
 from benchmarks.tables import print_table
 from paceline import World, comm
-from paceline.gradients.plan import BucketPlan, Slot
+from paceline.comm import Membership
 from paceline.testing import run_processes
-from paceline.transport import TransportChoice
+from paceline.transport import TransportChoice, place
+from paceline.transport.flat import Flat
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 """Bytes of a bucket of float32."""
@@ -63,13 +64,14 @@ def _ways(world: World, size: int) -> dict[str, Sum]:
     ways: dict[str, Sum] = {"Gloo": lambda: comm.all_reduce(group, plain, "A sum")}
     if has_transports():
         cpu = torch.device("cpu")
-        transport = TransportChoice(group, [cpu], "auto").get()
-        plan = BucketPlan(torch.float32, cpu, (Slot(0, 0, numel),))
-        (home,) = transport.place([plan], "Making room")
+        transport = TransportChoice(Membership.of(group), [cpu], "auto").get()
+        plan = Flat(numel, torch.float32, cpu)
+        buckets = place(transport, [plan], "Making room")
+        (home,) = buckets.homes
         if home is not None:
             home.zero_()
             bucket = home
-            ways["shared memory"] = lambda: transport.start(0, bucket, 1.0, "A sum").wait()
+            ways["shared memory"] = lambda: buckets.start(0, bucket, 1.0, "A sum").wait()
     return ways
 
 

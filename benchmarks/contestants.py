@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import DDPOptions, DistributedDataParallel, World, env
-from paceline.transport.heap import keep_freed_memory
+from paceline.transport.select import keep_freed_memory
 
 FLOOR = "no communication"
 KEPT_FLOOR = "no communication, freed memory kept"

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import DistributedDataParallel, World
 from paceline.testing import run_processes
-from paceline.transport.heap import keep_freed_memory
+from paceline.transport.select import keep_freed_memory
 
 PAGES = 40 * 2**20 // resource.getpagesize()
 

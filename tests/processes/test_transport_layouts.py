@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, World
-from paceline.gradients.plan import BucketPlan, Slot
+from paceline.comm import Membership
 from paceline.testing import run_processes
-from paceline.transport import TransportChoice
+from paceline.transport import TransportChoice, place
+from paceline.transport.flat import Flat
 
 CPU = torch.device("cpu")
 NUMEL = 4 * 2**20
@@ -29,17 +30,18 @@ def mapped() -> int:
 def sum_in_many_layouts(world: World, layouts: int) -> list[int]:
     """How many segments are mapped after the sums of each layout, all with as many bytes."""
     torch.set_num_threads(1)
-    transport = TransportChoice(world.group, [CPU], "shared_memory").get()
+    transport = TransportChoice(Membership.of(world.group), [CPU], "shared_memory").get()
     found = []
     for turn in range(layouts):
         numels = [NUMEL // (turn + 1)] * (turn + 1)
-        plans = [BucketPlan(torch.float32, CPU, (Slot(0, 0, n),)) for n in numels]
-        homes = transport.place(plans, "Placing")
+        plans = [Flat(n, torch.float32, CPU) for n in numels]
+        buckets = place(transport, plans, "Placing")
+        homes = buckets.homes
         for number, home in enumerate(homes):
             assert home is not None
             assert not home.any()
             home.fill_(world.rank + turn)
-            transport.start(number, home, 1.0, "A sum").wait()
+            buckets.start(number, home, 1.0, "A sum").wait()
         expected = sum(rank + turn for rank in range(world.size))
         for home in homes:
             assert home is not None
@@ -92,8 +94,9 @@ def test_buckets_that_are_laid_out_anew_leave_only_the_memory_of_the_new_ones() 
 
 def look_at_files(world: World) -> list[tuple[int, int, bool]]:
     """Of each segment's file: its mode, its seals, and whether another program would inherit it."""
-    transport = TransportChoice(world.group, [CPU], "shared_memory").get()
-    homes = transport.place([BucketPlan(torch.float32, CPU, (Slot(0, 0, NUMEL),))], "Placing")
+    transport = TransportChoice(Membership.of(world.group), [CPU], "shared_memory").get()
+    buckets = place(transport, [Flat(NUMEL, torch.float32, CPU)], "Placing")
+    homes = buckets.homes
     assert homes[0] is not None
     numbers = [int(entry) for entry in os.listdir("/proc/self/fd")]
     ours = [n for n in numbers if "memfd:paceline" in str(Path(f"/proc/self/fd/{n}").resolve())]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
+from paceline.comm import Membership
 from paceline.errors import PeerError
-from paceline.gradients.plan import BucketPlan, Slot
 from paceline.testing import run_processes
-from paceline.transport import TransportChoice, peers
+from paceline.transport import TransportChoice, peers, place
+from paceline.transport.flat import Flat
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(24, 20, generator=torch.Generator().manual_seed(5))
@@ -74,12 +75,12 @@ def test_several_hosts_train_like_one(hosts: str) -> None:
 
 def copy_from_each(world: World, hosts: str) -> None:
     os.environ["PACELINE_HOST"] = hosts[world.rank]
-    transport = TransportChoice(world.group, [CPU], "shared_memory").get()
+    transport = TransportChoice(Membership.of(world.group), [CPU], "shared_memory").get()
     for root in range(world.size):
         for numel in (1, 3_000_000):
             wanted = torch.arange(numel).mul_(root + 1).to(torch.uint8)
             mine = wanted.clone() if world.rank == root else torch.zeros_like(wanted)
-            transport.broadcast(mine, root, "Copying")
+            transport.copy(mine, root, "Copying")
             assert torch.equal(mine, wanted)
 
 
@@ -158,7 +159,7 @@ def sum_in_a_storm(world: World, rounds: int) -> Any:
     """Sums of random sizes after random pauses; then rank 2 dies in the middle of one."""
     torch.set_num_threads(1)
     mine, ours = random.Random(world.rank), random.Random(99)
-    transport = TransportChoice(world.group, [CPU], "shared_memory").get()
+    transport = TransportChoice(Membership.of(world.group), [CPU], "shared_memory").get()
     homes: list[Any] = []
     descriptors = 0
     for turn in range(rounds):
@@ -166,14 +167,15 @@ def sum_in_a_storm(world: World, rounds: int) -> Any:
             numels = [
                 ours.choice([1, 63, 4096, 30_000, 150_000]) for _ in range(ours.randint(1, 6))
             ]
-            plans = [BucketPlan(torch.float32, CPU, (Slot(0, 0, n),)) for n in numels]
-            homes = list(transport.place(plans, f"Round {turn}"))
+            plans = [Flat(n, torch.float32, CPU) for n in numels]
+            buckets = place(transport, plans, f"Round {turn}")
+            homes = list(buckets.homes)
         sums = []
         for number, home in enumerate(homes):
             if mine.random() < 0.2:
                 time.sleep(mine.random() / 500)
             home.fill_(world.rank + number + turn)
-            sums.append(transport.start(number, home, 1.0, f"Round {turn}"))
+            sums.append(buckets.start(number, home, 1.0, f"Round {turn}"))
             if turn == rounds - 1 and world.rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
         try:

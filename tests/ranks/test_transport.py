@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.errors import PeerError, UsageError
-from paceline.gradients.plan import BucketPlan, Slot
-from paceline.testing import run_ranks
-from paceline.transport import Transport, TransportChoice
+from paceline.comm import Membership
+from paceline.errors import DesyncError, PeerError, UsageError
+from paceline.testing import gradients, run_ranks
+from paceline.transport import Transport, TransportChoice, place
+from paceline.transport.c10d import C10d
+from paceline.transport.flat import Flat, slices
 
 CPU = torch.device("cpu")
 SHARED = DDPOptions(transport="shared_memory")
@@ -23,11 +25,11 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def shared(world: World) -> Transport:
-    return TransportChoice(world.group, [CPU], "shared_memory").get()
+    return TransportChoice(Membership.of(world.group), [CPU], "shared_memory").get()
 
 
-def plan(numel: int, dtype: torch.dtype = torch.float32, trailer: int = 0) -> BucketPlan:
-    return BucketPlan(dtype, CPU, (Slot(0, 0, numel),), trailer)
+def plan(numel: int, dtype: torch.dtype = torch.float32, trailer: int = 0) -> Flat:
+    return Flat(numel, dtype, CPU, trailer)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,14 +56,15 @@ def test_a_sum_is_that_of_all_ranks_and_has_the_same_bits_everywhere(
 
     def body(world: World) -> list[Tensor]:
         transport = shared(world)
-        homes = transport.place([plan(n, dtype) for n in numels], "Placing")
+        buckets = place(transport, [plan(n, dtype) for n in numels], "Placing")
+        homes = buckets.homes
         for _ in range(3):  # every turn uses the memory again
             sums = []
             for number, (home, n) in enumerate(zip(homes, numels, strict=True)):
                 assert home is not None
                 mine = values(world.rank, n, dtype)
-                home.copy_(mine if transport.divides(dtype) else mine / size)
-                sums.append(transport.start(number, home, 1.0, "A sum"))
+                home.copy_(mine if buckets.divides(dtype) else mine / size)
+                sums.append(buckets.start(number, home, 1.0, "A sum"))
             for each in sums:
                 each.wait()
         return [home.clone() for home in homes if home is not None]
@@ -80,13 +83,14 @@ def test_low_precision_is_summed_in_float32(size: int) -> None:
     def body(world: World) -> tuple[Tensor, Tensor]:
         transport = shared(world)
         plans = [plan(1, torch.bfloat16), plan(1, torch.float16)]
-        fine, large = transport.place(plans, "Placing")
+        buckets = place(transport, plans, "Placing")
+        fine, large = buckets.homes
         assert fine is not None
         assert large is not None
         fine.fill_(256 if world.rank == 0 else 1)
         large.fill_(60_000)
         for number, home in enumerate((fine, large)):
-            transport.start(number, home, 1.0, "A sum").wait()
+            buckets.start(number, home, 1.0, "A sum").wait()
         return fine.clone(), large.clone()
 
     for fine, large in run_ranks(size, body):
@@ -98,12 +102,12 @@ def test_low_precision_is_summed_in_float32(size: int) -> None:
 def test_weights_scale_the_gradients_and_not_the_trailer(size: int) -> None:
     def body(world: World) -> Tensor:
         transport = shared(world)
-        assert not transport.applies_weights  # nothing is placed yet
-        (home,) = transport.place([plan(4, trailer=2)], "Placing")
+        buckets = place(transport, [plan(4, trailer=2)], "Placing")
+        (home,) = buckets.homes
         assert home is not None
-        assert transport.applies_weights
+        assert buckets.applies_weights
         home[:4], home[4:] = (world.rank + 1) / size, 1.0
-        transport.start(0, home, float(world.rank + 1), "A sum").wait()
+        buckets.start(0, home, float(world.rank + 1), "A sum").wait()
         return home.clone()
 
     items = sum(range(1, size + 1))
@@ -115,12 +119,13 @@ def test_weights_scale_the_gradients_and_not_the_trailer(size: int) -> None:
 def test_memory_of_ones_own_is_summed_too(size: int) -> None:
     def body(world: World) -> Tensor:
         transport = shared(world)
-        (home,) = transport.place([plan(100)], "Placing")
+        buckets = place(transport, [plan(100)], "Placing")
+        (home,) = buckets.homes
         assert home is not None
         buffer = home if world.rank else torch.empty(100)
         home.fill_(-1)
         buffer.fill_(world.rank)
-        transport.start(0, buffer, 1.0, "A sum").wait()
+        buckets.start(0, buffer, 1.0, "A sum").wait()
         if world.rank == 0:
             assert torch.equal(home, torch.full((100,), -1.0))  # somebody still looks at it
         return buffer.clone()
@@ -168,6 +173,101 @@ def test_changing_gradients_in_place_stays_on_ones_own_rank(size: int) -> None:
     assert all(torch.equal(a, b) for got in results for a, b in zip(got, results[0], strict=True))
 
 
+def moved(world: World, kind: Any, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """A buffer after each of the ways to move it, two of one size under way at a time."""
+    transport = TransportChoice(Membership.of(world.group), [CPU], kind).get()
+    twins = [values(world.rank + turn, numel, dtype) for turn in (0, 10)]
+    sums = [twin.clone() for twin in twins]
+    for waited in [transport.sum(each, "A sum") for each in sums]:
+        waited.wait()
+    shared_out = [twin.clone() for twin in twins]
+    for waited in [transport.scatter_sum(each, "A scatter-sum") for each in shared_out]:
+        waited.wait()
+    start, stop = slices(numel, world.size)[world.rank]
+    for each in shared_out:
+        mine = each[start:stop].clone()
+        each.fill_(-1)
+        each[start:stop] = mine
+    for waited in [transport.gather(each, "A gather") for each in shared_out]:
+        waited.wait()
+    return [*sums, *shared_out]
+
+
+@pytest.mark.parametrize("kind", ["c10d", "shared_memory"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sum_by_slices_that_are_gathered_again_is_the_sum(
+    size: int, dtype: torch.dtype, kind: str
+) -> None:
+    near = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {}  # Gloo rounds each sum
+    for numel in (1, 100, 200_000):
+        results = run_ranks(size, moved, kind, numel, dtype)
+        for number, turn in enumerate((0, 10)):
+            wide = sum(
+                values(rank + turn, numel, dtype).to(torch.complex128) for rank in range(size)
+            )
+            assert isinstance(wide, Tensor)
+            expected = (wide if dtype.is_complex else wide.real).to(dtype)
+            for got in results:
+                torch.testing.assert_close(got[number], expected, **near)
+                torch.testing.assert_close(got[number + 2], expected, **near)
+                assert torch.equal(got[number], results[0][number])
+                assert torch.equal(got[number + 2], results[0][number + 2])
+                if kind == "shared_memory" and size > 1:  # Gloo adds three up in any order
+                    assert torch.equal(got[number], got[number + 2])
+
+
+class Counting:
+    """A transport of one's own, with the four methods and nothing else."""
+
+    def __init__(self, group: Any) -> None:
+        self._inner = C10d(group, "it is what this one uses")
+        self.calls: list[str] = []
+
+    def sum(self, flat: Tensor, what: str) -> Any:
+        self.calls.append("sum")
+        return self._inner.sum(flat, what)
+
+    def scatter_sum(self, flat: Tensor, what: str) -> Any:
+        return self._inner.scatter_sum(flat, what)
+
+    def gather(self, flat: Tensor, what: str) -> Any:
+        return self._inner.gather(flat, what)
+
+    def copy(self, flat: Tensor, root: int, what: str) -> None:
+        self.calls.append("copy")
+        self._inner.copy(flat, root, what)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_object_with_the_four_methods_carries_the_gradients(size: int) -> None:
+    def body(world: World) -> tuple[list[Tensor], str]:
+        mine = Counting(world.group)
+        options = DDPOptions(transport=mine)
+        model = DistributedDataParallel(nn.Linear(7, 3), process_group=world.group, options=options)
+        for _ in range(2):
+            model.zero_grad()
+            with model.weighted(2):
+                model(torch.full((2, 7), world.rank + 1.0)).sum().backward()
+        assert mine.calls == ["copy", "sum", "sum"]
+        assert model.ddp_options is options
+        return list(gradients(model).values()), model.transport
+
+    for (weight, bias), told in run_ranks(size, body):
+        assert told == "Counting"
+        torch.testing.assert_close(weight, torch.full((3, 7), (size + 1) / 2))
+        torch.testing.assert_close(bias, torch.ones(3))
+
+
+def test_ranks_with_and_without_an_object_are_told_apart() -> None:
+    def body(world: World) -> None:
+        options = DDPOptions(transport=Counting(world.group)) if world.rank else DDPOptions()
+        DistributedDataParallel(small(), process_group=world.group, options=options)
+
+    with pytest.raises(DesyncError, match="Counting"):
+        run_ranks(2, body)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_any_rank_can_copy_to_the_others_whatever_the_size(size: int) -> None:
     numels = [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 5 * 2**20 + 3]
@@ -179,7 +279,7 @@ def test_any_rank_can_copy_to_the_others_whatever_the_size(size: int) -> None:
             generator = torch.Generator().manual_seed(turn)
             sent = torch.randint(256, (numel,), generator=generator, dtype=torch.uint8)
             mine = sent.clone() if world.rank == root else torch.zeros_like(sent)
-            transport.broadcast(mine, root, "Copying")
+            transport.copy(mine, root, "Copying")
             assert torch.equal(mine, sent)
 
     run_ranks(size, body)
@@ -188,10 +288,11 @@ def test_any_rank_can_copy_to_the_others_whatever_the_size(size: int) -> None:
 def test_a_rank_that_leaves_is_named_at_once() -> None:
     def body(world: World) -> None:
         transport = shared(world)
-        (home,) = transport.place([plan(10)], "Placing")
+        buckets = place(transport, [plan(10)], "Placing")
+        (home,) = buckets.homes
         assert home is not None
         if world.rank != 1:
-            transport.start(0, home.zero_(), 1.0, "Step 5: the sum of bucket 0").wait()
+            buckets.start(0, home.zero_(), 1.0, "Step 5: the sum of bucket 0").wait()
 
     for rank, got in enumerate(run_ranks(3, body, return_exceptions=True)):
         if rank != 1:
@@ -203,13 +304,14 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
 def test_a_rank_that_is_late_forever_is_named_at_the_groups_timeout() -> None:
     def body(world: World) -> str:
         transport = shared(world)
-        (home,) = transport.place([plan(10)], "Placing")
+        buckets = place(transport, [plan(10)], "Placing")
+        (home,) = buckets.homes
         assert home is not None
         if world.rank == 1:
             world.group.get_group_store().wait(["found"])
             return ""
         with pytest.raises(PeerError) as found:
-            transport.start(0, home.zero_(), 1.0, "A sum").wait()
+            buckets.start(0, home.zero_(), 1.0, "A sum").wait()
         world.group.get_group_store().set("found", "yes")
         return str(found.value)
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
+from paceline.comm import Membership
 from paceline.errors import DesyncError, UsageError
 from paceline.testing import run_ranks
-from paceline.transport import TransportChoice
-from paceline.transport.hosts import why_memory_cannot_be_shared
+from paceline.transport import TransportChoice, place
+from paceline.transport.flat import Flat
+from paceline.transport.select import why_memory_cannot_be_shared
 
 SHARED = DDPOptions(transport="shared_memory")
 WIDTH = 100
@@ -130,17 +132,17 @@ def test_a_weighted_gradient_that_was_zeroed_in_place_need_not_be_used_again() -
 
 
 def test_a_bucket_does_not_start_while_others_may_still_write_its_last_sum() -> None:
-    from paceline.gradients.plan import BucketPlan, Slot
 
     def body(world: World) -> None:
         cpu = torch.device("cpu")
-        transport = TransportChoice(world.group, [cpu], "shared_memory").get()
-        (home,) = transport.place([BucketPlan(torch.float32, cpu, (Slot(0, 0, 9),))], "Placing")
+        transport = TransportChoice(Membership.of(world.group), [cpu], "shared_memory").get()
+        buckets = place(transport, [Flat(9, torch.float32, cpu)], "Placing")
+        (home,) = buckets.homes
         assert home is not None
         if world.rank == 0:
-            transport.start(0, home.zero_(), 1.0, "A sum")
+            buckets.start(0, home.zero_(), 1.0, "A sum")
             with pytest.raises(DesyncError, match="given up"):
-                transport.start(0, home.zero_(), 1.0, "Another sum")
+                buckets.start(0, home.zero_(), 1.0, "Another sum")
         world.barrier()
 
     run_ranks(2, body)

@@ -8,22 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.gradients.plan import CONTROL_WORDS, MIB, Gradient, default_capacities, plan_buckets
+from paceline.gradients.plan import CONTROL_WORDS, MIB, default_capacities, plan_buckets
+from paceline.transport.flat import Flat
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
-gradient = st.builds(Gradient, st.integers(0, 5000), st.sampled_from(DTYPES), st.just(CPU))
+gradient = st.builds(Flat, st.integers(0, 5000), st.sampled_from(DTYPES), st.just(CPU))
 capacities = st.lists(st.integers(1, 20_000), min_size=1, max_size=3)
 
 
-def floats(*numels: int) -> list[Gradient]:
-    return [Gradient(numel, torch.float32, CPU) for numel in numels]
+def floats(*numels: int) -> list[Flat]:
+    return [Flat(numel, torch.float32, CPU) for numel in numels]
 
 
 @given(st.lists(gradient, max_size=30), capacities, st.randoms(), st.booleans())
 def test_every_gradient_has_one_slot_and_slots_do_not_overlap(
-    gradients: list[Gradient], caps: list[int], random: object, apart: bool
+    gradients: list[Flat], caps: list[int], random: object, apart: bool
 ) -> None:
     order = list(range(len(gradients)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ def test_every_gradient_has_one_slot_and_slots_do_not_overlap(
 
 @given(st.lists(gradient, min_size=1, max_size=30), capacities)
 def test_a_bucket_is_over_its_capacity_only_for_a_single_gradient(
-    gradients: list[Gradient], caps: list[int]
+    gradients: list[Flat], caps: list[int]
 ) -> None:
     for plan in plan_buckets(gradients, range(len(gradients)), caps):
         filled = [gradients[s.param].nbytes for s in plan.slots if gradients[s.param].numel]
@@ -50,7 +51,7 @@ def test_a_bucket_is_over_its_capacity_only_for_a_single_gradient(
 
 @given(st.lists(gradient, max_size=30), capacities)
 def test_one_trailer_stands_in_the_last_bucket_and_can_count(
-    gradients: list[Gradient], caps: list[int]
+    gradients: list[Flat], caps: list[int]
 ) -> None:
     plans = plan_buckets(gradients, range(len(gradients)), caps)
     assert [plan.trailer for plan in plans[:-1]] == [0] * (len(plans) - 1)
@@ -64,8 +65,8 @@ def test_the_first_bucket_is_small_so_that_it_leaves_early() -> None:
 
 
 def test_buckets_are_listed_in_the_order_they_become_full() -> None:
-    half = Gradient(4, torch.bfloat16, CPU)
-    full = Gradient(4, torch.float32, CPU)
+    half = Flat(4, torch.bfloat16, CPU)
+    full = Flat(4, torch.float32, CPU)
     plans = plan_buckets([half, full, full, half], range(4), [32])
     assert [plan.dtype for plan in plans[:2]] == [torch.float32, torch.bfloat16]
     assert plans[2].slots == ()  # half precision cannot count, so the trailer stands alone
@@ -101,5 +102,5 @@ def test_by_default_there_are_at_least_four_buckets_unless_their_messages_would_
 
 
 def test_on_a_gpu_a_small_first_bucket_leaves_early() -> None:
-    gradients = [Gradient(10, torch.float32, torch.device("cuda"))]
+    gradients = [Flat(10, torch.float32, torch.device("cuda"))]
     assert default_capacities(gradients) == [MIB, 25 * MIB]

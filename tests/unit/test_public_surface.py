@@ -124,7 +124,7 @@ ERRORS = [
 # Beyond what torch's classes and torch.nn.Module have.
 OWN_METHODS = {
     DistributedDataParallel: {
-        *("check_in_sync", "compression", "transport", "weighted"),
+        *("check_in_sync", "compression", "ddp_options", "process_group", "transport", "weighted"),
         *("shadow_step", "take_final_model"),  # for `uneven`, the other side of join()
     },
     DistributedSampler: {"advance", "consumed", "load_state_dict", "of", "state_dict"},

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import DDPOptions
 from paceline.errors import UsageError
-from paceline.transport import check_kind
-from paceline.transport.hosts import group_by_host
-from paceline.transport.segment_map import (
-    LINE_BYTES,
-    SegmentMap,
-    has_room,
-    plan_chunks,
-    plan_slices,
-)
+from paceline.transport import check_transport
+from paceline.transport.flat import ALIGNMENT, slices
+from paceline.transport.segment import LINE_BYTES, SegmentMap, has_room
+from paceline.transport.select import group_by_host
+from paceline.transport.shared_memory import plan_chunks, plan_slices
 
 RANKS = st.integers(1, 9)
 SIZES = st.lists(st.integers(4, 100_000), max_size=6)
@@ -103,4 +102,27 @@ def test_a_segment_must_leave_as_much_memory_as_it_takes() -> None:
 
 def test_a_transport_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
     with pytest.raises(UsageError, match="shared_memory"):
-        check_kind("shm")
+        check_transport("shm")
+
+
+@given(st.integers(0, 300_000), RANKS)
+def test_slices_cover_a_buffer_and_their_borders_are_aligned(length: int, count: int) -> None:
+    found = slices(length, count)
+    assert len(found) == count
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert found[-1][1] == length
+    assert all(start % ALIGNMENT == 0 or start == length for start, _ in found)
+
+
+class Three:
+    """A transport that cannot gather."""
+
+    def sum(self, flat: object, what: str) -> None: ...
+    def scatter_sum(self, flat: object, what: str) -> None: ...
+    def copy(self, flat: object, root: int, what: str) -> None: ...
+
+
+@pytest.mark.parametrize("transport", [Three(), None, 3])
+def test_an_object_that_lacks_a_method_is_refused_by_its_name(transport: Any) -> None:
+    with pytest.raises(UsageError, match=r"lacks .*gather"):
+        DDPOptions(transport=transport)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.transport.memory_limits import available_bytes
+from paceline.transport.segment import available_bytes
 
 
 def write(root: Path, text_by_path: dict[str, str | int]) -> Path:

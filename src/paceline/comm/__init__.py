@@ -22,10 +22,14 @@ _COLLECTIVES = [
     "have_left",
     "post_last_words",
     "start_all_reduce",
+    "start_broadcast",
+    "start_reduce",
+    "tell_of_waiting",
     "world_ranks",
 ]
 _HOME_BY_NAME = {
     **dict.fromkeys(_COLLECTIVES, "paceline.comm.collectives"),
+    "Membership": "paceline.comm.membership",
     **dict.fromkeys(["World", "default_group", "init_process_group"], "paceline.comm.world"),
 }
 
@@ -44,7 +48,11 @@ if TYPE_CHECKING:
     from paceline.comm.collectives import have_left as have_left
     from paceline.comm.collectives import post_last_words as post_last_words
     from paceline.comm.collectives import start_all_reduce as start_all_reduce
+    from paceline.comm.collectives import start_broadcast as start_broadcast
+    from paceline.comm.collectives import start_reduce as start_reduce
+    from paceline.comm.collectives import tell_of_waiting as tell_of_waiting
     from paceline.comm.collectives import world_ranks as world_ranks
+    from paceline.comm.membership import Membership as Membership
     from paceline.comm.world import World as World
     from paceline.comm.world import default_group as default_group
     from paceline.comm.world import init_process_group as init_process_group

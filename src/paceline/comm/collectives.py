@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.comm.quiet_exit import give_way_at_exit
 from paceline.errors import DesyncError, PeerError, name_ranks
-from paceline.observe.stopwatch import waiting
 
 Group = Any
 """A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
@@ -58,37 +58,61 @@ class Pending:
 
 def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
     """Start summing `tensor` over the group, in place."""
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return _start(group, what, lambda: group.allreduce([_real(tensor)]))
+
+
+def start_reduce(group: Group, tensor: Tensor, root: int, what: str) -> Pending:
+    """Start summing `tensor` over the group, in place on rank `root`, undefined elsewhere."""
+    options = dist.ReduceOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return _start(group, what, lambda: group.reduce([_real(tensor)], options))
+
+
+def start_broadcast(
+    group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
+) -> Pending:
+    """Start overwriting `tensor` with the one of rank `root`, counted within the group.
+
+    `blame` is the group whose ranks an error names, if it is another.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return _start(blame or group, what, lambda: group.broadcast([_real(tensor)], options))
+
+
+def _start(group: Group, what: str, collective: Callable[[], Any]) -> Pending:
     try:
-        return Pending(group.allreduce([flat]), group, what)
+        return Pending(collective(), group, what)
     except RuntimeError as error:
         raise explain_failure(group, what, error) from error
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def tell_of_waiting(around: Callable[[Group], AbstractContextManager[None]]) -> None:
+    """From now on every collective that is waited for is waited for inside `around(group)`."""
+    _around_waiting[0] = around
+
+
+_around_waiting: list[Callable[[Group], AbstractContextManager[None]]] = [lambda _: nullcontext()]
 
 
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
     """Sum `tensor` over the group, in place."""
     if group.size() == 1:  # a run of one worker has a group without a backend
         return
-    with waiting(group):
+    with _around_waiting[0](group):
         start_all_reduce(group, tensor, what).wait()
 
 
 def broadcast(
     group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
 ) -> None:
-    """Overwrite `tensor` with the one of rank `root`, counted within the group.
-
-    `blame` is the group whose ranks an error names, if it is another.
-    """
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    options.rootTensor = 0
-    try:
-        with waiting(group):
-            group.broadcast([flat], options).wait()
-    except RuntimeError as error:
-        raise explain_failure(blame or group, what, error) from error
+    """Overwrite `tensor` with the one of rank `root`; see `start_broadcast`."""
+    with _around_waiting[0](group):
+        start_broadcast(group, tensor, root, what, blame=blame).wait()
 
 
 def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
@@ -99,11 +123,8 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
         parts = all_gather(group, torch.view_as_real(tensor), what)
         return [torch.view_as_complex(part) for part in parts]
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    try:
-        with waiting(group):
-            group.allgather([gathered], [tensor]).wait()
-    except RuntimeError as error:
-        raise explain_failure(group, what, error) from error
+    with _around_waiting[0](group):
+        _start(group, what, lambda: group.allgather([gathered], [tensor])).wait()
     return gathered
 
 

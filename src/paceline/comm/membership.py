@@ -24,6 +24,15 @@ class Membership:
         self.group = group
         self.generation = 0
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        _by_group[id(group)] = self
+
+    @classmethod
+    def of(cls, group: Any) -> Membership:
+        """The membership that holds this group: the same one for all who ask, while it lives."""
+        if isinstance(group, Membership):
+            return group
+        found = _by_group.get(id(group))
+        return found if found is not None and found.group is group else cls(group)
 
     @property
     def rank(self) -> int:
@@ -43,10 +52,15 @@ class Membership:
 
     def move_on(self, group: Any) -> None:
         """Continue with another group, between two steps."""
+        _by_group.pop(id(self.group), None)
         self.group = group
         self.generation += 1
+        _by_group[id(group)] = self
         self._followers = [each for each in self._followers if each() is not None]
         for follower in self._followers:
             on_generation = follower()
             if on_generation is not None:
                 on_generation()
+
+
+_by_group: weakref.WeakValueDictionary[int, Membership] = weakref.WeakValueDictionary()

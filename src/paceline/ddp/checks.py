@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline import comm
 from paceline.comm import Group
 from paceline.errors import DesyncError, PacelineError, ReplicaError
+from paceline.transport import Transport
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -99,20 +100,14 @@ def _name(entry: list[Any]) -> str:
     return f"{name!r} is {tuple(shape)} {dtype.removeprefix('torch.')}{remarks}"
 
 
-class Broadcaster(Protocol):
-    """Copies one flat tensor of bytes from a rank to all others."""
-
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None: ...
-
-
 @torch.no_grad()
 def broadcast_tensors(
-    transport: Broadcaster, tensors: Sequence[Tensor], what: str, *, root: int, is_root: bool
+    transport: Transport, tensors: Sequence[Tensor], what: str, *, root: int, is_root: bool
 ) -> None:
     """Overwrite the tensors with those of rank `root`, in as few messages as sensible."""
     for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES):
         flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
-        transport.broadcast(flat, root, what)
+        transport.copy(flat, root, what)
         if is_root:
             continue
         start = 0

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import comm
-from paceline.comm import tree
+from paceline.comm import Membership, tree
 from paceline.comm.world import default_group
 from paceline.ddp import checks
 from paceline.ddp.low_precision import LowPrecision
@@ -34,7 +34,7 @@ from paceline.gradients import compress
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
 from paceline.observe import engine
-from paceline.transport import Kind, TransportChoice, check_kind
+from paceline.transport import Transport, TransportChoice, check_transport, describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,16 @@ class DDPOptions:
     check_every: int = 0
     """Compare all replicas bit by bit after every so many synchronised steps; 0 means never."""
 
-    transport: Kind = "auto"
+    transport: str | Transport = "auto"
     """How gradients travel: "shared_memory" between the ranks of a host, "c10d" through
-    torch.distributed, "auto" the first where it is possible."""
+    torch.distributed, "auto" the first where it is possible; or an object that has the methods
+    of `paceline.transport.Transport`."""
 
     compression: str | compress.Spec | None = None
     """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a spec of `compress`."""
 
     def __post_init__(self) -> None:
-        check_kind(self.transport)
+        check_transport(self.transport)
         if self.compression is not None:
             compress.parse(self.compression)
         if type(self.check_every) is not int or self.check_every < 0:
@@ -110,7 +111,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
                 f"A model must be a torch.nn.Module, not {type(module).__name__}.",
                 advice="Pass the module itself, before any call.",
             )
-        group = _pick_group(process_group, device_mesh)
+        membership = _pick_membership(process_group, device_mesh)
+        group = membership.group
         named = _named_parameters(module)
         problem = _find_problem(named, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
@@ -121,7 +123,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if init_sync and group.size() > 1:
             buffers = _named_buffers(module) if sync_buffers_now else []
             description = checks.describe(named, buffers)
-            engine = [device.type, capacities, str(options.compression)]
+            transport = "" if isinstance(options.transport, str) else describe(options.transport)
+            engine = [device.type, capacities, str(options.compression), transport]
             number = checks.verify_same_model(group, description, device, problem, engine)
         elif problem is not None:
             raise problem
@@ -129,7 +132,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         # Set before `module`: from then on, names that the module has are set on the module.
-        self.process_group = group
+        self.membership = membership
         self.device = device
         self.device_type = device.type
         self.device_ids = [device.index] if device_ids else None
@@ -263,6 +266,18 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return self.device
 
     @property
+    def process_group(self) -> Any:
+        """The group whose ranks train this model now."""
+        membership: Membership = self.__dict__["membership"]
+        return membership.group
+
+    @property
+    def ddp_options(self) -> DDPOptions:
+        """The options that this model was wrapped with."""
+        options: DDPOptions = self.__dict__["_ddp_options"]
+        return options
+
+    @property
     def join_process_group(self) -> Any:
         return self.process_group
 
@@ -290,12 +305,12 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_transport", "_compression"):
+        for name in ("membership", "_reducer", "_transport", "_compression"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__["process_group"] = default_group()
+        self.__dict__["membership"] = Membership.of(default_group())
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build_transport()
         self._build_reducer()
@@ -304,7 +319,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
-        clone.__dict__ |= {**state, "process_group": self.process_group}
+        clone.__dict__ |= {**state, "membership": self.membership}
         clone._build_transport()
         clone._build_reducer()
         return clone
@@ -326,7 +341,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if self._ddp_options.compression is None:
             return None
         known: compress.Compression | None = self.__dict__.get("_compression")
-        state = known or compress.make(self._ddp_options.compression, reducer.group)
+        state = known or compress.make(self._ddp_options.compression, self.process_group)
         weight = reducer.weight
         state.weight = lambda: weight.value
         if reducer.size > 1:
@@ -336,15 +351,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def _build_transport(self) -> None:
         tensors = chain(self.module.parameters(), self.module.buffers())
         devices = [tensor.device for tensor in tensors]
-        group, kind = self.__dict__["process_group"], self._ddp_options.transport
-        self.__dict__["_transport"] = TransportChoice(group, devices, kind)
+        wanted = check_transport(self._ddp_options.transport)
+        self.__dict__["_transport"] = TransportChoice(self.membership, devices, wanted)
+        self.membership.follow(self._on_generation)
 
     def _build_reducer(self, before: Reducer | None = None) -> None:
-        group = self.__dict__["process_group"]
         sparse = _sparse_names(self.module)
         reducer = Reducer(
             _named_parameters(self.module),
-            group,
+            self.membership,
             self._transport,
             capacities_bytes=self._bucket_capacities,
             sparse_names=sparse,
@@ -354,21 +369,31 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.take_over(before)
         self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
-        reducer.observer = engine.begin(group, self.device)
         self.__dict__["_reducer"] = reducer
-        self.__dict__["_is_alone"] = group.size() == 1
-        is_plain = group.size() == 1 and not self.device_ids and self._low_precision is None
-        is_plain = is_plain and reducer.observer is None
-        self.__dict__["_is_plain"] = is_plain
+        self._on_generation()
         module = weakref.ref(self.module)
         checked = weakref.ref(reducer)
         reducer.check_model = lambda: _check_parameters_are_known(module(), _alive(checked))
-        if group.size() > 1:
-            comm.announce_exit()
+        if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:
             check = weakref.WeakMethod(self._check_now_and_then)
             reducer.after_sync = lambda: _call(check())
+
+    def _on_generation(self) -> None:
+        """Take note of the group that this model trains in from now on."""
+        reducer, size = self._reducer, self.membership.size
+        if reducer.observer is None:
+            reducer.observer = engine.begin(self.membership, self.device)
+        if size > 1:
+            comm.announce_exit()
+        self.__dict__["_is_alone"] = size == 1
+        self.__dict__["_is_plain"] = (
+            size == 1
+            and not self.device_ids
+            and self._low_precision is None
+            and reducer.observer is None
+        )
 
     def _check_now_and_then(self) -> None:
         # Inside join() a rank without inputs does not update its copy before the end.
@@ -407,7 +432,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._copy_from(root, [b for _, b in _named_buffers(self.module)], "Copying buffers")
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
-        is_root = self.process_group.rank() == root
+        is_root = self.membership.rank == root
         checks.broadcast_tensors(self._transport.get(), tensors, what, root=root, is_root=is_root)
 
     def _mark_outputs(self, output: Any) -> None:
@@ -463,7 +488,7 @@ def _check_parameters_are_known(module: nn.Module | None, reducer: Reducer) -> N
             )
 
 
-def _pick_group(process_group: Any, device_mesh: Any) -> Any:
+def _pick_membership(process_group: Any, device_mesh: Any) -> Membership:
     if process_group is not None and device_mesh is not None:
         raise UsageError("Both process_group and device_mesh were passed.", advice="Pass one.")
     if device_mesh is not None:
@@ -472,14 +497,14 @@ def _pick_group(process_group: Any, device_mesh: Any) -> Any:
                 f"device_mesh has {device_mesh.ndim} dimensions.",
                 advice="Data parallelism takes a mesh of one dimension.",
             )
-        return device_mesh.get_group(mesh_dim=0)
-    group = default_group() if process_group is None else process_group
-    if not hasattr(group, "allreduce"):
+        return Membership.of(device_mesh.get_group(mesh_dim=0))
+    membership = Membership.of(default_group() if process_group is None else process_group)
+    if not hasattr(membership.group, "allreduce"):
         raise UsageError(
             "This process is not a member of the process group that was passed.",
             advice="Wrap the model only on the ranks that belong to the group.",
         )
-    return group
+    return membership
 
 
 def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) -> list[int] | None:

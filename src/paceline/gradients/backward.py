@@ -11,15 +11,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
 import torch
 
-
-class Reduction(Protocol):
-    """A sum under way; `wait()` leaves the result in its bucket."""
-
-    def wait(self) -> None: ...
+from paceline.transport import Reduction
 
 
 @dataclass(slots=True, eq=False)

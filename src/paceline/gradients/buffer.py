@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from paceline.errors import DeviceError
 from paceline.gradients.plan import BucketPlan
+from paceline.transport.flat import dense_layout
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
@@ -65,7 +66,10 @@ class Bucket:
         self.names = [params[index].name for index in self.indices]
         self.views: list[Tensor] = []
         self._refs = [params[index].get for index in self.indices]
-        self._layouts = [_layout(param) for param in self.params]
+        self._layouts = [
+            (torch.Size([0]), (1,)) if param is None else dense_layout(param)
+            for param in self.params
+        ]
         self._always_views = always_views
         self.home: Tensor | None = None
         """Memory to live in, given by a transport; see Note [Whose memory]."""
@@ -76,7 +80,7 @@ class Bucket:
         self._is_plain = False
         mean_numel = plan.numel / max(len(plan.slots), 1)
         self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
-        is_worth_it = plan.numel * plan.dtype.itemsize >= _WORTH_GIVING_BACK_BYTES
+        is_worth_it = plan.nbytes >= _WORTH_GIVING_BACK_BYTES
         self._is_new = plan.device.type == "cpu" and is_worth_it
         """Whether its memory is used for the first time; see Note [The first fill]."""
 
@@ -258,8 +262,7 @@ class Bucket:
         if self._is_home_free():
             self._buffer = self.home
         else:
-            numel = plan.numel + plan.trailer
-            self._buffer = torch.empty(numel, dtype=plan.dtype, device=plan.device)
+            self._buffer = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
         assert self._buffer is not None
         self.views = [
             # `data` is no view for autograd: it can be detached in place, and changing one gradient
@@ -286,16 +289,6 @@ class Bucket:
             for count, grad, view in zip(references, grads, self.views, strict=True)
             if grad is not view
         )
-
-
-def _layout(param: Tensor | None) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a gradient: the parameter's own where it is dense, else row by row."""
-    if param is None:
-        return torch.Size([0]), (1,)
-    order = sorted(range(param.dim()), key=lambda d: (param.stride(d), param.shape[d]))[::-1]
-    if param.detach().permute(order).is_contiguous():
-        return param.shape, param.stride()
-    return param.shape, torch.empty(param.shape, device="meta").stride()
 
 
 def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline.gradients.buffer import Bucket, ParamRef
-from paceline.gradients.plan import BucketPlan, Gradient, default_capacities, plan_buckets
+from paceline.gradients.plan import BucketPlan, default_capacities, plan_buckets
 from paceline.gradients.trailer import Trailer
+from paceline.transport.flat import Flat
 
-_NO_GRADIENT = Gradient(0, torch.float32, torch.device("cpu"))
+_NO_GRADIENT = Flat(0, torch.float32, torch.device("cpu"))
 
 
 class BucketLayout:
@@ -33,8 +34,6 @@ class BucketLayout:
         self.trailer_apart = False
         """Give the trailer a bucket of its own: a hook sees gradients only."""
         self.buckets: list[Bucket] = []
-        self.is_placed = False
-        """Whether a transport was asked for memory for these buckets."""
         self.bucket_of: list[int] = []
         """By parameter, the number of its bucket."""
         self.missing: list[int] = []
@@ -64,7 +63,6 @@ class BucketLayout:
         if order is not None and members == [set(bucket.indices) for bucket in self.buckets]:
             return False
         self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
-        self.is_placed = False
         self.trailer = Trailer(len(self.params), plans[-1].dtype, plans[-1].device)
         self.bucket_of = [0] * len(self.params)
         for number, bucket in enumerate(self.buckets):
@@ -75,7 +73,7 @@ class BucketLayout:
 
     def _plan(self) -> list[BucketPlan]:
         gradients = [
-            Gradient(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
+            Flat(p.numel(), p.dtype, p.device) if p is not None else _NO_GRADIENT
             for p in (ref.get() for ref in self.params)
         ]
         capacities = self._capacities_bytes or default_capacities(
@@ -89,7 +87,6 @@ class BucketLayout:
         self.params += params
         self._order += reversed(range(known, len(self.params)))
         self._fires = None
-        self.lay_out()
 
     def learn(self, ready: Sequence[int]) -> list[int]:
         """Take in how gradients came in one backward; returns the order that this suggests.

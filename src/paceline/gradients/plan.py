@@ -8,28 +8,16 @@ order they are expected to become ready, so that the first bucket can leave earl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.errors import UsageError
+from paceline.transport.flat import Flat
 
 MIB = 2**20
 CONTROL_WORDS = 4
 """Elements of the trailer after the flags; `trailer.Words` says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What the plan needs to know of one gradient."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +30,13 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """One flat buffer: its slots in order, and how many elements the trailer adds."""
+class BucketPlan(Flat):
+    """One flat buffer, and the slots in it in order."""
 
-    dtype: torch.dtype
-    device: torch.device
-    slots: tuple[Slot, ...]
-    trailer: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements that hold gradients."""
-        return self.slots[-1].stop if self.slots else 0
+    slots: tuple[Slot, ...] = ()
 
 
-def default_capacities(
-    gradients: Sequence[Gradient], *, messages_are_cheap: bool = True
-) -> list[int]:
+def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = True) -> list[int]:
     """How large buckets are unless the caller says: small enough to leave while backward runs.
 
     On CPUs 4 MiB, and at least four buckets; but not so many that their messages cost more than
@@ -71,7 +49,7 @@ def default_capacities(
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[Flat],
     order: Sequence[int],
     capacities_bytes: Sequence[int],
     *,
@@ -113,13 +91,13 @@ def plan_buckets(
     return _with_trailer(plans, len(gradients), apart=trailer_apart)
 
 
-def _lay_out(gradients: Sequence[Gradient], members: Sequence[int]) -> BucketPlan:
+def _lay_out(gradients: Sequence[Flat], members: Sequence[int]) -> BucketPlan:
     slots, start = [], 0
     for param in members:
         slots.append(Slot(param, start, start + gradients[param].numel))
         start = slots[-1].stop
     first = gradients[members[0]]
-    return BucketPlan(first.dtype, first.device, tuple(slots))
+    return BucketPlan(start, first.dtype, first.device, slots=tuple(slots))
 
 
 def _with_trailer(plans: list[BucketPlan], params: int, *, apart: bool) -> list[BucketPlan]:
@@ -127,6 +105,6 @@ def _with_trailer(plans: list[BucketPlan], params: int, *, apart: bool) -> list[
     trailer = params + CONTROL_WORDS
     if plans and not apart and plans[-1].dtype in (torch.float32, torch.float64):
         last = plans[-1]
-        return [*plans[:-1], BucketPlan(last.dtype, last.device, last.slots, trailer)]
+        return [*plans[:-1], replace(last, trailer=trailer)]
     device = plans[-1].device if plans else torch.device("cpu")
-    return [*plans, BucketPlan(torch.float32, device, (), trailer)]
+    return [*plans, BucketPlan(0, torch.float32, device, trailer)]

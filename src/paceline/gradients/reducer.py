@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline import comm
-from paceline.comm import Group
+from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError
-from paceline.gradients.backward import Backward, BackwardFollower, Reduction
+from paceline.gradients.backward import Backward, BackwardFollower
 from paceline.gradients.buffer import Bucket, ParamRef
 from paceline.gradients.hooks import Hook, HookCall
 from paceline.gradients.layout import BucketLayout
@@ -26,7 +26,7 @@ from paceline.gradients.sparse import sum_sparse
 from paceline.gradients.trailer import Words
 from paceline.gradients.weights import LossWeight
 from paceline.observe.engine import Observer
-from paceline.transport import Transport, TransportChoice
+from paceline.transport import Buckets, Reduction, TransportChoice, mean_factor, place
 
 MODEL_CHECK_PERIOD = 25
 """Every so many steps the model is searched for parameters that nobody averages."""
@@ -45,7 +45,7 @@ class Reducer(BackwardFollower):
     def __init__(
         self,
         named_params: Sequence[tuple[str, Parameter]],
-        group: Group,
+        membership: Membership,
         transport: TransportChoice,
         *,
         capacities_bytes: Sequence[int] | None = None,
@@ -53,9 +53,11 @@ class Reducer(BackwardFollower):
         always_views: bool = False,
     ) -> None:
         super().__init__()
-        self.group = group
-        self._transport_choice = transport
-        self.size: int = group.size()
+        self.membership = membership
+        self.size = membership.size
+        self._transport = transport
+        self._places: Buckets | None = None
+        """Where the buckets live; found when the first of a layout starts."""
         self.steps = 0
         """How many backward passes have been synchronised."""
         self.after_sync: Callable[[], None] | None = None
@@ -77,6 +79,7 @@ class Reducer(BackwardFollower):
         self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._known_unused: set[int] = set()
         self._order_is_agreed = False
+        membership.follow(self.on_generation)
 
     def attach(self) -> None:
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
@@ -108,9 +111,7 @@ class Reducer(BackwardFollower):
         """Reduce through the caller's hook from now on."""
         self._hook = (hook, state)
         self._layout.trailer_apart = True
-        self._layout.lay_out()
-        self.detach()  # which gradients are counted depends on the layout
-        self.attach()
+        self._lay_out()
 
     def take_over(self, before: Reducer) -> None:
         """Go on where another reducer of the same model stopped."""
@@ -122,9 +123,21 @@ class Reducer(BackwardFollower):
     def prepare_for_backward(self, _outputs: object = ()) -> None:
         """Nothing to do; libraries call it on torch's reducer."""
 
-    @property
-    def transport(self) -> Transport:
-        return self._transport_choice.get()
+    def on_generation(self) -> None:
+        """Continue among the ranks of another group: sums, memory and order are found anew."""
+        self.size = self.membership.size
+        self._late_words = None
+        self._layout.unlearn()
+        self._order_is_agreed = False
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Make new buckets, and attach what depends on them."""
+        self._layout.lay_out()
+        self._places = None
+        self.detach()
+        if self.size > 1 or self._hook is not None:
+            self.attach()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -229,15 +242,14 @@ class Reducer(BackwardFollower):
             self._start_next(current)
 
     def _start_next(self, current: Backward) -> None:
-        if not self._layout.is_placed:
-            self._place()
+        places = self._places or self._place()
         number = len(current.in_flight)
         bucket = self._layout.buckets[number]
         if current.is_shadow:
             current.unused += bucket.fill_zeros()
         else:
             self._refuse_second_average(bucket)
-            is_whole = self._hook is not None or self.transport.divides(bucket.plan.dtype)
+            is_whole = self._hook is not None or places.divides(bucket.plan.dtype)
             current.unused += bucket.fill(1.0 if is_whole else 1.0 / self.size)
         if bucket.plan.trailer:
             self._layout.trailer.write(bucket.trailer, current.unused, self._words(current))
@@ -247,25 +259,22 @@ class Reducer(BackwardFollower):
             current.in_flight[-1].wait()
         if self.observer is not None:
             self.observer.bucket_starts(number, current.in_flight, bucket.buffer)
-        current.in_flight.append(self._start(number, bucket))
+        current.in_flight.append(self._start(number, bucket, places))
 
-    def _start(self, number: int, bucket: Bucket) -> Reduction:
+    def _start(self, number: int, bucket: Bucket, places: Buckets) -> Reduction:
         if self._hook is not None and bucket.plan.slots:
             return HookCall(*self._hook, bucket, number, last=len(self._layout.buckets) - 2)
-        if self.size == 1:
-            return _ALONE
-        what = self._describe(number)
-        return self.transport.start(number, bucket.buffer, self.weight.value, what)
+        return places.start(number, bucket.buffer, self.weight.value, self._describe(number))
 
-    def _place(self) -> None:
+    def _place(self) -> Buckets:
         """Ask the transport where new buckets are to live; all ranks do so at the same point."""
-        self._layout.is_placed = True
-        if self.size == 1:
-            return
+        plans = [bucket.plan for bucket in self._layout.buckets]
         what = f"Step {self.steps}: finding memory for the buckets"
-        homes = self.transport.place([bucket.plan for bucket in self._layout.buckets], what)
-        for bucket, home in zip(self._layout.buckets, homes, strict=True):
+        found = place(self._transport.get(), plans, what) if self.size > 1 else Alone(len(plans))
+        for bucket, home in zip(self._layout.buckets, found.homes, strict=True):
             bucket.settle_in(home)
+        self._places = found
+        return found
 
     def _words(self, current: Backward) -> Words:
         return Words(
@@ -319,8 +328,8 @@ class Reducer(BackwardFollower):
             total, votes, aborts, labels = words.tolist()
             self._refuse_aborted(aborts)
             self._refuse_other_labels(labels)
-            factor = self.size / total if total else 0.0
-        is_applied = self.transport.applies_weights and self._hook is None
+            factor = mean_factor(self.size, total)
+        is_applied = self._hook is None and self._places and self._places.applies_weights
         if not is_applied and (isinstance(factor, Tensor) or factor != 1.0):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
@@ -356,15 +365,16 @@ class Reducer(BackwardFollower):
                 )
             grad = None if current.is_shadow else param.grad
             what = f"Step {self.steps}: the sum of the sparse gradient of {ref.name!r}"
-            total, is_used = sum_sparse(self.group, grad, param, what)
+            total, is_used = sum_sparse(self.membership.group, grad, param, what)
             if is_used and not current.is_shadow:
                 param.grad = total * (factor / self.size)
 
     def _adopt(self, factor: float | Tensor) -> None:
         """Average what the newly unfrozen parameters have, and follow them from now on."""
+        group = self.membership.group
         newly = [ref for ref in self._frozen if ref.requires_grad]
         device = self._layout.buckets[-1].plan.device
-        names = comm.exchange(self.group, [ref.name for ref in newly], device, "Unfreezing")
+        names = comm.exchange(group, [ref.name for ref in newly], device, "Unfreezing")
         for rank, theirs in enumerate(names):
             if theirs != names[0]:
                 odd = sorted(set(theirs) ^ set(names[0]))[0]
@@ -379,8 +389,7 @@ class Reducer(BackwardFollower):
         self._frozen = [ref for ref in self._frozen if not ref.requires_grad]
         self._layout.add(newly)
         self._order_is_agreed = False
-        self.detach()
-        self.attach()
+        self._lay_out()
 
     def _average_alone(self, ref: ParamRef, factor: float | Tensor) -> None:
         param = ref.get()
@@ -389,9 +398,8 @@ class Reducer(BackwardFollower):
         if param.grad is not None:
             flat[:-1] = param.grad.reshape(-1) / self.size
             flat[-1] = 1
-        comm.all_reduce(
-            self.group, flat, f"Step {self.steps}: the sum of the gradient of {ref.name!r}"
-        )
+        what = f"Step {self.steps}: the sum of the gradient of {ref.name!r}"
+        comm.all_reduce(self.membership.group, flat, what)
         if flat[-1] != 0:
             param.grad = (flat[:-1] * factor).view(param.shape)
 
@@ -400,8 +408,9 @@ class Reducer(BackwardFollower):
         order = self._layout.learn(ready)
         if self.size > 1 and len(self._layout.buckets) > 1 and not self._order_is_agreed:
             agreed = torch.tensor(order, device=self._layout.buckets[-1].plan.device)
-            comm.broadcast(self.group, agreed, 0, "Agreeing on the order of the buckets")
-            self._layout.messages_are_cheap = self.transport.has_cheap_messages
+            group, transport = self.membership.group, self._transport.get()
+            comm.broadcast(group, agreed, 0, "Agreeing on the order of the buckets")
+            self._layout.messages_are_cheap = getattr(transport, "has_cheap_messages", False)
             if self._layout.lay_out(agreed.tolist()):
                 self._place()
         self._order_is_agreed = True
@@ -421,7 +430,7 @@ class Reducer(BackwardFollower):
             self.steps += 1
         fate = "have applied it" if was_complete else "were told to stop"
         raise DesyncError(
-            f"Step {self.steps - 1}: the last backward on rank {self.group.rank()} ended before "
+            f"Step {self.steps - 1}: the last backward on rank {self.membership.rank} ended before "
             f"its gradients were averaged; the other ranks {fate}.",
             advice="A backward that raised cannot be skipped on one rank alone: let the error end "
             "the program, or restore every rank to the same checkpoint.",
@@ -459,8 +468,8 @@ class Reducer(BackwardFollower):
     def _refuse_other_labels(self, labels: float) -> None:
         if labels != self._label() * self.size:
             raise DesyncError(
-                f"Step {self.steps}: rank {self.group.rank()} averaged gradients with ranks that "
-                "were at another step or at another model.",
+                f"Step {self.steps}: rank {self.membership.rank} averaged gradients with ranks "
+                "that were at another step or at another model.",
                 advice="Run the backward passes of all models in the same order on every rank, "
                 "and as many of them.",
             )
@@ -494,7 +503,7 @@ class Reducer(BackwardFollower):
         self._layout.unlearn()  # the next backward waits for its end, and is learned from again
         return DesyncError(
             f"Step {self.steps}: the gradient of {self._layout.params[index].name!r} came again "
-            f"after its bucket had been sent from rank {self.group.rank()}.",
+            f"after its bucket had been sent from rank {self.membership.rank}.",
             advice="The layer is checkpointed more often than in the first step: pass "
             "use_reentrant=False to torch.utils.checkpoint.",
         )
@@ -506,14 +515,22 @@ class Reducer(BackwardFollower):
         return f"Step {self.steps}: the sum of bucket {number}{inside}"
 
 
-class _Alone:
-    """The reduction in a world of one: there is nothing to wait for."""
+class Alone:
+    """Where buckets live in a world of one, and a sum there: there is nothing to wait for."""
+
+    applies_weights = False
+
+    def __init__(self, count: int) -> None:
+        self.homes = [None] * count
+
+    def divides(self, _dtype: torch.dtype) -> bool:
+        return False
+
+    def start(self, _number: int, _buffer: Tensor, _weight: float, _what: str) -> Alone:
+        return self
 
     def wait(self) -> None:
         return
-
-
-_ALONE = _Alone()
 
 
 # Note [Who keeps whom alive]

@@ -140,8 +140,7 @@ class Observer:
 def begin(membership: Any, device: torch.device) -> Observer | None:
     """Observe a model of this rank, as far as anybody wants to know."""
     wishes = env.read_observation()
-    if not isinstance(membership, Membership):
-        membership = Membership(membership)
+    membership = Membership.of(membership)
     rank, size = membership.rank, membership.size
     if wishes.trace_step and rank == 0 and not _asked_in_vain:
         _asked_in_vain.append(True)

@@ -190,6 +190,7 @@ def of(membership: Membership, device: Any = None) -> Stopwatch:
         watch.membership = weakref.ref(membership)
         watch.on_generation()
         membership.follow(watch.on_generation)
+        _notice_collectives()
     return watch
 
 
@@ -236,6 +237,13 @@ def _notice_optimizers() -> None:
     before = register_optimizer_step_pre_hook(lambda *_: _enter_here(Phase.OPTIMIZER))
     after = register_optimizer_step_post_hook(lambda *_: _enter_here(Phase.DATA))
     _handles.extend((before, after))
+
+
+def _notice_collectives() -> None:
+    """Have every collective that is waited for count as waiting."""
+    from paceline.comm.collectives import tell_of_waiting  # with torch, which readers lack
+
+    tell_of_waiting(waiting)
 
 
 def _ignore_optimizers() -> None:

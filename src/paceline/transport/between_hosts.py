@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.gradients.plan import BucketPlan
+from paceline.transport.c10d import C10d
 from paceline.transport.channel import Channel
-from paceline.transport.hosts import Hosts
+from paceline.transport.flat import Flat
+from paceline.transport.interface import Reduction
 from paceline.transport.peers import WORDS_EVERY_S, Peers
-from paceline.transport.segment import Segment
-from paceline.transport.shared_buckets import SharedBuckets
-from paceline.transport.shared_memory import SharedMemory
+from paceline.transport.segment import Hosts, Segment
+from paceline.transport.shared_memory import SharedBuckets, SharedMemory, SharedSum
 
 
 class BridgedBuckets(SharedBuckets):
@@ -34,7 +35,7 @@ class BridgedBuckets(SharedBuckets):
     def __init__(
         self,
         segment: Segment,
-        plans: Sequence[BucketPlan],
+        flats: Sequence[Flat],
         ranks: Sequence[int],
         position: int,
         size: int,
@@ -43,7 +44,7 @@ class BridgedBuckets(SharedBuckets):
         group: Group,
         leaders: Any,
     ) -> None:
-        super().__init__(segment, plans, ranks, position, size, peers)
+        super().__init__(segment, flats, ranks, position, size, peers)
         self._group = group
         self._leaders = leaders
         places = segment.places
@@ -56,10 +57,12 @@ class BridgedBuckets(SharedBuckets):
         """Which bucket, in which turn, was on its way when this leader last waited."""
         self._look_at_s = 0.0
 
-    def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Any:
+    def begin(
+        self, number: int, buffer: Tensor, work: Callable[[int], None], what: str
+    ) -> SharedSum:
         if self.position == 0:
             self._unsent.append((number, what))
-        return super().start(number, buffer, weight, what)
+        return super().begin(number, buffer, work, what)
 
     def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ()
@@ -144,12 +147,13 @@ class BetweenHosts(SharedMemory):
         self._leaders: Any = None
         if group.rank() in hosts.leaders:
             self._leaders = comm.gloo_subgroup(group, hosts.leaders, name)
+        self._between_all = C10d(group, "slices belong to single ranks")
 
-    def make_buckets(self, segment: Segment, plans: Sequence[BucketPlan]) -> SharedBuckets:
+    def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
         ranks = self.hosts.neighbours
         return BridgedBuckets(
             segment,
-            plans,
+            flats,
             ranks,
             ranks.index(self.group.rank()),
             self.group.size(),
@@ -158,12 +162,18 @@ class BetweenHosts(SharedMemory):
             leaders=self._leaders,
         )
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
+    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
+        return self._between_all.scatter_sum(flat, what)
+
+    def gather(self, flat: Tensor, what: str) -> Reduction:
+        return self._between_all.gather(flat, what)
+
+    def copy(self, flat: Tensor, root: int, what: str) -> None:
         """From the root to its host, from its leader to the other leaders, from these to all."""
-        hosts, source = self.hosts, self.hosts.host_of(root)
+        hosts, source, tensor = self.hosts, self.hosts.host_of(root), flat.view(torch.uint8)
         if hosts.mine == source:
-            self.channel.broadcast(tensor, root, what)
+            self.channel.copy(tensor, root, what)
         if self._leaders is not None:
             comm.broadcast(self._leaders, tensor, source, what, blame=self.group)
         if hosts.mine != source:
-            self.channel.broadcast(tensor, hosts.neighbours[0], what)
+            self.channel.copy(tensor, hosts.neighbours[0], what)

@@ -1,36 +1,61 @@
-"""Summing through `torch.distributed`: any device, any number of hosts."""
+"""Summing and copying through `torch.distributed`: any device, any number of hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.gradients.backward import Reduction
-from paceline.gradients.plan import BucketPlan
+from paceline.transport.flat import slices
+from paceline.transport.interface import Reduction
 
 
 class C10d:
-    """Leaves every bucket to one all-reduce of the process group."""
-
-    applies_weights = False
-    has_cheap_messages = False
+    """Leaves everything to collectives of the process group."""
 
     def __init__(self, group: Group, why: str) -> None:
         self.description = f"c10d: {why}"
         self._group = group
 
-    def divides(self, _dtype: torch.dtype) -> bool:
-        return False
+    def sum(self, flat: Tensor, what: str) -> Reduction:
+        return comm.start_all_reduce(self._group, flat, what)
 
-    def place(self, plans: Sequence[BucketPlan], _what: str) -> Sequence[Tensor | None]:
-        return [None] * len(plans)
+    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
+        return _All(
+            [
+                comm.start_reduce(self._group, flat[start:stop], owner, what)
+                for owner, start, stop in self._slices(flat)
+            ]
+        )
 
-    def start(self, _number: int, buffer: Tensor, _weight: float, what: str) -> Reduction:
-        return comm.start_all_reduce(self._group, buffer, what)
+    def gather(self, flat: Tensor, what: str) -> Reduction:
+        return _All(
+            [
+                comm.start_broadcast(self._group, flat[start:stop], owner, what)
+                for owner, start, stop in self._slices(flat)
+            ]
+        )
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
-        comm.broadcast(self._group, tensor, root, what)
+    def copy(self, flat: Tensor, root: int, what: str) -> None:
+        comm.broadcast(self._group, flat, root, what)
+
+    def _slices(self, flat: Tensor) -> list[tuple[int, int, int]]:
+        """Owner, start and stop of every slice that is not empty; none in a world of one."""
+        size = self._group.size()
+        if size == 1:  # it has a group without a backend
+            return []
+        cut = slices(flat.numel(), size)
+        return [(owner, start, stop) for owner, (start, stop) in enumerate(cut) if start < stop]
+
+
+class _All:
+    """Several collectives under way, waited for in order."""
+
+    def __init__(self, parts: Sequence[Reduction]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()

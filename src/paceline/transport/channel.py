@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.gradients.plan import BucketPlan, Slot
+from paceline.transport.flat import Flat
 from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, FAILED, Segment
 
@@ -33,8 +33,8 @@ class Channel:
         self, group: Group, segment: Segment, ranks: Sequence[int], position: int, peers: Peers
     ) -> None:
         places, positions = segment.places, range(len(ranks))
-        plan = BucketPlan(torch.uint8, torch.device("cpu"), (Slot(0, 0, SLOT_BYTES),))
-        self._slots = [[segment.bucket(p, slot, plan) for slot in range(SLOTS)] for p in positions]
+        flat = Flat(SLOT_BYTES, torch.uint8, torch.device("cpu"))
+        self._slots = [[segment.bucket(p, slot, flat) for slot in range(SLOTS)] for p in positions]
         self._ranks = ranks
         self._position = position
         self._peers = peers
@@ -53,7 +53,7 @@ class Channel:
         with _lock:
             _channels.add(self)
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
+    def copy(self, tensor: Tensor, root: int, what: str) -> None:
         """Overwrite `tensor`, flat bytes, with that of rank `root` of this host."""
         source = self._ranks.index(root)
         for start in range(0, tensor.numel(), SLOT_BYTES):

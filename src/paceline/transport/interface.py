@@ -1,46 +1,121 @@
-"""What a transport can do: the part of it that the reducer knows."""
+"""What a transport is: four ways to move flat buffers between ranks, and where buckets live.
+
+Pass any object with the four methods of `Transport` as `DDPOptions(transport=...)`. One that has
+memory of its own to offer, as shared memory does, also has `place`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.gradients.backward import Reduction
-from paceline.gradients.plan import BucketPlan
+from paceline.errors import UsageError
+from paceline.transport.flat import Flat
+
+
+class Reduction(Protocol):
+    """Something under way; `wait()` returns when the buffer holds its result."""
+
+    def wait(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Sums buckets over all ranks and copies tensors from one rank to the others."""
+    """Moves flat, contiguous tensors between ranks.
 
-    description: str
-    """What it is and why it was chosen, in words."""
+    All ranks call the same methods in the same order with tensors of one length and dtype. `what`
+    says in an error what was being done. Rank r owns slice r of a buffer: `flat.slices(length,
+    size)[r]`.
+    """
+
+    def sum(self, flat: Tensor, what: str) -> Reduction:
+        """Start replacing `flat` by the sum of all ranks', the same bits on every rank."""
+        ...
+
+    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
+        """Start replacing the slice that this rank owns by its sum; the rest is undefined then."""
+        ...
+
+    def gather(self, flat: Tensor, what: str) -> Reduction:
+        """Start replacing every slice by that of the rank which owns it."""
+        ...
+
+    def copy(self, flat: Tensor, root: int, what: str) -> None:
+        """Replace `flat` by that of rank `root`."""
+        ...
+
+
+class Buckets(Protocol):
+    """Where the buckets of a model live, and how each is averaged: what the reducer knows."""
+
+    @property
+    def homes(self) -> Sequence[Tensor | None]:
+        """Memory for each bucket, or None where any memory is as good."""
+        ...
 
     @property
     def applies_weights(self) -> bool:
         """Whether sums come divided by the ranks' mean weight already."""
         ...
 
-    has_cheap_messages: bool
-    """Whether one bucket more costs next to nothing."""
-
     def divides(self, dtype: torch.dtype) -> bool:
         """Whether sums of this dtype come divided by the number of ranks already."""
         ...
 
-    def place(self, plans: Sequence[BucketPlan], what: str) -> Sequence[Tensor | None]:
-        """Memory for the buckets of a new layout, or None where any memory is as good.
-
-        All ranks call it at the same point, with the same plans.
-        """
-        ...
-
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Reduction:
-        """Start summing a bucket in place; all ranks start the same buckets in the same order."""
+        """Start summing bucket `number` in place, in the same order on every rank."""
         ...
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> None:
-        """Overwrite `tensor`, flat and contiguous, with that of rank `root`."""
-        ...
+
+METHODS = [name for name in vars(Transport) if not name.startswith("_")]
+
+
+class Scattered:
+    """Buckets in memory of their own, each one `sum` of a transport."""
+
+    applies_weights = False
+
+    def __init__(self, transport: Transport, count: int) -> None:
+        self.homes: list[Tensor | None] = [None] * count
+        self._transport = transport
+
+    def divides(self, _dtype: torch.dtype) -> bool:
+        return False
+
+    def start(self, _number: int, buffer: Tensor, _weight: float, what: str) -> Reduction:
+        return self._transport.sum(buffer, what)
+
+
+def place(transport: Transport, flats: Sequence[Flat], what: str) -> Buckets:
+    """Find a place for buckets; all ranks call it at the same point, with the same buffers."""
+    own: Any = getattr(transport, "place", None)
+    buckets: Buckets = Scattered(transport, len(flats)) if own is None else own(flats, what)
+    return buckets
+
+
+def describe(transport: Transport) -> str:
+    """What it is and why it was chosen, in words."""
+    return str(getattr(transport, "description", type(transport).__name__))
+
+
+def check_object(transport: object) -> Transport:
+    """The object, or an error that names the method it lacks."""
+    missing = [name for name in METHODS if not callable(getattr(transport, name, None))]
+    if missing or isinstance(transport, type):
+        what = f"lacks {', '.join(missing)}" if missing else "is a class"
+        raise UsageError(
+            f"transport is {transport!r:.80}, which {what}.",
+            advice=f"Pass an object with the methods {', '.join(METHODS)}; see "
+            "paceline.transport.Transport.",
+        )
+    return transport  # type: ignore[return-value]
+
+
+def mean_factor(size: int, weight: float) -> float:
+    """What turns sums divided by `size` into means over all items; `weight` is their number.
+
+    Without any item there is nothing to average, and the sums are of nothing: they become zero.
+    """
+    return size / weight if weight else 0.0

@@ -1,8 +1,15 @@
-"""One piece of memory that all ranks of a host have mapped.
+"""One piece of memory that all ranks of a host have mapped, and what lies where in it.
+
+    header | status by rank | ready by rank | summed by rank | copied by rank | weights by rank |
+    buckets of rank 0 | buckets of rank 1 | ... | spare buckets of rank 0 | ...
 
 It is a file that never has a name: the leader creates it in memory, the others open it through
 the leader's entry in /proc, which only the same user can. So nothing is ever left behind, however
 a rank ends. A random number at its beginning proves that it is the right one.
+
+Every rank writes its own words only, and they lie on cache lines of their own. Spare buckets
+cost nothing until they are touched: they are used while somebody still holds a gradient of an
+earlier step that lives in the bucket itself.
 """
 
 from __future__ import annotations
@@ -14,21 +21,109 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.gradients.plan import BucketPlan
-from paceline.transport.hosts import Hosts
-from paceline.transport.memory_limits import available_bytes
-from paceline.transport.segment_map import NONCE_BYTES, SegmentMap, has_room
+from paceline.transport.flat import Flat, round_up
+
+LINE_BYTES = 64
+PAGE_BYTES = 4096
+WORD_BYTES = 8
+NONCE_BYTES = 16
 
 ALIVE, LEFT, FAILED = 0, 1, 2
 """What a rank's status word says of it."""
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The ranks of each host, in rank order; hosts in the order of their first ranks."""
+
+    ranks_by_host: tuple[tuple[int, ...], ...]
+    mine: int
+    """Which host this rank is on."""
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """All ranks of this host, this one included; the first leads."""
+        return self.ranks_by_host[self.mine]
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(ranks[0] for ranks in self.ranks_by_host)
+
+    def host_of(self, rank: int) -> int:
+        return next(host for host, ranks in enumerate(self.ranks_by_host) if rank in ranks)
+
+
+@dataclass(frozen=True)
+class SegmentMap:
+    """Offsets in bytes for `ranks` ranks and buckets of the sizes given.
+
+    Whatever depends on all buckets is worked out once: there may be thousands.
+    """
+
+    ranks: int
+    buckets_bytes: tuple[int, ...]
+
+    @property
+    def _row_words(self) -> int:
+        """Words of one kind of one rank, filling whole cache lines."""
+        return round_up(max(1, len(self.buckets_bytes)) * WORD_BYTES, LINE_BYTES) // WORD_BYTES
+
+    def status_word(self, rank: int) -> int:
+        return (LINE_BYTES + rank * LINE_BYTES) // WORD_BYTES
+
+    def ready_word(self, rank: int) -> int:
+        """The first of a rank's ready words; bucket b's is b further on."""
+        return self._rows(0) + rank * self._row_words
+
+    def summed_word(self, rank: int) -> int:
+        return self._rows(1) + rank * self._row_words
+
+    def copied_word(self, rank: int) -> int:
+        return self._rows(2) + rank * self._row_words
+
+    def weight_word(self, rank: int) -> int:
+        return self._rows(3) + rank * self._row_words
+
+    def _rows(self, kind: int) -> int:
+        return LINE_BYTES * (1 + self.ranks) // WORD_BYTES + kind * self.ranks * self._row_words
+
+    @cached_property
+    def control_bytes(self) -> int:
+        return round_up(self._rows(4) * WORD_BYTES, PAGE_BYTES)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """By bucket, its place among the buckets of a rank; then where these end."""
+        sizes = (round_up(size, LINE_BYTES) for size in self.buckets_bytes)
+        return list(accumulate(sizes, initial=0))
+
+    @cached_property
+    def _rank_bytes(self) -> int:
+        return round_up(self._starts[-1], PAGE_BYTES)
+
+    def bucket_offset(self, rank: int, bucket: int, spare: bool) -> int:
+        block = rank + self.ranks * spare
+        return self.control_bytes + block * self._rank_bytes + self._starts[bucket]
+
+    @property
+    def used_bytes(self) -> int:
+        """What will surely be touched."""
+        return self.control_bytes + self.ranks * self._rank_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.control_bytes + 2 * self.ranks * self._rank_bytes
 
 
 class Segment:
@@ -40,17 +135,16 @@ class Segment:
         self.weights = memoryview(memory)[: places.control_bytes].cast("d")
         self._memory = memory
 
-    def bucket(self, rank: int, number: int, plan: BucketPlan, *, spare: bool = False) -> Tensor:
+    def bucket(self, rank: int, number: int, flat: Flat, *, spare: bool = False) -> Tensor:
         """One rank's bucket, as a tensor with a storage of its own."""
-        numel = plan.numel + plan.trailer
-        if not numel:
-            return torch.empty(0, dtype=plan.dtype, device=_CPU)
+        if not flat.length:
+            return torch.empty(0, dtype=flat.dtype, device=_CPU)
         # It outlives the block it is made in, and is written to outside of it.
         with torch.inference_mode(False):
             return torch.frombuffer(
                 self._memory,
-                dtype=plan.dtype,
-                count=numel,
+                dtype=flat.dtype,
+                count=flat.length,
                 offset=self.places.bucket_offset(rank, number, spare),
             )
 
@@ -58,15 +152,6 @@ class Segment:
         """Tell those that would wait for a rank when its `owner` is gone, or its process ends."""
         status = self.places.status_word(rank)
         weakref.finalize(owner, _leave, self.words, status, os.getpid())
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """How the others of a host find their leader's memory."""
-
-    pid: int
-    descriptor: int
-    nonce: str
 
 
 def share_segment(
@@ -83,11 +168,11 @@ def share_segment(
         except OSError as error:
             problem = f"rank {group.rank()} got no {places.used_bytes:,} bytes: {error}"
     try:
-        offers = comm.exchange(group, _to_json(offer), _CPU, what)
+        offers = comm.exchange(group, offer, _CPU, what)
         theirs = offers[hosts.neighbours[0]]
         if not is_leader and theirs is not None:
             try:
-                memory = _open(_Offer(*theirs), places.total_bytes)
+                memory = _open(*theirs, size_bytes=places.total_bytes)
             except OSError as error:
                 problem = f"rank {group.rank()} cannot open its leader's memory: {error}"
         problems = comm.exchange(group, problem, _CPU, what)
@@ -100,7 +185,8 @@ def share_segment(
     return Segment(memory, places), ""
 
 
-def _create(places: SegmentMap) -> tuple[int, mmap.mmap, _Offer]:
+def _create(places: SegmentMap) -> tuple[int, mmap.mmap, tuple[int, int, str]]:
+    """A new segment: its descriptor, its memory, and what the others need to open it."""
     if not has_room(places.used_bytes, limits := available_bytes()):
         raise OSError(f"only {min(limits):,} are free, and half of them stay free")
     descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -116,18 +202,18 @@ def _create(places: SegmentMap) -> tuple[int, mmap.mmap, _Offer]:
         raise
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[:NONCE_BYTES] = nonce
-    return descriptor, memory, _Offer(os.getpid(), descriptor, nonce.hex())
+    return descriptor, memory, (os.getpid(), descriptor, nonce.hex())
 
 
-def _open(offer: _Offer, size_bytes: int) -> mmap.mmap:
-    descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+def _open(pid: int, number: int, nonce: str, *, size_bytes: int) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != size_bytes:
             raise OSError("it is not the memory that was offered")
         memory = mmap.mmap(descriptor, size_bytes)
     finally:
         os.close(descriptor)
-    if memory[:NONCE_BYTES] != bytes.fromhex(offer.nonce):
+    if memory[:NONCE_BYTES] != bytes.fromhex(nonce):
         raise OSError("it is not the memory that was offered")
     return memory
 
@@ -137,5 +223,56 @@ def _leave(words: memoryview, status: int, pid: int) -> None:
         words[status] = LEFT
 
 
-def _to_json(offer: _Offer | None) -> list[int | str] | None:
-    return None if offer is None else [offer.pid, offer.descriptor, offer.nonce]
+def has_room(needed_bytes: int, available_bytes: Sequence[int]) -> bool:
+    """Whether a segment leaves at least as much memory as it takes, by every limit known."""
+    return all(2 * needed_bytes <= available for available in available_bytes)
+
+
+# Of each version of control groups: the limit, what is used, and how much of that is files in the
+# cache, which are given up when memory is needed.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = Path("/")) -> list[int]:
+    """What every limit that can be read leaves; none where nothing can be read."""
+    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
+    found = [] if kilobytes is None else [kilobytes * 1024]
+    groups = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _left_on_the_way(groups, path, *_VERSION_2)
+        elif "memory" in controllers.split(","):
+            found += _left_on_the_way(groups / "memory", path, *_VERSION_1)
+    return found
+
+
+def _left_on_the_way(top: Path, path: str, limit: str, used: str, cached: str) -> list[int]:
+    """What a control group leaves, and each around it: all their limits hold."""
+    found = []
+    own = top / path.lstrip("/")
+    for group in (own, *own.parents):
+        allowed, taken = _read(group / limit).strip(), _read(group / used).strip()
+        if allowed.isdigit() and taken.isdigit():
+            spare = _field(group / "memory.stat", cached) or 0
+            found.append(max(0, int(allowed) - int(taken) + spare))
+        if group == top:
+            break
+    return found
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name, in a file with a line for each."""
+    for line in _read(path).splitlines():
+        key, *values = line.split()
+        if key == name:
+            return int(values[0])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
