@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.dp.devices import ReplicaDevice, move
+from paceline.transport.flat import ALIGNMENT, dense_layout, round_up
 
 Parameters = Mapping[int, Tensor]
 """What a replica uses in place of a parameter, by the parameter's `id`."""
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 """Shape and strides."""
-
-ALIGNMENT = 64
-"""Every view starts at a multiple of this many elements: matrix kernels are slow elsewhere."""
 
 
 class ParameterSource:
@@ -130,8 +128,10 @@ def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         for indices in _dense_by_dtype(tensors):
             group = [tensors[index] for index in indices]
-            layouts = [_layout_of(tensor) for tensor in group]
-            packed = group[0].new_empty(sum(_aligned(shape.numel()) for shape, _ in layouts))
+            layouts = [dense_layout(tensor) for tensor in group]
+            packed = group[0].new_empty(
+                sum(round_up(shape.numel(), ALIGNMENT) for shape, _ in layouts)
+            )
             torch._foreach_copy_(list(_views(packed, layouts)), group)
             views = _views(move(packed, device), layouts)
             for index, view in zip(indices, views, strict=True):
@@ -245,20 +245,8 @@ def _dense_by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _layout_of(tensor: Tensor) -> Layout:
-    """The layout that a copy has: the tensor's own if it is dense, else row by row."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]))[::-1]
-    if tensor.detach().permute(order).is_contiguous():
-        return tensor.shape, tensor.stride()
-    return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-
-
 def _views(flat: Tensor, layouts: Sequence[Layout]) -> Iterator[Tensor]:
     start = 0
     for shape, stride in layouts:
         yield flat[start : start + shape.numel()].as_strided(shape, stride)
-        start += _aligned(shape.numel())
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+        start += round_up(shape.numel(), ALIGNMENT)
