@@ -100,7 +100,7 @@ def describe(transport: Transport) -> str:
     return str(getattr(transport, "description", type(transport).__name__))
 
 
-def check_object(transport: object) -> Transport:
+def check_methods(transport: object) -> Transport:
     """The object, or an error that names the method it lacks."""
     missing = [name for name in METHODS if not callable(getattr(transport, name, None))]
     if missing or isinstance(transport, type):

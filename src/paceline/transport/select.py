@@ -25,7 +25,7 @@ from paceline.comm import Group, Membership
 from paceline.errors import UsageError
 from paceline.transport.between_hosts import BetweenHosts
 from paceline.transport.c10d import C10d
-from paceline.transport.interface import Transport, check_object, describe
+from paceline.transport.interface import Transport, check_methods, describe
 from paceline.transport.peers import Peers
 from paceline.transport.segment import Hosts
 from paceline.transport.shared_memory import SharedMemory, open_channel
@@ -38,7 +38,7 @@ log = logging.getLogger("paceline.transport")
 def check_transport(wanted: str | Transport) -> Kind | Transport:
     """What was asked for, or an error if there is no such transport."""
     if not isinstance(wanted, str):
-        return check_object(wanted)
+        return check_methods(wanted)
     if wanted not in get_args(Kind):
         names = ", ".join(repr(name) for name in get_args(Kind))
         raise UsageError(
