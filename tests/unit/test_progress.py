@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from paceline.env import TerminalSettings, read_terminal
 from paceline.errors import SettingError
-from paceline.progress import Progress, numbers, table
-from paceline.progress.mode import choose_mode
-from paceline.progress.speed import WINDOW_S, Speed
-from paceline.progress.state import Facts, Row, State
+from paceline.observe.units import metric_text
+from paceline.progress import Progress, text
+from paceline.progress.live import choose_mode
+from paceline.progress.state import WINDOW_S, EpochRow, ProgressState
 
 # A busy machine is no reason to fail.
 unhurried = settings(deadline=None, max_examples=60)
@@ -205,7 +205,7 @@ def test_a_resumed_run_counts_only_what_it_did_itself() -> None:
     show.clock.now_s += 2
     show.progress.step(21, epoch=2, samples=100)
     show.progress.finish("stopped")
-    assert "goes on after step 20" in show.text
+    assert "continues after step 20" in show.text
     assert "run stopped on 1 worker: 1 step, 100 samples (50/s), 2.00 s" in show.text
 
 
@@ -323,7 +323,7 @@ def test_how_a_run_is_shown_depends_on_the_wish_then_on_the_terminal(
 
 
 def test_an_unknown_way_of_showing_is_refused_with_its_source() -> None:
-    with pytest.raises(SettingError, match="cannot be shown as 'loud'"):
+    with pytest.raises(SettingError, match="progress is 'loud'"):
         Progress("loud", environ={})
     with pytest.raises(SettingError, match="PACELINE_PROGRESS is 'loud'"):
         Progress(environ={"PACELINE_PROGRESS": "Loud"})
@@ -339,37 +339,19 @@ def test_the_environment_is_read_as_people_set_it() -> None:
 
 
 def test_speed_is_that_of_the_recent_past() -> None:
-    speed = Speed()
-    assert speed.samples_per_s is None
-    assert speed.time_left_s(10) is None
+    state = ProgressState(steps=99 + 5 * 39 + 50)
+    assert state.samples_per_s is None
+    assert state.time_left_s is None
     for second in range(100):
-        speed.mark(float(second), steps=second, samples=10 * second)
+        state.step, state.samples = second, 10 * second
+        state.mark(float(second))
     for second in range(1, 2 * int(WINDOW_S)):
-        speed.mark(99.0 + second, steps=99 + 5 * second, samples=990 + 50 * second)
-    assert speed.samples_per_s == pytest.approx(50.0)
-    assert speed.time_left_s(50) == pytest.approx(10.0)
-    assert speed.time_left_s(None) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 s"),
-        (0.0042, "0.0042 s"),
-        (0.42, "0.42 s"),
-        (9.994, "9.99 s"),
-        (17.4, "17 s"),
-        (59.7, "1:00"),
-        (185, "3:05"),
-        (7_209, "2:00:09"),
-        (357_120, "4 d 03:12"),
-        (math.inf, "?"),
-        (math.nan, "?"),
-        (-1, "?"),
-    ],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert numbers.duration(seconds) == text
+        state.step, state.samples = 99 + 5 * second, 990 + 50 * second
+        state.mark(99.0 + second)
+    assert state.samples_per_s == pytest.approx(50.0)
+    assert state.time_left_s == pytest.approx(10.0)
+    state.steps = None
+    assert state.time_left_s is None
 
 
 @pytest.mark.parametrize(
@@ -388,7 +370,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
     ],
 )
 def test_metrics_read_well(name: str, value: float, text: str) -> None:
-    assert numbers.metric(name, value) == text
+    assert metric_text(name, value) == text
 
 
 metric_names = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1, max_size=12)
@@ -405,21 +387,22 @@ def test_no_line_is_wider_than_can_be_pasted(
     epochs: list[dict[str, float]], samples: int, elapsed_s: float
 ) -> None:
     rows = [
-        Row(number, dict(metrics), dict(metrics), 1.5, samples)
+        EpochRow(number, dict(metrics), dict(metrics), 1.5, samples)
         for number, metrics in enumerate(epochs)
     ]
     metrics: dict[str, Any] = epochs[0] if epochs else {}
-    facts = Facts("digits", workers=128, epochs=100, steps=10**6, lines=("a word " * 30,))
-    state = State(facts, 0.0, elapsed_s, 10**5, 7, samples, metrics, rows)
-    state.speed.mark(0.0, 0, 0)
-    state.speed.mark(elapsed_s, 10**5, samples)
-    lines = [*table.summary(state, "finished", facts.lines), *table.opening(state)]
-    assert max(map(len, [*lines, table.status_line(state)])) <= table.WIDTH
-    assert len(table.epoch_table(rows)) <= 26
+    state = ProgressState(name="digits", workers=128, epochs=100, steps=10**6, epoch=7, rows=rows)
+    state.lines, state.metrics = ("a word " * 30,), metrics
+    state.mark(0.0)
+    state.step, state.samples = 10**5, samples
+    state.mark(elapsed_s)
+    lines = [*text.summary(state, "finished", state.lines), *text.opening(state)]
+    assert max(map(len, [*lines, text.status_line(state)])) <= text.WIDTH
+    assert len(text.epoch_table(rows)) <= 26
 
 
 def test_a_long_table_leaves_out_its_middle_and_says_so() -> None:
-    lines = table.epoch_table([Row(number, {"loss": 0.5}) for number in range(100)])
+    lines = text.epoch_table([EpochRow(number, {"loss": 0.5}) for number in range(100)])
     assert lines[5] == "  ... 77 more ..."
     assert lines[4].split()[0] == "4"
     assert lines[-1].split()[0] == "100"

@@ -11,7 +11,6 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 
@@ -81,7 +80,7 @@ def test_a_terminal_gets_one_line_that_is_redrawn_and_then_the_summary(terminal:
     assert 40 <= len(lines) <= 60, "at most ten a second, for five seconds"
     assert "99%" in lines[-1]
     assert "loss 0.5000  accuracy 90.0%  160 samples/s" in lines[-1]
-    assert re.search(r"0\.\d+ s left", lines[-1])
+    assert re.search(r"\d+ ms left", lines[-1])
     assert "digits finished on 1 worker: 100 steps" in terminal.read()
 
 
@@ -148,22 +147,6 @@ def test_a_resized_terminal_gets_lines_that_fit(terminal: Terminal) -> None:
             progress.step(step + 1, epoch=0, samples=8, metrics={"loss": 0.5})
             last = plain(terminal.read()).strip("\r\n").split("\r")[-1]
             assert len(last) <= columns
-
-
-def test_what_does_not_fit_stays_away_instead_of_coming_and_going(terminal: Terminal) -> None:
-    terminal.resize(80)
-    shapes = []
-    with terminal.progress() as progress:
-        progress.start(epochs=50, steps=2_000)
-        for step in range(0, 2_000, 7):
-            terminal.now_s += 0.5 + (step % 3) / 10
-            progress.step(step + 1, epoch=step // 40, samples=50, metrics={"loss": 0.5})
-            last = plain(terminal.read()).split("\r")[-1]
-            shapes.append(("step" in last, sum(map(last.count, "━╺╸"))))
-    changes = [shape for before, shape in pairwise(shapes) if shape != before]
-    assert changes[0] > changes[-1], "it must become too long once, or this shows nothing"
-    assert len(changes) <= 8
-    assert sum(before[0] != after[0] for before, after in pairwise(shapes)) <= 1
 
 
 def test_no_colour_and_no_letters_beyond_ascii_where_they_are_not_wanted() -> None:

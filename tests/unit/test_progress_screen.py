@@ -19,14 +19,12 @@ from hypothesis import strategies as st
 from paceline.env import SCREEN_VARIABLE, read_screen, screen_environment
 from paceline.launcher.output import Console, Records, Stream, open_records
 from paceline.progress import Progress
-from paceline.progress.line import Glance
-from paceline.progress.screen import Screen, can_draw
-from paceline.progress.sending import read_record
+from paceline.progress.live import Screen, StatusLine, can_draw, read_record
 from tests.terminals import Glass
 
 pytest.importorskip("rich")
 
-HALF = Glance(50, 100, ((2, "epoch 1/2"), (5, "step 50/100"), (0, "loss 0.5000")))
+HALF = StatusLine(50, 100, ((2, "epoch 1/2"), (5, "step 50/100"), (0, "loss 0.5000")))
 
 
 class Desk:
@@ -86,7 +84,7 @@ class Worker:
     def said(self) -> str:
         return _all_of(self.reader).decode()
 
-    def sent(self) -> list[Glance | str | None]:
+    def sent(self) -> list[StatusLine | str | None]:
         return [read_record(line) for line in _all_of(self.records).splitlines()]
 
     def close(self) -> None:
@@ -113,10 +111,10 @@ def _all_of(fd: int) -> bytes:
 
 
 def test_the_line_is_drawn_in_place_and_cleared_without_a_trace(desk: Desk) -> None:
-    desk.screen.show(Glance(0, 100, ()))
-    desk.screen.show(HALF)
+    desk.screen.receive(StatusLine(0, 100, ()))
+    desk.screen.receive(HALF)
     assert desk.glass.lines == [desk.glass.bottom]
-    assert re.fullmatch("━+╺?━+ +50%  epoch 1/2  step 50/100  loss 0.5000", desk.glass.bottom), (
+    assert re.fullmatch("━+[╺╸]?━+ +50%  epoch 1/2  step 50/100  loss 0.5000", desk.glass.bottom), (
         desk.glass.bottom
     )
     desk.screen.clear()
@@ -129,7 +127,7 @@ def test_the_line_is_drawn_in_place_and_cleared_without_a_trace(desk: Desk) -> N
 def test_what_is_written_above_the_line_is_whole_and_in_order(desk: Desk) -> None:
     console = desk.console()
     console.show(1, 0, b"before")
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     for number in range(100):
         console.show(1 + number % 2, number % 3, b"line %d" % number)
     *above, line = desk.glass.lines
@@ -141,7 +139,7 @@ def test_what_is_written_above_the_line_is_whole_and_in_order(desk: Desk) -> Non
 
 
 def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     desk.console().show(1, None, b"x" * 250)
     assert [len(row) for row in desk.glass.lines[:-1]] == [100, 100, 50]
     assert desk.glass.bottom.endswith("loss 0.5000")
@@ -150,7 +148,7 @@ def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
 def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
     reader, writer = os.pipe()
     stream = Stream(reader, 1, rank=1, console=desk.console())
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     desk.written.clear()
     os.write(writer, b"".join(b"%d\n" % number for number in range(5_000)))
     os.close(writer)
@@ -163,7 +161,7 @@ def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
 def test_output_that_would_move_the_cursor_moves_nothing_while_there_is_a_line(desk: Desk) -> None:
     console = desk.console()
     console.show(1, None, b"first")
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     console.show(1, None, b"\x1b[1A\x1b[2Ksecond \x1b[31mred\x1b[0m\x1b[K\x1b[?25l\x1b[H")
     assert desk.glass.lines[:-1] == ["first", "second red"]
     assert b"\x1b[31mred" in desk.written[-1], "colours stay"
@@ -171,9 +169,9 @@ def test_output_that_would_move_the_cursor_moves_nothing_while_there_is_a_line(d
 
 
 def test_a_colour_that_is_left_on_does_not_reach_the_line(desk: Desk) -> None:
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     desk.console().show(1, None, b"\x1b[31mred for ever")
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     assert desk.written[-1].startswith(b"\r\x1b[0m")
 
 
@@ -181,7 +179,7 @@ def test_a_stream_that_is_not_on_the_screen_is_left_alone(desk: Desk) -> None:
     other: list[bytes] = []
     writes = {1: desk.screen.write, 2: other.append}
     console = Console(writes, {1: False, 2: False}, desk.screen, frozenset({1}))
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     before = list(desk.written)
     console.show(2, 0, b"\x1b[2Kto a file")
     assert other == [b"[rank 0] \x1b[2Kto a file\n"]
@@ -190,9 +188,9 @@ def test_a_stream_that_is_not_on_the_screen_is_left_alone(desk: Desk) -> None:
 
 @pytest.mark.parametrize("columns", [200, 60, 30, 12, 3, 1])
 def test_the_line_fits_into_any_width_as_soon_as_somebody_looks(desk: Desk, columns: int) -> None:
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     desk.screen.clear()
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     desk.resize(columns)
     desk.screen.refresh()
     assert len(desk.glass.bottom) <= max(columns - 1, 1)
@@ -204,7 +202,7 @@ def test_the_line_fits_into_any_width_as_soon_as_somebody_looks(desk: Desk, colu
 def test_a_note_is_said_at_once_and_is_the_last_to_give_way(desk: Desk) -> None:
     desk.screen.note("stopping")
     assert desk.written == [], "there is no line yet"
-    desk.screen.show(HALF)
+    desk.screen.receive(HALF)
     assert desk.glass.bottom.endswith("loss 0.5000  stopping")
     desk.resize(30)
     desk.screen.refresh()
@@ -229,7 +227,7 @@ def test_a_line_that_a_process_has_removed_itself_is_not_removed_again(desk: Des
 
 def test_letters_and_colours_that_the_terminal_does_not_have_are_not_sent() -> None:
     desk = Desk(encoding="ascii", has_colour=False)
-    desk.screen.show(Glance(50, 100, ((0, "loss é 0.5"),)))
+    desk.screen.receive(StatusLine(50, 100, ((0, "loss é 0.5"),)))
     assert "---" in desk.glass.bottom
     assert desk.glass.bottom.endswith(r"loss \xe9 0.5")
     assert set(re.findall(rb"\x1b\[[0-9;]*m", desk.written[-1])) == {b"\x1b[0m"}
@@ -241,7 +239,7 @@ def test_a_terminal_that_is_gone_is_no_error() -> None:
         raise OSError
 
     screen = Screen(fail, fd=-1, encoding="utf-8", has_colour=True)
-    screen.show(HALF)
+    screen.receive(HALF)
     screen.note("stopping")
     screen.clear()
 
@@ -285,7 +283,7 @@ def test_behind_a_launcher_a_run_writes_what_stays_and_sends_what_does_not(worke
     assert all(line.startswith("<mark>") for line in said[3:])
     sent = worker.sent()
     assert sent[-1] == "end"
-    glances = [record for record in sent if isinstance(record, Glance)]
+    glances = [record for record in sent if isinstance(record, StatusLine)]
     assert len(glances) == len(sent) - 1
     assert 15 <= len(glances) <= 22, "a few a second, for five seconds"
     assert glances[0].step == 0
@@ -305,7 +303,7 @@ def test_a_launcher_that_does_not_read_never_makes_the_run_wait(worker: Worker) 
     worker.now_s += 1.0
     progress.step(6_000, epoch=0, samples=1)
     newest = worker.sent()[-1]
-    assert isinstance(newest, Glance)
+    assert isinstance(newest, StatusLine)
     assert newest.step == 6_000
     progress.close()
     assert worker.sent() == ["end"]
@@ -360,7 +358,7 @@ def test_names_of_any_letters_and_length_fit_into_a_record(worker: Worker) -> No
     worker.sent()
     progress.step(1, epoch=0, samples=1, metrics={f"\ud800\x01é{n}" * 500: 0.5 for n in range(500)})
     (record,) = worker.sent()
-    assert isinstance(record, Glance)
+    assert isinstance(record, StatusLine)
     assert record.step == 1
     progress.close()
 
@@ -438,10 +436,12 @@ def test_marked_lines_lose_their_rank_and_end_what_was_not_ended(desk: Desk) -> 
 
 def test_records_are_drawn_as_they_come_and_the_end_of_rank_0_removes_the_line(desk: Desk) -> None:
     records, writer = open_records(desk.screen)
-    os.write(writer, HALF.as_json().encode()[:20])
+    os.write(writer, HALF.to_json().encode()[:20])
     records.read(0.0)
     assert desk.glass.lines == []
-    os.write(writer, HALF.as_json().encode()[20:] + b"\n" + Glance(60, 100, ()).as_json().encode())
+    os.write(
+        writer, HALF.to_json().encode()[20:] + b"\n" + StatusLine(60, 100, ()).to_json().encode()
+    )
     os.write(writer, b"\n")
     records.read(0.0)
     assert "60%" in desk.glass.bottom
@@ -492,23 +492,23 @@ def test_what_is_no_record_is_nothing(record: bytes) -> None:
     st.none() | st.integers(0, 2**53),
     st.lists(st.tuples(st.integers(-5, 99), st.text(max_size=56)), max_size=16),
 )
-def test_a_glance_travels_unchanged(
+def test_a_status_line_travels_unchanged(
     step: int, steps: int | None, parts: list[tuple[int, str]]
 ) -> None:
-    glance = Glance(step, steps, tuple(parts))
-    assert read_record(glance.as_json().encode("utf-8", "surrogatepass")) in (glance, None)
+    glance = StatusLine(step, steps, tuple(parts))
+    assert read_record(glance.to_json().encode("utf-8", "surrogatepass")) in (glance, None)
 
 
 @pytest.mark.parametrize("repeats", [1, 4, 8])
 def test_letters_that_take_two_columns_do_not_squeeze_the_rest(repeats: int) -> None:
     desk = Desk(80)
     parts = ((2, "epoch 1"), (0, "損失" * repeats + " 0.5"), (4, "20 samples/s"), (1, "3 s left"))
-    desk.screen.show(Glance(5, 20, parts))
+    desk.screen.receive(StatusLine(5, 20, parts))
     assert re.search(r"━ +25%  ", desk.glass.bottom)
     assert desk.glass.bottom.split("  ")[-1] in {text for _, text in parts}
     desk.close()
 
 
 def test_control_characters_in_a_metrics_name_stay_text(desk: Desk) -> None:
-    desk.screen.show(Glance(1, 2, ((0, "loss\x1b[2J\n"),)))
+    desk.screen.receive(StatusLine(1, 2, ((0, "loss\x1b[2J\n"),)))
     assert desk.glass.bottom.endswith(r"loss\x1b[2J\n")

@@ -19,10 +19,8 @@ from typing import BinaryIO, TextIO
 
 from paceline.env import screen_environment
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec
-from paceline.progress.line import Glance
-from paceline.progress.painter import terminal_of
-from paceline.progress.screen import Screen, can_draw
-from paceline.progress.sending import read_record
+from paceline.progress.live import Screen, StatusLine, can_draw, read_record
+from paceline.progress.painters import terminal_of
 
 MAX_LINE_BYTES = 64 * 2**10
 TERMINAL_PATIENCE_S = 1.0
@@ -243,15 +241,15 @@ class Records(Source):
         *whole, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
             self.rest = b""
-        newest: Glance | None = None
+        newest: StatusLine | None = None
         for record in map(read_record, whole):
-            if isinstance(record, Glance):
+            if isinstance(record, StatusLine):
                 newest = record
             elif record is not None:
                 newest = None
                 self.screen.receive(record)
         if newest is not None:
-            self.screen.show(newest)
+            self.screen.receive(newest)
 
     def tick(self, now_s: float) -> None:
         self.screen.refresh()

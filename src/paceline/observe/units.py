@@ -63,3 +63,26 @@ def table_lines(rows: Sequence[Sequence[str]], align: str = "", gap: str = "  ")
         gap.join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
         for cells in (zip(row, sides, widths, strict=True) for row in rows)
     ]
+
+
+def rate_text(per_second: float) -> str:
+    """A rate with three digits that mean something: `7.42`, `74.2`, `742`, `7,420`."""
+    if not math.isfinite(per_second) or per_second < 0:
+        return "?"
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def metric_text(name: str, value: float) -> str:
+    """A loss with four decimals, an accuracy in percent, anything else as short as it goes."""
+    if not math.isfinite(value):
+        return str(value)
+    if 0 <= value <= 1 and name.lower().split()[-1:] in (
+        ["accuracy"],
+        ["acc"],
+        ["precision"],
+        ["recall"],
+    ):
+        return f"{value:.1%}"
+    if value != 0 and not 1e-4 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"

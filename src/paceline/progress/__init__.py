@@ -1,10 +1,8 @@
-"""One run on a terminal, drawn from plain numbers by one process.
+"""One run on a terminal, drawn from plain numbers by one process. No torch in here.
 
-`Progress` is told what happens and decides how often to say it, and how: `bar` draws with `rich`
-on a terminal, `plain` writes lines elsewhere, `json_lines` writes for programs, `silence` keeps
-to warnings. Behind a launcher that owns the terminal, `sending` tells it what to draw, and it
-draws that on a `screen`. `line` is the live line of both; `speed`, `numbers` and `table` are the
-arithmetic and the wording. No torch in here.
+`display` is `Progress`: told what happens, it decides how often to show it. `painters` are the
+ways of showing: plain lines, JSON lines, silence. `live` is the line at the bottom of a terminal,
+drawn by `rich` in this process or by the launcher that owns the terminal. `text` is the wording.
 """
 
 from paceline.progress.display import Progress

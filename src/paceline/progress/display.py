@@ -1,4 +1,4 @@
-"""`Progress`: told what happens in a run, and shows it often enough and no oftener.
+"""`Progress`: told what happens in a run, and shows it often enough.
 
 The life of one: `start`, then `step` for every step, `epoch` and `evaluation` when they end,
 `message` at any time and from any thread, `finish` once. A step that nobody will see costs a look
@@ -7,6 +7,7 @@ at the clock.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -18,21 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from paceline.env import ScreenOffer, read_screen, read_terminal
-from paceline.progress.bar import BarPainter
-from paceline.progress.json_lines import JsonPainter
-from paceline.progress.line import is_possible
-from paceline.progress.mode import choose_mode
-from paceline.progress.painter import Painter, Sheet, descriptor, terminal_of
-from paceline.progress.plain import PlainPainter
-from paceline.progress.sending import Channel, SendingPainter
-from paceline.progress.silence import SilentPainter
-from paceline.progress.state import Facts, State
+from paceline.env import read_screen, read_terminal
+from paceline.progress.live import LivePainter, SendingPainter, choose_mode, has_rich
+from paceline.progress.painters import (
+    JsonPainter,
+    Painter,
+    PlainPainter,
+    Sheet,
+    descriptor,
+    terminal_of,
+)
+from paceline.progress.state import ProgressState
 
 Metrics = Mapping[str, float] | Callable[[], Mapping[str, float]]
 """Numbers by name, or a function that gives them: it is called only when they will be shown."""
-
-_NO_OFFER = ScreenOffer(-1, "")
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
         made --start--> running --finish--> over
                            └──close, an exception, the end of the process──> over
 
-    Invariant: whatever happens, training goes on. A terminal that is gone makes this one silent.
+    Invariant: whatever happens, training continues. A terminal that is gone makes this one silent.
     """
 
     def __init__(
@@ -69,13 +69,19 @@ class Progress:
             mode,
             is_terminal=has_terminal or is_drawn_elsewhere,
             settings=settings,
-            has_rich=is_possible() or is_drawn_elsewhere,
+            has_rich=has_rich() or is_drawn_elsewhere,
         )
+        # A stream that does more than pass text on, such as one that keeps a log, gets no marks.
+        is_plain_file = type(stream) is io.TextIOWrapper
         self._painter = _painter(
-            self.mode, stream if draws else None, settings.has_colour, offer or _NO_OFFER
+            self.mode,
+            stream if draws else None,
+            mark=offer.mark if offer is not None and is_plain_file else "",
+            fd=offer.fd if offer is not None else -1,
+            has_colour=settings.has_colour,
         )
         self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
-        self._state: State | None = None
+        self._state: ProgressState | None = None
         self._due_s = 0.0
         self._turn = _Turn()
 
@@ -88,26 +94,24 @@ class Progress:
         steps: int | None = None,
         steps_per_epoch: int | None = None,
         global_batch: int | None = None,
-        dataset_size: int | None = None,
         step: int = 0,
         lines: Sequence[str] = (),
     ) -> None:
-        """A run begins, or goes on after `step` steps of all `steps`; `lines` are shown first."""
-        facts = Facts(
+        """A run begins, or continues after `step` steps of `steps`; `lines` are shown first."""
+        now_s = self._clock()
+        state = self._state = ProgressState(
             name=name,
             workers=workers,
             epochs=epochs,
             steps=steps,
-            steps_per_epoch=steps_per_epoch,
             global_batch=global_batch,
-            dataset_size=dataset_size,
             first_step=step,
             lines=tuple(lines),
+            begin_s=now_s,
+            step=step,
+            epoch=step // steps_per_epoch if steps_per_epoch else 0,
         )
-        now_s = self._clock()
-        epoch = step // steps_per_epoch if steps_per_epoch else 0
-        state = self._state = State(facts, begin_s=now_s, now_s=now_s, step=step, epoch=epoch)
-        state.speed.mark(now_s, step, 0)
+        state.mark(now_s)
         self._due_s = now_s + self._painter.interval_s
         self._turn.take(lambda: self._painter.start(state))
 
@@ -122,7 +126,9 @@ class Progress:
         now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + self._painter.interval_s
-            self._update(state, now_s, metrics)
+            state.mark(now_s)
+            if metrics is not None:
+                state.metrics = dict(metrics() if callable(metrics) else metrics)
             self._turn.take(lambda: self._painter.step(state))
 
     def epoch(
@@ -135,26 +141,25 @@ class Progress:
     ) -> None:
         """An epoch, counted from 0, is over: one row of the table."""
         state = self._state
-        if state is None:
-            return
-        row = state.row(epoch)
-        row.metrics.update(metrics)
-        row.seconds, row.samples = seconds, samples
-        self._update(state, self._clock(), metrics)
-        self._turn.take(lambda: self._painter.epoch(state, row))
+        if state is not None:
+            row = state.row(epoch)
+            row.metrics.update(metrics)
+            row.seconds, row.samples = seconds, samples
+            state.mark(self._clock())
+            state.metrics = dict(metrics)
+            self._turn.take(lambda: self._painter.epoch(state, row))
 
     def evaluation(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is over: more columns in the row of its epoch."""
         state = self._state
-        if state is None:
-            return
-        row = state.row(epoch)
-        row.evaluation.update(metrics)
-        self._turn.take(lambda: self._painter.evaluation(state, row))
+        if state is not None:
+            row = state.row(epoch)
+            row.evaluation.update(metrics)
+            self._turn.take(lambda: self._painter.evaluation(state, row))
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something; `level` is `info`, `warning` or `error`."""
-        self._turn.take(lambda: self._painter.message(self._state, text, level))
+        self._turn.take(lambda: self._painter.message(text, level))
 
     def finish(self, status: str = "finished", *, lines: Sequence[str] = ()) -> None:
         """The run is over: show the table and the summary, then `lines`. Later calls do nothing."""
@@ -167,7 +172,7 @@ class Progress:
     def close(self) -> None:
         """Leave the terminal as it was, without a summary."""
         self._state = None
-        self._turn.take(self._let_go)
+        self._turn.take(lambda: self._finalizer() and None)
 
     def __enter__(self) -> Progress:
         return self
@@ -179,15 +184,6 @@ class Progress:
         traceback: TracebackType | None,
     ) -> None:
         self.finish("finished" if kind is None else "failed")
-
-    def _let_go(self) -> None:
-        self._finalizer()
-
-    def _update(self, state: State, now_s: float, metrics: Metrics | None) -> None:
-        state.now_s = now_s
-        state.speed.mark(now_s, state.step, state.samples)
-        if metrics is not None:
-            state.metrics = dict(metrics() if callable(metrics) else metrics)
 
 
 class _Turn:
@@ -209,17 +205,11 @@ class _Turn:
             while self._waiting and not self._is_busy:
                 self._is_busy = True
                 try:
-                    _quietly(self._waiting.popleft())
+                    # A picture is not worth a training: a terminal that fails is left alone.
+                    with contextlib.suppress(OSError, ValueError):
+                        self._waiting.popleft()()
                 finally:
                     self._is_busy = False
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    """A picture is not worth a training: a terminal that fails is left alone."""
-    try:
-        call()
-    except (OSError, ValueError):
-        return
 
 
 def _close(painter: Painter, pid: int) -> None:
@@ -228,18 +218,15 @@ def _close(painter: Painter, pid: int) -> None:
         painter.close()
 
 
-def _painter(mode: str, stream: TextIO | None, has_colour: bool, offer: ScreenOffer) -> Painter:
+def _painter(mode: str, stream: TextIO | None, *, mark: str, fd: int, has_colour: bool) -> Painter:
     if stream is None:  # another process draws, or a program without standard streams
-        return SilentPainter(None)
+        return Painter(None)
     if mode == "quiet":
-        return SilentPainter(None if sys.stderr is None else Sheet(sys.stderr))
-    # A stream that does more than pass text on, such as one that keeps a log, gets no marks.
-    mark = offer.mark if type(stream) is io.TextIOWrapper else ""
+        return Painter(None if sys.stderr is None else Sheet(sys.stderr))
     if mode == "json":
         return JsonPainter(Sheet(stream, mark))
     if mode == "plain":
         return PlainPainter(Sheet(stream))
     if terminal_of(stream) < 0:
-        return SendingPainter(Sheet(stream, mark), offer.fd, has_colour=has_colour)
-    channel = Channel(offer.fd) if offer.draws else None
-    return BarPainter(Sheet(stream), has_colour=has_colour, channel=channel)
+        return SendingPainter(Sheet(stream, mark), has_colour=has_colour, fd=fd)
+    return LivePainter(Sheet(stream), has_colour=has_colour, fd=fd)

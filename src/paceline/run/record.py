@@ -58,7 +58,6 @@ class Record:
                 steps=info.steps,
                 steps_per_epoch=info.steps_per_epoch,
                 global_batch=info.global_batch,
-                dataset_size=info.dataset_size,
                 step=step,
                 lines=[*info.policy, *lines],
             )

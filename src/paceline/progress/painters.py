@@ -1,0 +1,192 @@
+"""Ways of showing a run without a live line: silence, plain lines, JSON lines.
+
+A painter writes to a `Sheet`, a text stream that never breaks a training: letters that the
+terminal does not have are escaped, and a reader that left is no reason to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from paceline.progress import text
+from paceline.progress.state import EpochRow, ProgressState
+
+SILENCE_S = 10.0
+"""After so long without a line, a step is worth one."""
+NEWS_S = 1.0
+"""Between the ends of two epochs: quick ones are read in the table at the end."""
+
+
+class Sheet:
+    """A stream to write lines to, whatever it is connected to."""
+
+    def __init__(self, stream: TextIO, mark: str = "") -> None:
+        """Lines begin with `mark`, which only a launcher ever sees."""
+        self.stream = stream
+        self.mark = mark
+        self.is_gone = False
+        """The reader has left, or the stream was closed: nothing is written any more."""
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def write(self, *lines: str) -> None:
+        """Write whole lines at once; control characters in them stay text."""
+        self.write_raw("".join(f"{self.mark}{text.printable(line)}\n" for line in lines))
+
+    def write_raw(self, data: str) -> None:
+        """Write as far as the encoding can say it, and control characters as they are."""
+        if self.is_gone or not data:
+            return
+        try:
+            self.stream.write(text.encodable(data, self.encoding))
+            self.stream.flush()
+        except (OSError, ValueError):
+            self.is_gone = True
+
+
+class Painter:
+    """Shows nothing but warnings and errors, and without a sheet not even those.
+
+    The base of the other painters. Calls come one at a time.
+    """
+
+    interval_s = math.inf
+    """The shortest time between two calls of `step`."""
+
+    def __init__(self, sheet: Sheet | None) -> None:
+        self.sheet = sheet
+
+    def start(self, state: ProgressState) -> None: ...
+
+    def step(self, state: ProgressState) -> None: ...
+
+    def epoch(self, state: ProgressState, row: EpochRow) -> None: ...
+
+    def evaluation(self, state: ProgressState, row: EpochRow) -> None: ...
+
+    def message(self, said: str, level: str) -> None:
+        if level != "info":
+            self.write(*text.message_lines(said, level))
+
+    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None: ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was; called once at the end, however that came."""
+
+    def write(self, *lines: str) -> None:
+        if self.sheet is not None:
+            self.sheet.write(*lines)
+
+
+class PlainPainter(Painter):
+    """A line when there is news: the end of an epoch, or some seconds of silence.
+
+    A run of a second is its opening and its summary.
+    """
+
+    interval_s = NEWS_S
+
+    def __init__(self, sheet: Sheet | None) -> None:
+        super().__init__(sheet)
+        self._last_s = 0.0
+
+    def start(self, state: ProgressState) -> None:
+        self._last_s = state.now_s
+        self.write(*text.opening(state))
+
+    def step(self, state: ProgressState) -> None:
+        self._write_after(SILENCE_S, state)
+
+    def epoch(self, state: ProgressState, row: EpochRow) -> None:
+        self._write_after(NEWS_S, state)
+
+    def message(self, said: str, level: str) -> None:
+        self.write(*text.message_lines(said, level))
+
+    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None:
+        self.write(*text.summary(state, status, lines))
+
+    def _write_after(self, silence_s: float, state: ProgressState) -> None:
+        if state.now_s - self._last_s >= silence_s:
+            self._last_s = state.now_s
+            self.write(text.status_line(state))
+
+
+class JsonPainter(Painter):
+    """Objects with a `kind` and the time `t`, one per line, for programs.
+
+    Steps are thinned out, everything else is complete. Numbers that JSON cannot say are the
+    strings "nan", "inf" and "-inf".
+    """
+
+    interval_s = 1.0
+
+    def start(self, state: ProgressState) -> None:
+        names = ("name", "workers", "epochs", "steps", "global_batch", "lines", "step")
+        self._write("start", {name: getattr(state, name) for name in names})
+
+    def step(self, state: ProgressState) -> None:
+        names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
+        self._write("step", {name: getattr(state, name) for name in names})
+
+    def epoch(self, state: ProgressState, row: EpochRow) -> None:
+        what = {"metrics": row.metrics, "seconds": row.seconds, "samples": row.samples}
+        self._write("epoch", {"epoch": row.epoch, "step": state.step, **what})
+
+    def evaluation(self, state: ProgressState, row: EpochRow) -> None:
+        what = {"epoch": row.epoch, "step": state.step, "metrics": row.evaluation}
+        self._write("evaluation", what)
+
+    def message(self, said: str, level: str) -> None:
+        self._write("message", {"text": said, "level": level})
+
+    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None:
+        what = {"status": status, "step": state.step, "samples": state.samples}
+        self._write("finish", {**what, "seconds": state.elapsed_s, "lines": list(lines)})
+
+    def _write(self, kind: str, what: dict[str, object]) -> None:
+        self.write(json.dumps(_strict({"kind": kind, "t": time.time(), **what})))
+
+
+def descriptor(stream: TextIO | None) -> int:
+    """The stream's descriptor, or -1 where it has none."""
+    try:
+        return -1 if stream is None else stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def terminal_of(stream: TextIO | None) -> int:
+    """The descriptor of the terminal that the stream writes to, or -1.
+
+    A notebook's stream has the descriptor of a terminal it does not write to.
+    """
+    fd = descriptor(stream)
+    try:
+        return fd if stream is not None and stream.isatty() and is_terminal(fd) else -1
+    except ValueError:  # closed
+        return -1
+
+
+def is_terminal(fd: int) -> bool:
+    """Whether it is a terminal that has a size."""
+    try:
+        return os.isatty(fd) and bool(os.get_terminal_size(fd))
+    except OSError:
+        return False
+
+
+def _strict(value: object) -> object:
+    """A value that strict JSON can hold: floats that are no numbers become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
