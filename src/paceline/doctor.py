@@ -13,16 +13,18 @@ import os
 import platform
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from paceline import __version__, env
 from paceline.errors import PacelineError, UsageError
-from paceline.launcher import count_cores
+from paceline.launcher import count_cores, launch
 from paceline.launcher.flags import FLAGS, read_settings
+from paceline.observe.units import table_lines
 
 TEST_TIMEOUT_S = 60
 SHOWN_VARIABLES = (
@@ -53,10 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--no-test", action="store_true", help="skip the check")
     parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=int,
-        help="how many workers the check starts (default: 2)",
+        "--workers", metavar="N", type=int, help="how many workers the check starts (default: 2)"
     )
 
 
@@ -71,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     findings = collect(os.environ, {"nproc_per_node": given})
     if not args.no_test:
         # Before the devices are looked at: forks of a process that uses CUDA cannot.
-        findings["check"] = check(2 if args.workers is None else args.workers)
+        findings["check"] = check(args.workers or 2)
     findings["devices"] = devices()
     print(json.dumps(findings, indent=2) if args.json else render(findings))
     return 0 if findings.get("check", {}).get("passed", True) else 1
@@ -84,7 +83,8 @@ def collect(
     import torch
     import torch.distributed as dist
 
-    available = dist.is_available()
+    backends = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
+    settings = read_settings(given or {}, environ).values()
     return {
         "versions": {
             "paceline": __version__,
@@ -100,18 +100,11 @@ def collect(
             "shared memory": _shared_memory(),
             "loopback interface": env.loopback_interface() or "none",
         },
-        "backends": {
-            "gloo": available and dist.is_gloo_available(),
-            "nccl": available and dist.is_nccl_available(),
-            "mpi": available and dist.is_mpi_available(),
-            "ucc": available and dist.is_ucc_available(),
-        },
+        "backends": {name: getattr(dist, f"is_{name}_available")() for name in backends},
         "environment": shown_environment(environ),
         "settings": {
             flag.names[0]: {"value": setting.value, "source": setting.source}
-            for flag, setting in zip(
-                FLAGS, read_settings(given or {}, environ).values(), strict=True
-            )
+            for flag, setting in zip(FLAGS, settings, strict=True)
         },
         "devices": [],
     }
@@ -136,8 +129,7 @@ def devices() -> list[str]:
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        memory = gibibytes(properties.total_memory)
-        found.append(f"cuda:{index} {properties.name}, {memory}")
+        found.append(f"cuda:{index} {properties.name}, {_gibibytes(properties.total_memory)}")
     if torch.backends.mps.is_available():
         found.append("mps")
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -147,18 +139,16 @@ def devices() -> list[str]:
 
 def check(workers: int) -> dict[str, Any]:
     """Start workers and let them sum a tensor."""
-    from paceline.launcher import launch
-
     begin_s = time.monotonic()
     expected = workers * (workers + 1) / 2
     try:
         sums = launch(_sum_ranks, workers=workers)
-        passed, detail = sums == [expected] * workers, f"got {sums}, expected {expected}"
+        detail = "" if sums == [expected] * workers else f"got {sums}, expected {expected}"
     except PacelineError as error:
-        passed, detail = False, str(error)
+        detail = str(error)
     seconds = round(time.monotonic() - begin_s, 2)
     what = f"{workers} workers, one all-reduce with Gloo"
-    return {"what": what, "passed": passed, "seconds": seconds, "detail": "" if passed else detail}
+    return {"what": what, "passed": not detail, "seconds": seconds, "detail": detail}
 
 
 def _sum_ranks() -> float:
@@ -178,36 +168,29 @@ def _sum_ranks() -> float:
 
 def render(findings: Mapping[str, Any]) -> str:
     """The findings as plain text."""
-    lines: list[str] = []
-    for section in ("versions", "machine"):
-        lines += [section, *_table(findings[section])]
     backends = [name for name, there in findings["backends"].items() if there]
-    lines += ["backends", f"  {', '.join(backends) or 'none'}"]
-    lines += ["devices", *(f"  {line}" for line in findings["devices"] or ["none but the CPU"])]
-    lines += ["environment", *(_table(findings["environment"]) or ["  nothing relevant is set"])]
-    settings = {
-        name: f"{_shown(setting['value']):<30} {setting['source']}"
-        for name, setting in findings["settings"].items()
+    settings = [
+        [name, masked("", each["value"]) or "-", each["source"]]
+        for name, each in findings["settings"].items()
+    ]
+    lines_by_title = {
+        "versions": table_lines([[*map(str, row)] for row in findings["versions"].items()]),
+        "machine": table_lines([[*map(str, row)] for row in findings["machine"].items()]),
+        "backends": [", ".join(backends) or "none"],
+        "devices": findings["devices"] or ["none but the CPU"],
+        "environment": table_lines([*findings["environment"].items()])
+        or ["nothing relevant is set"],
+        "settings of `paceline run`": table_lines(settings),
     }
-    lines += ["settings of `paceline run`", *_table(settings)]
     if "check" in findings:
         done = findings["check"]
         verdict = "works" if done["passed"] else f"FAILED: {done['detail']}"
-        lines += ["check", f"  {done['what']}, {done['seconds']} s: {verdict}"]
-    return "\n".join(lines)
+        lines_by_title["check"] = [f"{done['what']}, {done['seconds']} s: {verdict}"]
+    return "\n".join("\n  ".join([title, *lines]) for title, lines in lines_by_title.items())
 
 
-def gibibytes(count: float) -> str:
+def _gibibytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
-
-
-def _shown(value: str) -> str:
-    return masked("", value) if value else "-"
-
-
-def _table(rows: Mapping[str, object]) -> list[str]:
-    width = max(map(len, rows), default=0) + 2
-    return [f"  {name:<{width}}{value}" for name, value in rows.items()]
 
 
 def _memory() -> str:
@@ -216,11 +199,10 @@ def _memory() -> str:
     except (ValueError, OSError):
         return "unknown"
     free = ""
-    if sys.platform == "linux":
-        with open("/proc/meminfo") as file:
-            found = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
-        free = f", {gibibytes(int(found[1]) * 1024)} available" if found else ""
-    return gibibytes(total) + free
+    with suppress(OSError):  # only Linux has it
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        free = f", {_gibibytes(int(found[1]) * 1024)} available" if found else ""
+    return _gibibytes(total) + free
 
 
 def _shared_memory() -> str:
@@ -228,4 +210,4 @@ def _shared_memory() -> str:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
         return "no /dev/shm"
-    return f"{gibibytes(usage.free)} free of {gibibytes(usage.total)}"
+    return f"{_gibibytes(usage.free)} free of {_gibibytes(usage.total)}"

@@ -4,76 +4,80 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.comm.world import init_process_group
-from paceline.demo.options import BATCH_ROWS, RECORDED_STEP, Options
-from paceline.demo.outcome import Epoch, Outcome, Resumed
-from paceline.demo.task import (
-    make_data,
-    make_held_out_data,
-    make_model,
-    make_optimizer,
-    train_alone,
+from paceline.data import DistributedSampler
+from paceline.demo import (
+    BATCH_ROWS,
+    CLASSES,
+    FEATURES,
+    HELD_OUT_ROWS,
+    HIDDEN,
+    ROWS,
+    DemoOptions,
+    DemoOutcome,
 )
-from paceline.demo.words import policy
 from paceline.explain import report
 from paceline.launcher import launch
-from paceline.observe import spans
-from paceline.observe.run_folder import Event, RunFolder, read_events
-from paceline.record.step import record_step
+from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions
 
+LEARNING_RATE = 0.3
+NOISE = 0.1
+RECORDED_STEP = 3
+"""The step that is followed stage by stage, for the report."""
 
-def train(options: Options, folder: Path) -> Outcome:
-    """Train on several workers, go on from their checkpoint with others, compare, report."""
+
+def train(options: DemoOptions, folder: Path) -> DemoOutcome:
+    """Train on several workers, continue from their checkpoint with others, compare, report."""
     # The first optimizer imports half of torch: once here, not once per worker.
-    make_optimizer(make_model(options.seed))
+    make_model(options.seed)
     run, copy = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
     results = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
     events = read_events(run)
-    _copy_checkpoint(run, copy, events, options.checkpoint_step)
+    saves = {event["step"]: event["name"] for event in events if event["kind"] == "checkpoint"}
+    # Begin another run with one checkpoint of this one, as if it had stopped there.
+    name = saves[options.checkpoint_step]
+    copy.create()
+    shutil.copytree(run.checkpoints / name, copy.checkpoints / name)
     later = launch(
         train_on_worker, options, str(copy.path), workers=options.other_workers, label=False
     )
     states = [result["state"] for result in results]
-    return Outcome(
-        epochs=[Epoch(*row) for row in results[0]["epochs"]],
+    return DemoOutcome(
+        epochs=results[0]["epochs"],
         rows_by_worker=[result["rows"] for result in results],
-        parameters=sum(tensor.numel() for tensor in states[0].values()),
         is_bit_equal=all(torch.equal(s[name], states[0][name]) for s in states for name in s),
         difference=_difference(states[0], train_alone(options)),
-        resumed=Resumed(
-            workers=options.other_workers,
-            step=options.checkpoint_step,
-            steps=later[0]["steps"],
-            difference=_difference(states[0], later[0]["state"]),
-        ),
-        checkpoints=sum(event["kind"] == "checkpoint" for event in events),
+        resumed={
+            "workers": options.other_workers,
+            "step": options.checkpoint_step,
+            "steps": later[0]["steps"],
+            "difference": _difference(states[0], later[0]["state"]),
+        },
+        checkpoints=len(saves),
         noise=next((e["advice"] for e in reversed(events) if e["kind"] == "noise"), ""),
         folder=str(folder),
         report=str(report.write(run.path)),
     )
 
 
-def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
+def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Any]:
     """What each worker does: its shards of every batch, in step with the others."""
-    with init_process_group(device_id=torch.device("cpu")) as world, timeline(folder, world.rank):
-        model = make_model(options.seed)
-        optimizer = make_optimizer(model)
-        held_out = make_held_out_data(options.seed)
+    with init_process_group(device_id=torch.device("cpu")):
+        data, held_out = make_data(options.seed)
+        model, optimizer = make_model(options.seed)
         run = Run(
             model,
             optimizer,
-            make_data(options.seed),
+            data,
             global_batch=BATCH_ROWS,
             epochs=options.epochs,
             seed=options.seed,
@@ -83,64 +87,68 @@ def train_on_worker(options: Options, folder: str) -> dict[str, Any]:
                 checkpoint_every=options.checkpoint_step,
                 keep=2 * options.epochs + 2,
                 noise_every=1,
+                trace_step=RECORDED_STEP,
+                timeline=True,
                 progress="quiet",
-                policy=[policy(options)],
+                policy=[options.policy],
             ),
         )
 
-        def score(batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
             x, y = batch
             scores = run.model(x)
-            loss = F.cross_entropy(scores, y, reduction="sum")
-            return {"loss": (loss, len(y)), "accuracy": ((scores.argmax(1) == y).sum(), len(y))}
+            accuracy = (scores.argmax(1) == y).float().mean()
+            return {"loss": F.cross_entropy(scores, y), "accuracy": accuracy}
 
         rows, steps = 0, 0
         table = []
         begin_s = time.perf_counter()
         for step in run:
-            with recorded(run, optimizer, step.number, folder) as note_loss, step:
+            with step:
                 for x, y in step.batches():
-                    loss = F.cross_entropy(run.model(x), y, reduction="sum")
-                    note_loss(loss, len(y))
-                    step.backward(loss, reduction="sum")
+                    step.backward(F.cross_entropy(run.model(x), y))
             rows, steps = rows + step.local_samples, steps + 1
             if step.ends_epoch:
                 seconds = time.perf_counter() - begin_s
-                means = run.evaluate(score, held_out, reduction="sum")
-                table.append((step.epoch + 1, means["loss"], means["accuracy"], seconds))
+                means = run.evaluate(score, held_out)
+                table.append({"epoch": step.epoch + 1, **means, "seconds": seconds})
                 begin_s = time.perf_counter()
         return {"epochs": table, "rows": rows, "steps": steps, "state": model.state_dict()}
 
 
-@contextmanager
-def timeline(folder: str, rank: int) -> Iterator[None]:
-    """Record when this worker does what, for the report."""
-    place = RunFolder(folder)
-    place.create()
-    spans.start(place.timeline_of(rank), rank)
-    try:
-        yield
-    finally:
-        spans.stop()
+def train_alone(options: DemoOptions) -> dict[str, Tensor]:
+    """In one process, on whole batches in the same order, with plain torch; the parameters."""
+    data, _ = make_data(options.seed)
+    model, optimizer = make_model(options.seed)
+    order = DistributedSampler(data, 1, 0, seed=options.seed)
+    for epoch in range(options.epochs):
+        order.set_epoch(epoch)
+        for x, y in DataLoader(data, BATCH_ROWS, sampler=order):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
 
 
-@contextmanager
-def recorded(
-    run: Run, optimizer: Optimizer, step: int, folder: str
-) -> Iterator[Callable[[Tensor, int], None]]:
-    """Follow one of the steps stage by stage, for the report; gives what wants to know the loss."""
-    if step != RECORDED_STEP:
-        yield lambda loss, rows: None
-        return
-    with record_step(run.model, optimizer, step=step, folder=folder, values=True) as recording:
-        yield recording.note_loss
+def make_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Rows of random features; a plane divides the classes, with some rows on the wrong side.
+
+    The second data set is more of the same kind, which nobody trains on.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    direction = F.normalize(torch.randn(FEATURES, generator=generator), dim=0)
+    x = torch.randn(ROWS + HELD_OUT_ROWS, FEATURES, generator=generator)
+    noise = NOISE * torch.randn(ROWS + HELD_OUT_ROWS, generator=generator)
+    y = (x @ direction + noise > 0).long()
+    return TensorDataset(x[:ROWS], y[:ROWS]), TensorDataset(x[ROWS:], y[ROWS:])
 
 
-def _copy_checkpoint(run: RunFolder, copy: RunFolder, events: list[Event], step: int) -> None:
-    """Begin another run with one checkpoint of this one, as if it had stopped there."""
-    name = next(e["name"] for e in events if e["kind"] == "checkpoint" and e["step"] == step)
-    copy.create()
-    shutil.copytree(run.checkpoints / name, copy.checkpoints / name)
+def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two layers, the same for the same seed, and what trains them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+    return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
