@@ -10,58 +10,28 @@ sentences is that of the stages. So a new stage is a new part and a new sentence
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.ddp.wrapper import bare
 from paceline.observe.units import bytes_text, count_text, list_text, shape_text
 from paceline.record.facts import (
-    WeightRef,
     bytes_of,
     dataset_facts,
     dataset_rows,
     facts_of,
-    find_row,
     flat_facts,
     row_values,
     tree_facts,
 )
-from paceline.record.hooks import ForwardPass, StepHooks, memories
+from paceline.record.hooks import ForwardPass, Notes, StepHooks, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
 
-
-@dataclass(slots=True, kw_only=True)
-class Notes:
-    """What the caller wants to know of the step, and has said about it."""
-
-    dataset: Any
-    values: bool
-    sample: int | None
-    weight: WeightRef | None
-    weight_before: float | None
-    """The followed weight's value before the step."""
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    indices: list[int] | None = None
-    """Which rows of the dataset this process has."""
-    loss: Tensor | None = None
-    """The sum of all losses."""
-    loss_weight: float | None = None
-    """Over how many items it is a sum; None where nobody said."""
-    targets: list[Any] = field(default_factory=list)
-    """One for each loss."""
-
-    def loss_facts(self, weight: float | None) -> list[TensorFacts]:
-        """The mean loss, which is a statistic: kept without `values` too."""
-        if self.loss is None:
-            return []
-        return [facts_of("loss", self.loss / weight if weight else self.loss, values=True)]
-
-    def read_weight(self, tensors: Mapping[str, Tensor]) -> float | None:
-        return None if self.weight is None else self.weight.read(tensors)
+Picture = tuple[list[Stage], Sample | None, Weight | None]
+"""The stages, and the followed sample and weight on their way through them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +54,10 @@ class RankCounts:
 
 
 def describe_rank(
-    hooks: StepHooks, notes: Notes, ranks: Sequence[RankCounts], rank: int, is_equal: bool | None
-) -> tuple[list[Stage], Sample | None, Weight | None]:
+    hooks: StepHooks, ranks: Sequence[RankCounts], rank: int, is_equal: bool | None
+) -> Picture:
     """The stages with this rank's parts, the followed sample if it has it, and the weight."""
-    calls, values, own = hooks.calls, notes.values, ranks[rank]
+    calls, notes, values, own = hooks.calls, hooks.notes, hooks.notes.values, ranks[rank]
     # Own gradients are multiplied so that the averages are their mean.
     scale = loss_factor(ranks) * len(ranks)
     local = {name: hooks.local[name] * scale for name in hooks.trained if name in hooks.local}
@@ -95,7 +65,7 @@ def describe_rank(
     held = {
         "batch": inputs,
         "forward": tree_facts("output", calls[0].output, values=values) if calls else [],
-        "loss": notes.loss_facts(own.loss_weight),
+        "loss": _loss_facts(notes, own.loss_weight),
         "backward": flat_facts("own gradients", local, values=values),
         "all-reduce": flat_facts("averaged gradients", hooks.averaged, values=values),
     }
@@ -233,16 +203,15 @@ def in_order(calls: Sequence[ForwardPass], devices: Sequence[str]) -> list[Forwa
 
 def describe_replicas(
     hooks: StepHooks,
-    notes: Notes,
     calls: Sequence[ForwardPass],
     devices: Sequence[str],
     contributions: Sequence[float] | None,
-) -> tuple[list[Stage], Sample | None, Weight | None]:
-    """The stages of the replicas' `calls`, and the sample and weight on their way through them.
+) -> Picture:
+    """The stages of the replicas' calls.
 
     `contributions` are what each replica adds to the followed weight's gradient.
     """
-    values, whole = notes.values, hooks.whole
+    notes, values, whole = hooks.notes, hooks.notes.values, hooks.whole
     weights = list(bare(hooks.model).parameters())
     copies = {frozenset(c.weights) for c in calls if not c.weights <= set(memories(weights))}
     model = TensorFacts(name="model", shape=[], dtype="", device="", bytes=bytes_of(weights))
@@ -252,7 +221,7 @@ def describe_replicas(
         "forward": [tree_facts("output", call.output, values=values) for call in calls],
     }
     at_home = {
-        "loss": ("loss", notes.loss_facts(notes.loss_weight)),
+        "loss": ("loss", _loss_facts(notes, notes.loss_weight)),
         "backward": ("module", flat_facts("gradients", hooks.averaged, values=values)),
     }
     if hooks.has_update:
@@ -277,7 +246,7 @@ def describe_replicas(
     parts = {
         name: [
             Part(title=place, worker=i, device=place, tensors=tensors[i])
-            for i, place in enumerate(devices)
+            for i, place in enumerate(devices[: len(calls)])
         ]
         for name, tensors in on_replicas.items()
     } | {
@@ -366,6 +335,13 @@ def _stages(
     return [Stage(name="data", title="input data", text=text, parts=[part]), *stages]
 
 
+def _loss_facts(notes: Notes, weight: float | None) -> list[TensorFacts]:
+    """The mean loss, which is a statistic: kept without `values` too."""
+    if notes.loss is None:
+        return []
+    return [facts_of("loss", notes.loss / weight if weight else notes.loss, values=True)]
+
+
 def _all_inputs(calls: Sequence[ForwardPass], values: bool) -> list[TensorFacts]:
     """The inputs of the first forward pass, counted as long as all passes together are."""
     facts = tree_facts("input", calls[0].arguments, values=values) if calls else []
@@ -390,10 +366,12 @@ def _follow_sample(
     row = index - rows_before
     if notes.indices is not None:
         row = notes.indices.index(index) if index in notes.indices else -1
-    found = find_row(row, calls)
-    if found is None:
+    if not 0 <= row < sum(call.rows for call in calls):
         return None
-    number, own = found
+    own, number = row, 0
+    while own >= calls[number].rows:
+        own -= calls[number].rows
+        number += 1
     call = calls[number]
     into = row_values(call.inputs, own, call.rows) if notes.values else None
     out = row_values(call.outputs, own, call.rows) if notes.values else None

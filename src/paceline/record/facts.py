@@ -14,7 +14,6 @@ from torch import Tensor
 
 from paceline.comm import tree
 from paceline.errors import UsageError
-from paceline.record.hooks import Piece
 from paceline.record.stages import Stats, TensorFacts
 
 FIRST_VALUES = 6
@@ -101,17 +100,6 @@ def row_values(tensors: Sequence[Tensor], row: int, rows: int) -> list[float] | 
     """The first values of one row of the first tensor that has so many rows."""
     found = next((t for t in tensors if t.dim() and t.shape[0] == rows), None)
     return None if found is None else first_values(found[row])
-
-
-def find_row(row: int, pieces: Sequence[Piece]) -> tuple[int, int] | None:
-    """Which piece a row of all of them is in, and which row it is there."""
-    if row < 0:
-        return None
-    for number, piece in enumerate(pieces):
-        if row < piece.rows:
-            return number, row
-        row -= piece.rows
-    return None
 
 
 def bytes_of(value: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.comm import tree
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
+from paceline.record.facts import WeightRef
 from paceline.record.stages import Part, TensorFacts
 
 Memory = tuple[str, int]
@@ -71,6 +72,31 @@ class ForwardPass(Piece):
         return (self.end_ns - self.begin_ns) / 1e9
 
 
+@dataclass(slots=True, kw_only=True)
+class Notes:
+    """What the caller wants to know of the step, and has said about it."""
+
+    step: int
+    dataset: Any
+    values: bool
+    sample: int | None
+    weight: WeightRef | None
+    weight_before: float | None
+    """The followed weight's value before the step."""
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    indices: list[int] | None = None
+    """Which rows of the dataset this process has."""
+    loss: Tensor | None = None
+    """The sum of all losses."""
+    loss_weight: float | None = None
+    """Over how many items it is a sum; None where nobody said."""
+    targets: list[Any] = field(default_factory=list)
+    """One for each loss."""
+
+    def read_weight(self, tensors: Mapping[str, Tensor]) -> float | None:
+        return None if self.weight is None else self.weight.read(tensors)
+
+
 class StepHooks:
     """Observes one step: enter, let the step happen, leave.
 
@@ -78,8 +104,10 @@ class StepHooks:
     that backward left behind, `applied` those that the optimizer found.
     """
 
-    def __init__(self, model: Any, optimizer: Optimizer | None, *, keeps_tensors: bool) -> None:
-        self.model = model
+    def __init__(
+        self, model: Any, optimizer: Optimizer | None, notes: Notes, *, keeps_tensors: bool
+    ) -> None:
+        self.model, self.notes = model, notes
         self.calls: list[ForwardPass] = []
         self.whole: ForwardPass | None = None
         """The first call of `DataParallel` itself, with the whole batch."""
@@ -115,6 +143,10 @@ class StepHooks:
         return "updated" in self._ns
 
     @property
+    def seconds(self) -> float:
+        return self._seconds("begin", "end") or 0.0
+
+    @property
     def seconds_by_stage(self) -> dict[str, float | None]:
         """How long this process took; None for what was not seen, nothing for forward passes."""
         is_replicas = self._outermost is self.model
@@ -142,6 +174,7 @@ class StepHooks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ns["end"] = _now()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

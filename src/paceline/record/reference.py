@@ -10,10 +10,10 @@ after the other, each with its own random numbers, and the check says so.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from paceline.comm import tree
 from paceline.ddp.sync_batch_norm import SyncBatchNorm
 from paceline.observe.units import list_text
-from paceline.record.hooks import Piece, dense, trained_parameters
+from paceline.record.hooks import Piece, StepHooks, dense, trained_parameters
 from paceline.record.stages import Check
 
 # How far apart two orders of the same sums may end, as a share of the largest number.
@@ -33,30 +33,6 @@ ROUNDING_OF_OTHERS = 5e-2
 NEXT_TO_NOTHING = 1e-12
 
 Pairs = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStep:
-    """A step as an engine did it: what went in, and what it came to."""
-
-    pieces: Sequence[Piece]
-    """The rows of all workers, in order."""
-    arguments: Any
-    """Of a call of the module, whose tensors are replaced."""
-    factor: float
-    """What the sum of the losses is multiplied with."""
-    autocast: tuple[str, torch.dtype] | None
-    gradients: Mapping[str, Tensor]
-    """After backward."""
-    applied: Mapping[str, Tensor]
-    """As the optimizer found them: clipped, for example."""
-    parameters: Mapping[str, Tensor]
-    """After the update; none where there was none."""
-    loss: float | None = None
-    """The mean over all rows."""
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
-    targets: Any = None
-    """Of one loss, whose tensors are replaced."""
 
 
 class Reference:
@@ -80,19 +56,23 @@ class Reference:
     def trained(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self.module)
 
-    def check(self, step: EngineStep) -> Check:
-        """Compute the step again and compare: on the whole batch, else part by part."""
-        pieces, without_loss = step.pieces, replace(step, loss_fn=None)
+    def check(
+        self, hooks: StepHooks, pieces: Sequence[Piece], factor: float, loss: float | None
+    ) -> Check:
+        """Compute the step again and compare: on the whole batch, else part by part.
+
+        `pieces` are the rows of all workers in order, `factor` is what the engine multiplied the
+        sum of their losses with, and `loss` is the mean over all rows.
+        """
         reason, whole = _why_not_whole(pieces), None
         if not reason:
             joined = [_join(pieces)]
-            whole = self._compare(step, joined, "whole batch")
+            whole = self._compare(hooks, joined, factor, loss)
             if whole.is_same:
                 return whole
-            knows_loss = step.loss_fn is not None and joined[0].targets
-            if knows_loss and self._compare(without_loss, joined, "whole batch").is_same:
+            if whole.loss is not None and self._compare(hooks, joined, factor, None).is_same:
                 return replace(whole, reason=_why_loss_differs(pieces))
-        parts = self._compare(without_loss, pieces, "part by part")
+        parts = self._compare(hooks, pieces, factor, None, is_whole=False)
         if whole is None:
             return replace(parts, reason=reason)
         if not parts.is_same:
@@ -101,50 +81,55 @@ class Reference:
             return replace(parts, reason="the model draws random numbers, each part its own")
         return replace(parts, reason=_why_rows_matter(self.module, whole.difference or 0.0))
 
-    def gradients_of(self, piece: Piece, step: EngineStep) -> dict[str, Tensor]:
+    def gradients_of(self, hooks: StepHooks, piece: Piece) -> dict[str, Tensor]:
         """What a single piece adds to the gradients, by parameter."""
         own = Reference(self.module, None)
-        own._run(replace(step, loss_fn=None), piece)
+        own._run(hooks, piece, factor=1.0, uses_loss=False)
         return {name: param.grad for name, param in own.trained.items() if param.grad is not None}
 
     def _compare(
         self,
-        step: EngineStep,
+        hooks: StepHooks,
         pieces: Sequence[Piece],
-        how: Literal["whole batch", "part by part"],
+        factor: float,
+        loss: float | None,
+        is_whole: bool = True,
     ) -> Check:
         own = Reference(self.module, self.optimizer)
-        ran = [own._run(step, piece) for piece in pieces]
+        ran = [own._run(hooks, piece, factor, loss is not None) for piece in pieces]
         outputs = [
             (ours, theirs)
             for (mine, _), piece in zip(ran, pieces, strict=True)
             for ours, theirs in zip(mine, piece.outputs, strict=True)
             if ours.shape == theirs.shape and ours.dim() > 0 and ours.is_floating_point()
         ]
-        gradients = _pair_up({n: p.grad for n, p in own.trained.items()}, step.gradients)
+        gradients = _pair_up({n: p.grad for n, p in own.trained.items()}, hooks.averaged)
         pairs_by_what = {"outputs": outputs, "gradients": gradients}
-        if step.parameters and own.optimizer is not None:
-            pairs_by_what["parameters"] = own._update(step)
-        loss = ran[0][1]
-        if loss is not None and step.loss is not None:
-            pairs_by_what["loss"] = [(loss, torch.tensor(step.loss, dtype=torch.float64))]
-        dtypes = [theirs.dtype for _, theirs in (*outputs, *gradients)]
-        share = ROUNDING_OF_OTHERS if step.autocast else _rounding(dtypes)
-        found = {what: distance(pairs) for what, pairs in pairs_by_what.items()}
-        is_finite = all(bool(dense(t).isfinite().all()) for p in (*outputs, *gradients) for t in p)
-        is_whole = how == "whole batch"
+        if hooks.has_update and own.optimizer is not None:
+            pairs_by_what["parameters"] = own._update(hooks)
+        if ran[0][1] is not None:
+            pairs_by_what["loss"] = [(ran[0][1], torch.tensor(loss, dtype=torch.float64))]
+        compared = [*outputs, *gradients]
+        share = ROUNDING_OF_OTHERS
+        if hooks.autocast is None:
+            share = _rounding(theirs.dtype for _, theirs in compared)
+        is_finite = all(
+            bool(dense(tensor).isfinite().all()) for pair in compared for tensor in pair
+        )
         return _judge(
-            found,
+            {what: distance(pairs) for what, pairs in pairs_by_what.items()},
             share,
-            how=how,
+            how="whole batch" if is_whole else "part by part",
             where="one process on the whole batch" if is_whole else "one process, each part",
             reason="" if is_finite else "some numbers are not finite, on both",
         )
 
-    def _run(self, step: EngineStep, piece: Piece) -> tuple[list[Tensor], Tensor | None]:
+    def _run(
+        self, hooks: StepHooks, piece: Piece, factor: float, uses_loss: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
         """Forward and backward of one piece; gradients add up in the parameters.
 
-        Returns the outputs, and the loss where its function is known.
+        Returns the outputs, and the loss where its function is known and wanted.
         """
         device = next((p.device for p in self.trained.values()), torch.device("cpu"))
 
@@ -152,39 +137,39 @@ class Reference:
             left = iter(tensors)
             return tree.map_tensors(lambda _: next(left).to(device), template)
 
-        args, kwargs = fill(step.arguments, piece.inputs)
-        autocast = torch.autocast(*step.autocast) if step.autocast else nullcontext()
-        loss = None
+        args, kwargs = fill(hooks.calls[0].arguments, piece.inputs)
+        loss, notes = None, hooks.notes
+        autocast = torch.autocast(*hooks.autocast) if hooks.autocast else nullcontext()
         with _random_numbers(piece), torch.enable_grad(), autocast:
             output = self.module(*args, **kwargs)
-            if step.loss_fn is not None and piece.targets:
-                loss = step.loss_fn(output, fill(step.targets, piece.targets))
+            if uses_loss and notes.loss_fn is not None and piece.targets:
+                loss = notes.loss_fn(output, fill(notes.targets[0], piece.targets))
         outputs = list(tree.tensors(output))
+        if loss is not None:
+            torch.autograd.backward(loss)
+            return [out.detach() for out in outputs], loss.detach()
         roots = [
-            (out, (grad.to(out.device) * step.factor).to(out.dtype))
+            (out, (grad.to(out.device) * factor).to(out.dtype))
             for out, grad in zip(outputs, piece.grads, strict=True)
             if grad is not None and out.requires_grad
         ]
-        if loss is not None:
-            torch.autograd.backward(loss)
-            loss = loss.detach()
-        elif roots:
+        if roots:
             # Outputs that depend on each other get each their own share of the gradient.
             torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
-        return [out.detach() for out in outputs], loss
+        return [out.detach() for out in outputs], None
 
-    def _update(self, step: EngineStep) -> Pairs:
+    def _update(self, hooks: StepHooks) -> Pairs:
         """Let the copied optimizer apply the engine's gradients: is the update what it should be?
 
         Not the reference's own gradients: some optimizers divide by a gradient's size, which makes
         a difference of 1e-12 between two next to nothing as large as the learning rate.
         """
         for name, param in self.trained.items():
-            applied = step.applied.get(name)
+            applied = hooks.applied.get(name)
             param.grad = None if applied is None else applied.to(param.device).clone()
         assert self.optimizer is not None
         self.optimizer.step()
-        return _pair_up({n: p.detach() for n, p in self.trained.items()}, step.parameters)
+        return _pair_up({n: p.detach() for n, p in self.trained.items()}, hooks.trained)
 
 
 class _AloneBatchNorm(_BatchNorm):
@@ -195,7 +180,7 @@ class _AloneBatchNorm(_BatchNorm):
 
 
 def check_sums(
-    pairs: Iterable[tuple[Tensor, Tensor]], dtypes: Iterable[torch.dtype], reason: str
+    pairs: Iterable[tuple[Tensor, Tensor]], parameters: Iterable[Tensor], reason: str
 ) -> Check:
     """The check that is left where a step cannot be computed again: are the sums right?
 
@@ -203,7 +188,8 @@ def check_sums(
     """
     where = "the workers' own gradients, averaged by plain torch"
     found = {"gradients": distance(pairs)}
-    return _judge(found, _rounding(dtypes), how="gradients only", where=where, reason=reason)
+    share = _rounding(parameter.dtype for parameter in parameters)
+    return _judge(found, share, how="gradients only", where=where, reason=reason)
 
 
 def not_computed(reason: str) -> Check:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 import types
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import WireError
+from paceline.observe.run_folder import make_private, open_plain, replace_file
 from paceline.record.stages import Trace
 
 SCHEMA = 1
@@ -47,25 +46,16 @@ def from_json(document: Any) -> Trace:
 
 def write(trace: Trace, path: Path) -> None:
     """Write the file as a whole: a reader sees the old one or the new one, nobody else any."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}"
-    text = json.dumps(to_json(trace), allow_nan=False, indent=1)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(temporary, path)
+    make_private(path.parent)
+    replace_file(path, [json.dumps(to_json(trace), allow_nan=False, indent=1), "\n"])
 
 
 def read(path: Path) -> Trace:
     """The step that a file holds."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > FILE_LIMIT_BYTES:
-            raise WireError(f"{path} is not a recorded step: too large, or not a file.")
-        data = os.pread(file, FILE_LIMIT_BYTES, 0)
-    finally:
-        os.close(file)
+    with open_plain(path) as file:
+        data = file.read(FILE_LIMIT_BYTES + 1)
+    if len(data) > FILE_LIMIT_BYTES:
+        raise WireError(f"{path} is too large for a recorded step.")
     try:
         document = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -123,7 +113,7 @@ def _refuse_constant(name: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return str(value)
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -14,7 +14,6 @@ them call it, in the same step, and decide only by what all of them know.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from paceline.errors import ReplicaError, UsageError, WireError
 from paceline.observe.run_folder import NAME, RunFolder
 from paceline.record import schema
 from paceline.record.engines import (
-    Notes,
+    Picture,
     RankCounts,
     describe_rank,
     describe_replicas,
@@ -44,9 +43,9 @@ from paceline.record.engines import (
     merge_stages,
 )
 from paceline.record.facts import bytes_of, dataset_rows, find_weight
-from paceline.record.hooks import Piece, StepHooks, trained_parameters
-from paceline.record.reference import EngineStep, Reference, check_sums, not_computed
-from paceline.record.stages import Check, Model, Trace
+from paceline.record.hooks import Notes, Piece, StepHooks, trained_parameters
+from paceline.record.reference import Reference, check_sums, not_computed
+from paceline.record.stages import Check, Engine, Model, Trace
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
@@ -119,6 +118,7 @@ def record_step(
     trained = trained_parameters(model)
     followed = find_weight(weight, trained)
     notes = Notes(
+        step=step,
         dataset=dataset,
         values=values,
         sample=sample,
@@ -129,22 +129,17 @@ def record_step(
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
     copied = _copy(model, optimizer, is_main) if check else None
-    hooks = StepHooks(model, optimizer, keeps_tensors=check)
+    hooks = StepHooks(model, optimizer, notes, keeps_tensors=check)
     recording = StepRecording(notes)
-    begin_ns = time.perf_counter_ns()
     with hooks:
         yield recording
-    seconds = (time.perf_counter_ns() - begin_ns) / 1e9
     if not hooks.calls and group is None:
         raise UsageError(
             "The model was not called in the recorded step.",
             advice="Put forward, backward and the optimizer's step into the block.",
         )
     with torch.no_grad():
-        if group is None:
-            trace = _trace_replicas(hooks, notes, copied, step, seconds)
-        else:
-            trace = _trace_ranks(hooks, notes, copied, step, seconds, group)
+        trace = _trace_replicas(hooks, copied) if group is None else _trace_ranks(hooks, copied)
     recording.trace = trace
     if target is not None and is_main:
         target.create()
@@ -164,96 +159,78 @@ def _copy(model: Any, optimizer: Optimizer | None, is_main: bool) -> Copied:
         return f"the model cannot be copied: {_first_line(error)}"
 
 
-def _trace_replicas(
-    hooks: StepHooks, notes: Notes, copied: Copied, step: int, seconds: float
-) -> Trace:
+def _trace_replicas(hooks: StepHooks, copied: Copied) -> Trace:
     """The trace of a step of one process with several replicas."""
+    notes = hooks.notes
     devices = [_device_name(device) for device in hooks.model.device_ids]
     calls = in_order(hooks.calls, devices)
     first = [call for call in calls if call.turn == 0]  # what is drawn; all are checked
     if len(notes.targets) == 1:  # one loss for all replicas: targets of the whole batch
         for call in calls:
             call.targets = list(tree.tensors(notes.targets))
-    done = _engine_step(hooks, notes, calls, 1.0, None if notes.loss is None else notes.loss.item())
-    contributions = None
-    if isinstance(copied, Reference) and len(first) > 1 and not any(c.random_state for c in first):
-        # Replicas share the parameters, so what each adds to a gradient is never seen by itself.
-        try:
-            each = [notes.read_weight(copied.gradients_of(call, done)) for call in first]
-            contributions = [0.0 if number is None else number for number in each]
-        except Exception:
-            contributions = None
-    devices = devices[: len(first)]
-    stages, sample, weight = describe_replicas(hooks, notes, first, devices, contributions)
-    return Trace(
-        engine="DataParallel",
-        step=step,
-        workers=len(first),
-        devices=devices,
-        batch_rows=sum(call.rows for call in first),
-        seconds=seconds,
-        stages=stages,
-        sample=sample,
-        weight=weight,
-        check=None if copied is None else _check_replicas(hooks, copied, done),
-        **_heading(hooks, notes),
-    )
-
-
-def _check_replicas(hooks: StepHooks, copied: Reference | str, done: EngineStep) -> Check:
+    is_random = len(calls) > 1 and any(call.random_state for call in calls)
+    check = contributions = None
     if isinstance(copied, str):
-        return not_computed(copied)
-    if hooks.has_older_gradients or hooks.is_indirect:
-        return not_computed(OLDER if hooks.has_older_gradients else INDIRECT)
-    check = _compare(copied, done)
-    is_random = any(piece.random_state for piece in done.pieces)
-    if not check.is_same and is_random and len(done.pieces) > 1:
-        return not_computed(SHARED_GENERATOR)
-    return check
+        check = not_computed(copied)
+    elif copied is not None:
+        if hooks.has_older_gradients or hooks.is_indirect:
+            check = not_computed(OLDER if hooks.has_older_gradients else INDIRECT)
+        else:
+            check = _compare(
+                copied, hooks, calls, 1.0, None if notes.loss is None else notes.loss.item()
+            )
+            if is_random and not check.is_same:
+                check = not_computed(SHARED_GENERATOR)
+        if len(first) > 1 and not is_random:
+            contributions = _contributions(copied, hooks, first)
+    picture = describe_replicas(hooks, first, devices, contributions)
+    rows = sum(call.rows for call in first)
+    return _trace(hooks, "DataParallel", devices[: len(first)], rows, picture, check)
 
 
-def _trace_ranks(
-    hooks: StepHooks, notes: Notes, copied: Copied, step: int, seconds: float, group: Any
-) -> Trace:
+def _contributions(
+    copied: Reference, hooks: StepHooks, calls: Sequence[Piece]
+) -> list[float] | None:
+    """What each replica adds to the followed weight's gradient.
+
+    They share the parameters, so it is never seen by itself.
+    """
+    try:
+        found = [hooks.notes.read_weight(copied.gradients_of(hooks, call)) for call in calls]
+    except Exception:  # the picture has less to show
+        return None
+    return [0.0 if number is None else number for number in found]
+
+
+def _trace_ranks(hooks: StepHooks, copied: Copied) -> Trace:
     """The trace of a step of all workers; the same on every one of them."""
     hooks.look_at_buckets()
-    device = hooks.model.device
+    group, device = hooks.model.process_group, hooks.model.device
     is_equal = None
     if hooks.has_update and group.size() > 1:
         is_equal = _is_in_sync(hooks.model)
-    told = comm.exchange(group, asdict(_count(hooks, notes)), device, "Recording a step: counts")
+    told = comm.exchange(group, asdict(_count(hooks)), device, "Recording a step: counts")
     ranks = [RankCounts(**each) for each in told]
-    check = None
-    if copied is not None:
-        check = _check_ranks(hooks, notes, copied, ranks, group)
-        check = check and replace(check, is_equal_on_all=is_equal)
-    stages, sample, weight = describe_rank(hooks, notes, ranks, group.rank(), is_equal)
-    own = Trace(
-        engine="DistributedDataParallel",
-        step=step,
-        workers=group.size(),
-        devices=[str(device)],
-        batch_rows=sum(each.rows for each in ranks),
-        seconds=seconds,
-        stages=stages,
-        sample=sample,
-        weight=weight,
-        check=check,
-        **_heading(hooks, notes),
-    )
+    check = None if copied is None else _check_ranks(hooks, copied, ranks)
+    picture = describe_rank(hooks, ranks, group.rank(), is_equal)
+    rows = sum(each.rows for each in ranks)
+    own = _trace(hooks, "DistributedDataParallel", [str(device)], rows, picture, check)
     told = comm.exchange(group, schema.to_json(own), device, "Recording a step: stages")
     traces = [schema.from_json(each) for each in told]
+    check = traces[0].check
     return replace(
-        traces[0],
-        created=own.created,
+        own,
+        workers=group.size(),
         devices=[each.devices[0] for each in traces],
         seconds=max(each.seconds for each in traces),
         stages=merge_stages([each.stages for each in traces]),
         sample=next((each.sample for each in traces if each.sample is not None), None),
+        check=check and replace(check, is_equal_on_all=is_equal),
     )
 
 
-def _count(hooks: StepHooks, notes: Notes) -> RankCounts:
+def _count(hooks: StepHooks) -> RankCounts:
+    notes = hooks.notes
     return RankCounts(
         rows=sum(call.rows for call in hooks.calls),
         passes=len(hooks.calls),
@@ -277,24 +254,16 @@ def _is_in_sync(model: Any) -> bool:
 
 
 def _check_ranks(
-    hooks: StepHooks,
-    notes: Notes,
-    copied: Reference | str,
-    ranks: Sequence[RankCounts],
-    group: Any,
+    hooks: StepHooks, copied: Reference | str, ranks: Sequence[RankCounts]
 ) -> Check | None:
-    """Rank 0's check; the others' is not looked at, they only hand over their rows."""
+    """Rank 0's check; the others only hand over their rows."""
     if any(each.has_older_gradients for each in ranks):
         return not_computed(OLDER)
     factor = loss_factor(ranks)
-    for call, targets in zip(hooks.calls, notes.targets, strict=False):
-        call.targets = list(tree.tensors(targets))
     trouble = INDIRECT if hooks.is_indirect else copied if isinstance(copied, str) else ""
-    pieces, reason = _gather_pieces(hooks, trouble, group)
+    pieces, reason = _gather_pieces(hooks, trouble)
     if reason:
-        return check_sums(
-            _sums_again(hooks, factor, group), (p.dtype for p in hooks.trained.values()), reason
-        )
+        return check_sums(_sums_again(hooks, factor), hooks.trained.values(), reason)
     if isinstance(copied, str):
         return None
     if not pieces or not hooks.calls:
@@ -302,12 +271,14 @@ def _check_ranks(
     losses = [each.loss for each in ranks if each.loss is not None]
     total = sum(1.0 if each.loss_weight is None else each.loss_weight for each in ranks)
     loss = sum(losses) / total if len(losses) == len(ranks) and total else None
-    return _compare(copied, _engine_step(hooks, notes, pieces, factor, loss))
+    return _compare(copied, hooks, pieces, factor, loss)
 
 
-def _gather_pieces(hooks: StepHooks, trouble: str, group: Any) -> tuple[list[Piece], str]:
+def _gather_pieces(hooks: StepHooks, trouble: str) -> tuple[list[Piece], str]:
     """The rows of all workers, or why they are not sent; the same answer on every worker."""
-    device = hooks.model.device
+    group, device = hooks.model.process_group, hooks.model.device
+    for call, targets in zip(hooks.calls, hooks.notes.targets, strict=False):
+        call.targets = list(tree.tensors(targets))
     names = [field.name for field in fields(Piece)]
     try:
         data = codec.encode([{n: getattr(call, n) for n in names} for call in hooks.calls])
@@ -324,60 +295,67 @@ def _gather_pieces(hooks: StepHooks, trouble: str, group: Any) -> tuple[list[Pie
     parts = comm.all_gather(group, padded.to(device), "Recording a step: rows")
     if group.rank() != 0:
         return [], ""
-    here = [part.cpu().contiguous() for part in parts]
-    sent = [ctypes.string_at(p.data_ptr(), size) for p, size in zip(here, sizes, strict=True)]
+    here = [part.cpu() for part in parts]  # must outlive the views of its memory
+    sent = [bytes(codec.memory_of(p)[:size]) for p, size in zip(here, sizes, strict=True)]
     return [Piece(**piece) for each in sent for piece in codec.decode(each)], ""
 
 
-def _sums_again(hooks: StepHooks, factor: float, group: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _sums_again(hooks: StepHooks, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
     """The workers' own gradients, averaged once more by plain sums in double, and the engine's."""
     for name, param in hooks.trained.items():
         wide = torch.complex128 if param.is_complex() else torch.float64
         own = hooks.local.get(name)
         total = torch.zeros_like(param, dtype=wide) if own is None else own.to(wide)
-        comm.all_reduce(group, total, f"Recording a step: the gradient of {name!r}")
+        what = f"Recording a step: the gradient of {name!r}"
+        comm.all_reduce(hooks.model.process_group, total, what)
         engines = hooks.averaged.get(name)
         yield total * factor, torch.zeros_like(total) if engines is None else engines
 
 
-def _engine_step(
-    hooks: StepHooks, notes: Notes, pieces: Sequence[Piece], factor: float, loss: float | None
-) -> EngineStep:
-    return EngineStep(
-        pieces=pieces,
-        arguments=hooks.calls[0].arguments,
-        factor=factor,
-        autocast=hooks.autocast,
-        gradients=hooks.averaged,
-        applied=hooks.applied,
-        parameters=hooks.trained if hooks.has_update else {},
-        loss=loss,
-        loss_fn=notes.loss_fn,
-        targets=notes.targets[0] if notes.targets else None,
-    )
-
-
-def _compare(reference: Reference, done: EngineStep) -> Check:
+def _compare(
+    reference: Reference,
+    hooks: StepHooks,
+    pieces: Sequence[Piece],
+    factor: float,
+    loss: float | None,
+) -> Check:
     try:
-        return reference.check(done)
+        return reference.check(hooks, pieces, factor, loss)
     except Exception as error:  # the step is done and right; only its check is missing
         return not_computed(f"computing it again failed: {_first_line(error)}")
 
 
-def _heading(hooks: StepHooks, notes: Notes) -> dict[str, Any]:
-    """What a trace says of the step as a whole, for either engine."""
+def _trace(
+    hooks: StepHooks,
+    engine: Engine,
+    devices: list[str],
+    rows: int,
+    picture: Picture,
+    check: Check | None,
+) -> Trace:
     whole = bare(hooks.model)
     parameters = list(whole.parameters())
-    return {
-        "created": time.time(),
-        "dataset_rows": dataset_rows(notes.dataset),
-        "has_values": notes.values,
-        "model": Model(
+    stages, sample, weight = picture
+    return Trace(
+        engine=engine,
+        step=hooks.notes.step,
+        created=time.time(),
+        workers=len(devices),
+        devices=devices,
+        model=Model(
             name=type(whole).__name__,
             parameters=sum(p.numel() for p in parameters),
             bytes=bytes_of(parameters),
         ),
-    }
+        batch_rows=rows,
+        dataset_rows=dataset_rows(hooks.notes.dataset),
+        has_values=hooks.notes.values,
+        seconds=hooks.seconds,
+        stages=stages,
+        sample=sample,
+        weight=weight,
+        check=check,
+    )
 
 
 def _device_name(device: Any) -> str:
