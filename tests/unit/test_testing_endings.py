@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import DesyncError, PeerError
-from paceline.testing.endings import drop_unfinished_backward, is_secondary, let_go
+from paceline.testing.endings import drop_unfinished_backward, let_go
 
 
 class Group:
@@ -119,7 +119,7 @@ def test_an_error_that_has_let_go_prints_the_same_lines(way: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_echo"),
+    ("error", "expected"),
     [
         (PeerError("rank 1 is gone"), True),
         (dist.DistBackendError("anything"), True),
@@ -135,5 +135,5 @@ def test_an_error_that_has_let_go_prints_the_same_lines(way: Any) -> None:
     ],
     ids=str,
 )
-def test_only_errors_about_lost_peers_are_echoes(error: BaseException, is_echo: bool) -> None:
-    assert is_secondary(error) is is_echo
+def test_only_errors_about_lost_peers_are_echoes(error: BaseException, expected: bool) -> None:
+    assert is_echo(error) is expected

@@ -26,7 +26,7 @@ _CONNECTION_WORDS = re.compile(
 _collecting = threading.Lock()
 
 
-def is_secondary(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     if isinstance(error, PeerError | dist.DistError):
         return True
@@ -40,7 +40,7 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
     """
     if error is None:
         comm.post_last_words(group, "finished and left", kind="left")
-    elif not is_secondary(error):
+    elif not is_echo(error):
         comm.post_last_words(group, f"raised {summary(error)}", kind="raised")
 
 
@@ -76,24 +76,16 @@ def let_go(error: BaseException) -> None:
 def _printable_copy(original: TracebackType | None) -> TracebackType | None:
     """A traceback with the same files, names and lines, whose frames are empty."""
     copy: TracebackType | None = None
-    for entry in reversed(list(_entries(original))):
-        seen = entry.tb_frame.f_code
+    for frame, line in reversed(list(traceback.walk_tb(original))):
         code = _nothing.__code__.replace(
-            co_filename=seen.co_filename,
-            co_name=seen.co_name,
-            co_qualname=seen.co_qualname,
-            co_firstlineno=seen.co_firstlineno,
+            co_filename=frame.f_code.co_filename,
+            co_name=frame.f_code.co_name,
+            co_qualname=frame.f_code.co_qualname,
+            co_firstlineno=frame.f_code.co_firstlineno,
         )
-        name = entry.tb_frame.f_globals.get("__name__", "")
-        frame = FunctionType(code, {"__name__": name})().gi_frame
-        copy = TracebackType(copy, frame, -1, entry.tb_lineno)
+        names = {"__name__": frame.f_globals.get("__name__", "")}
+        copy = TracebackType(copy, FunctionType(code, names)().gi_frame, -1, line)
     return copy
-
-
-def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
 
 
 def _nothing() -> Iterator[None]:

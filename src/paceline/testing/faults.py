@@ -13,8 +13,8 @@ import random
 import signal as signals
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import UsageError
@@ -46,27 +46,22 @@ class Fault:
     """For `exit`: leave without unwinding, as a crashing library would."""
 
     def __post_init__(self) -> None:
-        _require(self.action in ACTIONS, "action", self.action, f"Use one of {', '.join(ACTIONS)}.")
-        for name in ("rank", "step", "signal", "code"):
-            number = getattr(self, name)
-            _require(type(number) is int and number >= 0, name, number, "Use 0, 1, 2, and so on.")
-        for name in ("where", "error", "message"):
-            _require(type(getattr(self, name)) is str, name, getattr(self, name), "Use a string.")
-        _require(self.signal in signals.valid_signals(), "signal", self.signal, "Use a signal's.")
-        _require(self.code < 256, "code", self.code, "Exit codes end at 255.")
-        _require(type(self.abrupt) is bool, "abrupt", self.abrupt, "Use True or False.")
-        _require(
-            type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf,
-            "seconds",
-            self.seconds,
-            "Use a number from 0 up.",
-        )
-        _require(
-            _error_class(self.error) is not None,
-            "error",
-            self.error,
-            "Use a built-in exception, which every process can build from its name.",
-        )
+        is_time = type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf
+        importable = "Use a built-in exception, which every process can build from its name."
+        requirements = {
+            "action": (self.action in ACTIONS, f"Use one of {', '.join(ACTIONS)}."),
+            "rank": (_is_count(self.rank), "Use 0, 1, 2, and so on."),
+            "step": (_is_count(self.step), "Use 0, 1, 2, and so on."),
+            "where": (type(self.where) is str, "Use a string."),
+            "signal": (self.signal in signals.valid_signals(), "Use a signal's number."),
+            "error": (_error_class(self.error) is not None, importable),
+            "seconds": (is_time, "Use a number from 0 up."),
+            "code": (_is_count(self.code) and self.code < 256, "Use 0 to 255."),
+        }
+        for name, (holds, advice) in requirements.items():
+            if not holds:
+                value = getattr(self, name)
+                raise UsageError(f"A fault with {name}={value!r} is impossible.", advice=advice)
 
     def strike(self) -> None:
         """Do it."""
@@ -166,26 +161,6 @@ class Faults:
             if (fault.rank, fault.step, fault.where) == (rank, step, where):
                 fault.strike()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for a file or a pipe."""
-        return {"planned": [asdict(fault) for fault in self.planned]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Faults:
-        """The plan that `to_dict` wrote, checked again."""
-        names = {field.name for field in fields(Fault)}
-        planned = data.get("planned") if isinstance(data, Mapping) else None
-        if not isinstance(planned, list):
-            raise UsageError(f"A plan of faults has the key 'planned'; this is {str(data)[:80]}.")
-        for entry in planned:
-            if not isinstance(entry, Mapping) or not {"action", "rank", "step"} <= set(entry):
-                raise UsageError(
-                    f"A fault has an action, a rank and a step; this is {str(entry)[:80]}."
-                )
-            if unknown := set(entry) - names:
-                raise UsageError(f"A fault has no {', '.join(map(repr, sorted(unknown)))}.")
-        return cls(tuple(Fault(**entry) for entry in planned))
-
     def _with(self, **fields: Any) -> Faults:
         return Faults((*self.planned, Fault(**fields)))
 
@@ -194,13 +169,12 @@ def _counted(these: int | Iterable[int]) -> list[int]:
     return list(range(these)) if isinstance(these, int) else sorted(set(these))
 
 
+def _is_count(number: object) -> bool:
+    return type(number) is int and number >= 0
+
+
 def _error_class(name: str) -> type[Exception] | None:
     if name == PlannedFault.__name__:
         return PlannedFault
     found = getattr(builtins, name, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
-
-
-def _require(holds: bool, name: str, value: object, advice: str) -> None:
-    if not holds:
-        raise UsageError(f"A fault with {name}={value!r} is impossible.", advice=advice)

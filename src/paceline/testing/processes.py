@@ -1,11 +1,15 @@
 """Ranks as processes: for crashes, signals, memory and anything global to a process.
 
-A fork server that has imported torch once makes a fresh process per rank in milliseconds. Functions
-travel by name; arguments and results travel as `wire` bytes. Whatever happens, no process is left.
+A fork server that has imported torch and this module once makes a fresh process per rank in
+milliseconds. Functions travel by name; arguments and results travel as bytes of `comm.codec`, and
+each worker sends one message at its end. Whatever happens, no process is left.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import importlib
 import math
 import multiprocessing
 import os
@@ -13,107 +17,122 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, Literal, TypeVar, overload
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from paceline import env
 from paceline.comm import codec
 from paceline.errors import UsageError, WireError, WorkerError
+from paceline.testing.endings import is_echo, say_last_words, summary
 from paceline.testing.faults import Faults
-from paceline.testing.ranks import check_size
-from paceline.testing.worker import STACK_SIGNAL, Argument, Call, work
-
-T = TypeVar("T")
+from paceline.testing.ranks import await_all_connected, check_size, testing_world
 
 _PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
 _READ_BYTES = 2**20
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
-_STACK_S = 0.5
+# A worker that gets this writes down where it is, within so many seconds.
+_STACK_SIGNAL, _STACK_S = signal.SIGUSR1, 0.5
+_TRACEBACK_LIMIT_CHARS = 100_000
+_PR_SET_PDEATHSIG = 1
+
+FunctionName = tuple[str, str]
+"""A function's module and its name there."""
+
+Argument = bytes | FunctionName | Faults
+"""An argument on its way: bytes of the codec, a function by name, or a plan."""
 
 
-@overload
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCall:
+    """What every worker of one call is told."""
+
+    function: FunctionName
+    args: list[Argument]
+    size: int
+    folder: str
+    timeout_s: float
+    environ: Mapping[str, str] = field(repr=False)
+
+    def stack_path(self, rank: int) -> Path:
+        return Path(self.folder, f"stack{rank}")
+
+
 def run_processes(
     size: int,
-    fn: Callable[..., T],
-    *args: Any,
-    timeout_s: float = 60.0,
-    return_exceptions: Literal[False] = False,
-) -> list[T]: ...
-
-
-@overload
-def run_processes(
-    size: int,
-    fn: Callable[..., T],
-    *args: Any,
-    timeout_s: float = 60.0,
-    return_exceptions: bool,
-) -> list[T | WorkerError]: ...
-
-
-def run_processes(
-    size: int,
-    fn: Callable[..., T],
+    fn: Callable[..., Any],
     *args: Any,
     timeout_s: float = 60.0,
     return_exceptions: bool = False,
-) -> list[T] | list[T | WorkerError]:
+) -> list[Any]:
     """Run `fn(world, *args)` on `size` ranks, each a fresh process, and return the results by rank.
 
     The group is torch's default one. `fn`, and arguments that are functions, must be importable;
-    the rest is what `wire` can carry. A rank that raises, dies or exits early ends the others and
-    becomes a WorkerError; with `return_exceptions` the others run on, and errors stand in the list.
+    the rest is what `comm.codec` can carry. A rank that raises, dies or exits early ends the others
+    and becomes a WorkerError; with `return_exceptions` the others run on, and errors stand in the
+    list.
     """
     check_size(size, timeout_s)
-    call = Call(
+    call = WorkerCall(
         function=_name_of(fn, "fn"),
-        args=[_portable(arg, f"args[{i}]") for i, arg in enumerate(args)],
+        args=[_pack(arg, f"args[{i}]") for i, arg in enumerate(args)],
         size=size,
         folder=tempfile.mkdtemp(prefix="paceline-"),  # 0700
         timeout_s=timeout_s,
         environ=dict(os.environ),
     )
-    workers: list[_Worker] = []
+    workers: list[_RankProcess] = []
     try:
         for rank in range(size):
-            workers.append(_Worker(rank, call))
+            workers.append(_RankProcess(rank, call))
         _watch(workers, timeout_s, stop_at_first=not return_exceptions)
-        if return_exceptions:
-            return [worker.error or worker.result for worker in workers]
-        failed = sorted((w for w in workers if w.error), key=lambda w: (w.echo, w.ended_at))
-        if failed and failed[0].error is not None:
+        failed = sorted((w for w in workers if w.error), key=lambda w: (w.is_echo, w.ended_at))
+        if failed and failed[0].error and not return_exceptions:
             raise failed[0].error
-        return [worker.result for worker in workers]
+        return [worker.error or worker.result for worker in workers]
     finally:
         for worker in workers:
             worker.close()
         shutil.rmtree(call.folder, ignore_errors=True)
 
 
-class _Worker:
+class _RankProcess:
     """One rank's process, seen from outside, and the bytes it has sent so far."""
 
-    def __init__(self, rank: int, call: Call) -> None:
+    def __init__(self, rank: int, call: WorkerCall) -> None:
         self.rank = rank
         self.result: Any = None
         self.error: WorkerError | None = None
-        self.echo = False
+        self.is_echo = False
         """Whether the error only says that another rank is gone."""
         self.ended_at = math.inf
         self._timeout_s = call.timeout_s
         self._stack_path = call.stack_path(rank)
         self._received = bytearray()
         self._has_sent_all = False
+        # Test modules import pytest, and importing it again in every worker would cost more than
+        # everything else.
+        preload = [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_preload())
+        context.set_forkserver_preload(preload)
         self._reader, writer = context.Pipe(duplex=False)
         os.set_blocking(self._reader.fileno(), False)
         self._process: ForkServerProcess = context.Process(
-            target=work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
+            target=_work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
         )
         try:
             self._process.start()
@@ -169,7 +188,7 @@ class _Worker:
 
     def _ask_for_stack(self) -> str:
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, STACK_SIGNAL)
+            os.kill(self._process.pid or 0, _STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         stack, before = "", None
         while time.monotonic() < deadline and (not stack or stack != before):
@@ -179,10 +198,9 @@ class _Worker:
 
     def _written_stack(self) -> str:
         """What the worker's fault handler wrote, at a crash or when asked."""
-        try:
+        with suppress(OSError):
             return self._stack_path.read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return ""
 
     def _conclude(self, exitcode: int) -> None:
         self.ended_at = time.monotonic()
@@ -191,7 +209,7 @@ class _Worker:
         except WireError:
             message = None  # killed before it could say how it ended, or while saying it
         if message is not None and not message["ok"]:
-            self.ended_at, self.echo = message["at"], message["echo"]
+            self.ended_at, self.is_echo = message["at"], message["is_echo"]
             self.error = WorkerError(
                 f"Rank {self.rank} raised {message['summary']}",
                 f"Its traceback:\n{message['traceback']}",
@@ -211,13 +229,13 @@ class _Worker:
             self.ended_at, self.result = message["at"], message["result"]
 
 
-def _watch(workers: list[_Worker], timeout_s: float, *, stop_at_first: bool) -> None:
+def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool) -> None:
     """Follow the workers until all have ended, time is up, or one failure decides the rest."""
     deadline = time.monotonic() + timeout_s
     while running := [worker for worker in workers if worker.is_running]:
         failed = [worker for worker in workers if worker.error]
         if stop_at_first and failed:
-            if not all(worker.echo for worker in failed):
+            if not all(worker.is_echo for worker in failed):
                 return
             deadline = min(deadline, min(worker.ended_at for worker in failed) + _ECHO_S)
         left = deadline - time.monotonic()
@@ -234,25 +252,24 @@ def _watch(workers: list[_Worker], timeout_s: float, *, stop_at_first: bool) -> 
 def _describe_exit(exitcode: int) -> str:
     if exitcode >= 0:
         return f"exited with code {exitcode}"
-    try:
+    with suppress(ValueError):
         return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"
+    return f"was killed by signal {-exitcode}"
 
 
-def _preload() -> list[str]:
-    # Test modules import pytest, and importing it again in every worker would cost more than
-    # everything else.
-    return [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
-
-
-def _portable(arg: Any, what: str) -> Argument:
+def _pack(arg: Any, what: str) -> Argument:
     if isinstance(arg, Faults):
         return arg
     return _name_of(arg, what) if callable(arg) else codec.encode(arg)
 
 
-def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
+def _unpack(arg: Argument) -> Any:
+    if isinstance(arg, Faults):
+        return arg
+    return codec.decode(arg) if isinstance(arg, bytes) else _find(arg)
+
+
+def _name_of(function: Callable[..., Any], what: str) -> FunctionName:
     """The module and name another process can find a function by."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", "")
@@ -265,3 +282,73 @@ def _name_of(function: Callable[..., Any], what: str) -> tuple[str, str]:
             advice="Define it at the top level of a module; pass what it needs as arguments.",
         )
     return module, name
+
+
+def _find(name: FunctionName) -> Any:
+    found: Any = importlib.import_module(name[0])
+    for part in name[1].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _work(rank: int, call: WorkerCall, writer: Connection) -> None:
+    """Be rank `rank` of `call` in a process of its own; send one message at the end."""
+    _die_with_caller()
+    stack_file = call.stack_path(rank).open("w")  # open until the end, for the fault handler
+    faulthandler.enable(stack_file, all_threads=False)
+    faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
+    os.environ.clear()
+    os.environ.update(call.environ)
+    env.keep_gloo_on_loopback()
+    torch.set_num_threads(1)
+    group = None
+    try:
+        store = FileStore(os.path.join(call.folder, "store"), call.size)
+        timeout = timedelta(seconds=call.timeout_s)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=call.size, timeout=timeout
+        )
+        group = dist.group.WORLD
+        await_all_connected(store, call.size, call.timeout_s)
+        args = [_unpack(arg) for arg in call.args]
+        result = _find(call.function)(testing_world(rank, call.size, group), *args)
+        message = codec.encode({"ok": True, "at": time.monotonic(), "result": result})
+        say_last_words(group)
+    except BaseException as error:
+        message = codec.encode(
+            {
+                "ok": False,
+                "at": time.monotonic(),
+                "is_echo": is_echo(error),
+                "summary": summary(error),
+                "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT_CHARS:],
+            }
+        )
+        if group is not None:
+            say_last_words(group, error)
+    with writer:
+        left = memoryview(message)
+        while left:
+            left = left[os.write(writer.fileno(), left) :]
+    if group is not None and dist.is_initialized():
+        del group
+        dist.destroy_process_group()
+
+
+def _die_with_caller() -> None:
+    """End with the process that asked for this worker, whatever it dies of.
+
+    The kernel ends a worker with the fork server, and the server ends when the caller's end of its
+    `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    elif caller := multiprocessing.parent_process():
+        watch = threading.Thread(target=_kill_self_after, args=(caller.sentinel,), daemon=True)
+        watch.start()
+
+
+def _kill_self_after(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -14,9 +14,8 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +26,11 @@ from paceline.errors import UsageError, WorkerError
 from paceline.testing.endings import (
     collect_garbage,
     drop_unfinished_backward,
-    is_secondary,
+    is_echo,
     let_go,
     say_last_words,
     summary,
 )
-
-T = TypeVar("T")
 
 # A rank that waits in a collective gets its own timeout error first, and then a moment to end.
 _GRACE_S = 1.0
@@ -41,33 +38,13 @@ _GRACE_S = 1.0
 _thread = threading.local()
 
 
-@overload
 def run_ranks(
     size: int,
-    body: Callable[..., T],
-    *args: Any,
-    timeout_s: float = 20.0,
-    return_exceptions: Literal[False] = False,
-) -> list[T]: ...
-
-
-@overload
-def run_ranks(
-    size: int,
-    body: Callable[..., T],
-    *args: Any,
-    timeout_s: float = 20.0,
-    return_exceptions: bool,
-) -> list[T | BaseException]: ...
-
-
-def run_ranks(
-    size: int,
-    body: Callable[..., T],
+    body: Callable[..., Any],
     *args: Any,
     timeout_s: float = 20.0,
     return_exceptions: bool = False,
-) -> list[T] | list[T | BaseException]:
+) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results by rank.
 
     When a rank raises, the first error that is more than an echo of another rank's is raised here,
@@ -75,14 +52,37 @@ def run_ranks(
     """
     check_size(size, timeout_s)
     store = HashStore()
-    ends: _Ends[T] = _Ends()
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}  # in the order in which they happened
+
+    def run_rank(rank: int) -> None:
+        _thread.is_rank = True
+        try:
+            group = gloo_group(store, rank, size, timeout_s)
+            await_all_connected(store, size, timeout_s)
+        except BaseException as error:
+            let_go(error)
+            errors[rank] = error
+            return
+        try:
+            results[rank] = body(testing_world(rank, size, group), *args)
+            say_last_words(group)
+        except BaseException as error:
+            errors[rank] = error
+            say_last_words(group, error)
+            let_go(error)
+            drop_unfinished_backward()
+        # Peers that wait for this rank fail at once when its sockets close, which takes the last
+        # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
+        is_held = weakref.ref(group)
+        del group  # by name, because the error's traceback keeps this frame
+        for generation in range(3):
+            if is_held() is None:
+                break
+            collect_garbage(generation)
+
     threads = [
-        threading.Thread(
-            target=_run_rank,
-            args=(rank, size, store, timeout_s, body, args, ends),
-            name=f"rank {rank} of {size}",
-            daemon=True,
-        )
+        threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
         for rank in range(size)
     ]
     deadline = time.monotonic() + timeout_s + _GRACE_S
@@ -92,24 +92,16 @@ def run_ranks(
         thread.join(max(0.0, deadline - time.monotonic()))
     for rank, thread in enumerate(threads):
         if thread.is_alive():
-            ends.errors.setdefault(rank, _still_running(rank, thread, timeout_s))
-    if return_exceptions:
-        return [ends.errors[r] if r in ends.errors else ends.results[r] for r in range(size)]
-    if not ends.errors:
-        return [ends.results[rank] for rank in range(size)]
-    error = _first_real(ends.errors)
+            errors.setdefault(rank, _still_running(rank, thread, timeout_s))
+    if not errors or return_exceptions:
+        return [errors[rank] if rank in errors else results[rank] for rank in range(size)]
+    error = _first_real(errors)
     try:
         raise error
     finally:
-        del error, ends  # the traceback keeps this frame
-
-
-@dataclass
-class _Ends(Generic[T]):
-    """What every rank came to; `errors` is in the order in which they happened."""
-
-    results: dict[int, T] = field(default_factory=dict)
-    errors: dict[int, BaseException] = field(default_factory=dict)
+        errors.clear()
+        results.clear()
+        del error  # the traceback keeps this frame
 
 
 def check_size(size: int, timeout_s: float) -> None:
@@ -127,24 +119,9 @@ def is_thread_rank() -> bool:
     return getattr(_thread, "is_rank", False)
 
 
-def _run_rank(
-    rank: int,
-    size: int,
-    store: Store,
-    timeout_s: float,
-    body: Callable[..., T],
-    args: tuple[Any, ...],
-    ends: _Ends[T],
-) -> None:
-    _thread.is_rank = True
-    try:
-        group = gloo_group(store, rank, size, timeout_s)
-        await_all_connected(store, size, timeout_s)
-    except BaseException as error:
-        let_go(error)
-        ends.errors[rank] = error
-        return
-    world = World(
+def testing_world(rank: int, size: int, group: Any) -> World:
+    """What a rank of a test is given."""
+    return World(
         rank=rank,
         size=size,
         local_rank=rank,
@@ -152,22 +129,6 @@ def _run_rank(
         group=group,
         source="paceline.testing",
     )
-    try:
-        ends.results[rank] = body(world, *args)
-        say_last_words(group)
-    except BaseException as error:
-        ends.errors[rank] = error
-        say_last_words(group, error)
-        let_go(error)
-        drop_unfinished_backward()
-    # Peers that still wait for this rank fail at once when its sockets close, which takes the last
-    # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
-    is_held = weakref.ref(group)
-    del world, group  # by name, because the error's traceback keeps this frame
-    for generation in range(3):
-        if is_held() is None:
-            break
-        collect_garbage(generation)
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -202,7 +163,7 @@ def _loopback_device() -> Any:
 
 
 def _first_real(errors: dict[int, BaseException]) -> BaseException:
-    ranks = sorted(errors, key=lambda rank: is_secondary(errors[rank]))  # stable: keeps the order
+    ranks = sorted(errors, key=lambda rank: is_echo(errors[rank]))  # stable: keeps the order
     error = errors[ranks[0]]
     error.add_note(f"rank {ranks[0]} raised this")
     for rank in ranks[1:]:
