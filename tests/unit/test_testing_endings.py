@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import DesyncError, PeerError
-from paceline.testing.endings import drop_unfinished_backward, let_go
+from paceline.testing.endings import drop_unfinished_backward, is_echo, let_go
 
 
 class Group:
