@@ -70,5 +70,5 @@ def test_mistakes_are_answered() -> None:
         compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)
     with pytest.raises(UsageError, match="steps is 0"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), steps=0)
-    with pytest.raises(UsageError, match="is no module"):
+    with pytest.raises(UsageError, match="is not a module"):
         compare("linear", torch.zeros(3, 1))  # type: ignore[arg-type]

@@ -11,13 +11,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import UsageError
-from paceline.observe.units import bytes_text
+from paceline.observe.units import bytes_text, table_lines
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +31,7 @@ COLUMNS = ("", "processes", "outputs gathered on", "through main device", "step"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineCost:
     """One way to train, and what it costs."""
 
     name: str
@@ -44,19 +46,27 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class EngineComparison:
     """The rows, in the order in which they were measured; printing it prints the table."""
 
-    rows: list[Row]
+    rows: list[EngineCost]
 
     def __str__(self) -> str:
-        table = [COLUMNS, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-            for cells in table
-        ]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        cells = [list(COLUMNS)]
+        for row in self.rows:
+            memory = [f"{name} {n / 2**20:,.0f} MiB" for name, n in row.memory_bytes.items()]
+            cells.append(
+                [
+                    row.name,
+                    str(row.processes),
+                    row.gathered_on,
+                    bytes_text(row.main_device_bytes),
+                    f"{row.step_s * 1e3:,.2f} ms",
+                    ", ".join(memory) or "unknown",
+                ]
+            )
+        head, *lines = table_lines(cells)
+        return "\n".join([head, "-" * max(map(len, [head, *lines])), *lines])
 
 
 @dataclass(frozen=True)
@@ -65,18 +75,24 @@ class _Task:
     args: tuple[Any, ...]
     targets: Any
     loss_fn: Callable[..., Tensor]
-    devices: list[Any]
+    device_ids: list[Any]
     steps: int
 
-    @property
-    def type(self) -> str:
-        """The kind of device that is trained on."""
+    def backward(self, output: Any, targets: Any) -> None:
         import torch
 
-        if all(isinstance(device, int) for device in self.devices):
-            accelerator = torch.accelerator.current_accelerator()
-            return accelerator.type if accelerator else "cpu"
-        return torch.device(self.devices[0]).type
+        loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
+        torch.autograd.backward(loss)
+
+
+class _Contestant(NamedTuple):
+    """One way to train, ready to."""
+
+    model: nn.Module
+    forward_and_backward: Callable[[], Any]
+    device: Any
+    gathered_on: str
+    main_device_bytes: int = 0
 
 
 def compare(
@@ -86,7 +102,7 @@ def compare(
     *,
     device_ids: Sequence[Any] | None = None,
     steps: int = 10,
-) -> Comparison:
+) -> EngineComparison:
     """Train `module` on `batch` under both engines for a few steps, and say what each costs.
 
     With a `loss_fn`, the batch is a pair of inputs and targets; without, it is the inputs, and the
@@ -94,33 +110,10 @@ def compare(
     there is a replica, or a worker, for every GPU, or two on the CPU. The module itself stays as
     it is: it is trained in forked processes.
     """
-    task = _plan(module, batch, loss_fn, device_ids, steps)
-    count = len(task.devices)
-    rows = [
-        _measure("bare", task, 1, lambda: _train_bare(task)),
-        _measure("DataParallel", task, 1, lambda: _train_replicas(task, on_replicas=False)),
-        _measure(
-            "DataParallel, loss on replicas",
-            task,
-            1,
-            lambda: _train_replicas(task, on_replicas=True),
-        ),
-        _measure("DistributedDataParallel", task, count, lambda: _train_rank(task)),
-    ]
-    return Comparison(rows)
-
-
-def _plan(
-    module: nn.Module,
-    batch: Any,
-    loss_fn: Callable[..., Tensor] | None,
-    device_ids: Sequence[Any] | None,
-    steps: int,
-) -> _Task:
     import torch
 
     if not isinstance(module, torch.nn.Module):
-        raise UsageError(f"{module!r} is no module.", advice="Pass the model to be trained.")
+        raise UsageError(f"{module!r} is not a module.", advice="Pass the model to be trained.")
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"steps is {steps!r}.", advice="Measure at least one.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -138,7 +131,17 @@ def _plan(
     if device_ids is None:
         gpus = _count_accelerators()
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
-    return _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
+    task = _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
+    return EngineComparison(
+        [
+            _measure("bare", task, 1, _bare),
+            _measure("DataParallel", task, 1, partial(_replicas, on_replicas=False)),
+            _measure(
+                "DataParallel, loss on replicas", task, 1, partial(_replicas, on_replicas=True)
+            ),
+            _measure("DistributedDataParallel", task, len(device_ids), _rank),
+        ]
+    )
 
 
 def _count_accelerators() -> int:
@@ -151,152 +154,142 @@ def _count_accelerators() -> int:
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
+    import torch
+
     from paceline.comm import tree
 
-    found = [tensor for tensor in tree.tensors(output) if tensor.requires_grad]
+    found = [tensor.square().mean() for tensor in tree.tensors(output) if tensor.requires_grad]
     if not found:
         raise UsageError(
             "The module's output holds no tensor that depends on a parameter.",
             advice="Pass a loss_fn.",
         )
-    total = found[0].square().mean()
-    for tensor in found[1:]:
-        total = total + tensor.square().mean()
-    return total
+    return torch.stack([value.to(found[0].device) for value in found]).sum()
 
 
-def _measure(name: str, task: _Task, processes: int, train: Callable[[], Any]) -> Row:
+def _measure(
+    name: str, task: _Task, processes: int, prepare: Callable[[_Task, ExitStack], _Contestant]
+) -> EngineCost:
     from paceline.launcher import count_cores, launch
+
+    def train() -> dict[str, Any]:
+        with ExitStack() as stack:
+            return _time(prepare(task, stack), task.steps)
 
     threads = max(1, count_cores() // processes)
     ranks = launch(train, workers=processes, threads=threads, label=False)
-    first = ranks[0]
-    return Row(
+    memory = {
+        name if processes == 1 else f"{name} of rank {number}": used
+        for number, rank in enumerate(ranks)
+        for name, used in rank["memory_bytes"].items()
+    }
+    return EngineCost(
         name=name,
         processes=processes,
-        gathered_on=first["gathered_on"],
-        main_device_bytes=first["main_device_bytes"],
+        gathered_on=ranks[0]["gathered_on"],
+        main_device_bytes=ranks[0]["main_device_bytes"],
         step_s=max(rank["step_s"] for rank in ranks),
-        memory_bytes=_merge_memory([rank["memory_bytes"] for rank in ranks]),
+        memory_bytes=memory,
     )
 
 
-def _merge_memory(by_rank: list[dict[str, int]]) -> dict[str, int]:
-    if len(by_rank) == 1:
-        return by_rank[0]
-    return {
-        f"{name} of rank {rank}": n for rank, own in enumerate(by_rank) for name, n in own.items()
-    }
+def _bare(task: _Task, _stack: ExitStack) -> _Contestant:
+    from paceline.dp.devices import find_devices
+
+    device = find_devices(task.device_ids)[0].device
+    args, targets = _on(device, (task.args, task.targets))
+    model = task.module.to(device)
+    return _Contestant(model, lambda: task.backward(model(*args), targets), device, "-")
 
 
-def _train_bare(task: _Task) -> dict[str, Any]:
-    args, targets = _on(_home(task), (task.args, task.targets))
-    module = task.module.to(_home(task))
-    return _time(task, module, lambda: _step_back(task, module(*args), targets), "-", 0)
-
-
-def _train_replicas(task: _Task, *, on_replicas: bool) -> dict[str, Any]:
+def _replicas(task: _Task, _stack: ExitStack, *, on_replicas: bool) -> _Contestant:
     from paceline.dp import DataParallel
+    from paceline.dp.devices import find_devices
 
-    args, targets = _on(_home(task), (task.args, task.targets))
-    model = DataParallel(task.module.to(_home(task)), task.devices)
-    moved = _count_replica_bytes(task, model, on_replicas=on_replicas)
+    first = find_devices(task.device_ids)[0]
+    args, targets = _on(first.device, (task.args, task.targets))
+    model = DataParallel(task.module.to(first.device), task.device_ids)
+    moved = _count_moved_bytes(task, model, on_replicas=on_replicas)
 
     def forward_and_backward() -> None:
         if on_replicas:
             model.backward(task.loss_fn, args, targets)
         else:
-            _step_back(task, model(*args), targets)
+            task.backward(model(*args), targets)
 
-    where = "none, only losses" if on_replicas else str(task.devices[0])
-    if isinstance(task.devices[0], int) and not on_replicas:
-        where = f"{task.type}:{task.devices[0]}"
-    return _time(task, model, forward_and_backward, where, moved)
+    where = "none, only losses" if on_replicas else first.name
+    return _Contestant(model, forward_and_backward, first.device, where, moved)
 
 
-def _train_rank(task: _Task) -> dict[str, Any]:
+def _rank(task: _Task, stack: ExitStack) -> _Contestant:
     import paceline
     from paceline.dp.devices import ReplicaDevice
     from paceline.dp.scatter import scatter
 
-    with paceline.init_process_group() as world:
-        place = ReplicaDevice(str(world.device), world.device)
-        chunks = scatter(task.args, {}, [place] * world.size, targets=task.targets)
-        own = min(world.rank, len(chunks) - 1)  # a batch too small for all is repeated
-        args, targets = chunks[own].args, chunks[own].targets
-        model = paceline.DistributedDataParallel(task.module.to(world.device))
-        return _time(
-            task,
-            model,
-            lambda: _step_back(task, model(*args), targets),
-            "none, each rank keeps its own",
-            0,
-        )
+    world = stack.enter_context(paceline.init_process_group())
+    devices = [ReplicaDevice(str(world.device), world.device)] * world.size
+    chunks = scatter(task.args, {}, devices, targets=task.targets)
+    own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
+    model = paceline.DistributedDataParallel(task.module.to(world.device))
+    return _Contestant(
+        model,
+        lambda: task.backward(model(*own.args), own.targets),
+        world.device,
+        "none, each rank keeps its own",
+    )
 
 
-def _time(
-    task: _Task, model: nn.Module, forward_and_backward: Callable[[], Any], where: str, moved: int
-) -> dict[str, Any]:
+def _time(contestant: _Contestant, steps: int) -> dict[str, Any]:
     """Take the steps, and report what they cost as plain data."""
     import torch
 
+    device = contestant.device
     before = _private_bytes()
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trained = [param for param in contestant.model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-6)
     times = []
-    for number in range(WARM_UP + task.steps):
+    for _ in range(WARM_UP + steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        forward_and_backward()
+        contestant.forward_and_backward()
         optimizer.step()
-        if task.type != "cpu":
+        if device.type != "cpu":
             torch.accelerator.synchronize()
-        if number >= WARM_UP:
-            times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
+    memory = {"cpu": max(0, _private_bytes() - before)}
+    if device.type == "cuda":
+        used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
+        memory = {f"cuda:{i}": number for i, number in enumerate(used) if number}
     return {
-        "step_s": statistics.median(times),
-        "gathered_on": where,
-        "main_device_bytes": moved,
-        "memory_bytes": _memory(task, before),
+        "step_s": statistics.median(times[WARM_UP:]),
+        "gathered_on": contestant.gathered_on,
+        "main_device_bytes": contestant.main_device_bytes,
+        "memory_bytes": memory,
     }
 
 
-def _count_replica_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
+def _count_moved_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
     """What the first device sends to the others and gets from them in one step."""
     import torch
 
     from paceline.dp.devices import find_devices
     from paceline.dp.scatter import scatter
 
-    places = find_devices(task.devices)
-    with torch.no_grad():
-        output = model.module(*_on(places[0].device, task.args))
-    is_elsewhere = {number: place.device != places[0].device for number, place in enumerate(places)}
-    chunks = scatter(task.args, {}, places, targets=task.targets)
+    devices = [each.device for each in find_devices(task.device_ids)]
+    chunks = scatter(task.args, {}, find_devices(task.device_ids), targets=task.targets)
     others = [chunk for chunk in chunks if chunk.replica != 0]
     total = sum(_bytes(chunk.contents if on_replicas else chunk.args) for chunk in others)
     if not on_replicas:  # outputs come, their gradients go
+        with torch.no_grad():
+            output = model.module(*_on(devices[0], task.args))
         rows = sum(chunk.rows for chunk in chunks)
         total += round(2 * _bytes(output) * sum(chunk.rows for chunk in others) / max(rows, 1))
     weights = _bytes(list(model.parameters()))
-    devices = {places[chunk.replica].device for chunk in others if is_elsewhere[chunk.replica]}
-    total += 2 * weights * len(devices)  # parameters go, gradients come
-    if on_replicas and places[0].device.type == "cpu":
-        total += weights * sum(not is_elsewhere[chunk.replica] for chunk in others)
+    elsewhere = {devices[chunk.replica] for chunk in others} - {devices[0]}
+    total += 2 * weights * len(elsewhere)  # parameters go, gradients come
+    if on_replicas and devices[0].type == "cpu":
+        total += weights * sum(devices[chunk.replica] == devices[0] for chunk in others)
     return total
-
-
-def _step_back(task: _Task, output: Any, targets: Any) -> None:
-    import torch
-
-    loss = task.loss_fn(output) if targets is None else task.loss_fn(output, targets)
-    torch.autograd.backward(loss)
-
-
-def _home(task: _Task) -> Any:
-    from paceline.dp.devices import find_devices
-
-    return find_devices(task.devices)[0].device
 
 
 def _on(device: Any, value: Any) -> Any:
@@ -308,18 +301,7 @@ def _on(device: Any, value: Any) -> Any:
 def _bytes(value: Any) -> int:
     from paceline.comm import tree
 
-    return sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors(value))
-
-
-def _memory(task: _Task, before: int) -> dict[str, int]:
-    import torch
-
-    if task.type != "cuda":
-        return {"cpu": max(0, _private_bytes() - before)}
-    used = {
-        f"cuda:{i}": torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())
-    }
-    return {name: number for name, number in used.items() if number}
+    return sum(tensor.nbytes for tensor in tree.tensors(value))
 
 
 def _private_bytes() -> int:
@@ -329,18 +311,6 @@ def _private_bytes() -> int:
         return 0
     lines = rollup.read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    memory = [f"{name} {number / 2**20:,.0f} MiB" for name, number in row.memory_bytes.items()]
-    return (
-        row.name,
-        str(row.processes),
-        row.gathered_on,
-        bytes_text(row.main_device_bytes),
-        f"{row.step_s * 1e3:,.2f} ms",
-        ", ".join(memory) or "unknown",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
