@@ -5,7 +5,7 @@ A training keeps its own ledger of samples: the dataset yields each sample's ind
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.checkpoint import Written
 from paceline.comm.world import World
-from paceline.run import Run, RunOptions
+from paceline.observe.run_folder import RunInfo
+from paceline.run import Message, Run, RunOptions, StepReport, Summary
 from paceline.testing import seeded
 
 WIDTH, CLASSES = 6, 3
@@ -99,6 +101,38 @@ def train(
             break
     trained.parameters = {name: p.detach().clone() for name, p in net.state_dict().items()}
     return trained
+
+
+class Told:
+    """A sink that keeps what it is told, by method."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def of(self, method: str) -> list[Any]:
+        """What was told by calls of this method."""
+        return [args[0] if len(args) == 1 else args for name, args in self.calls if name == method]
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        self.calls.append(("start", (info, step, lines)))
+
+    def step(self, report: StepReport) -> None:
+        self.calls.append(("step", (report,)))
+
+    def epoch(self, summary: Summary) -> None:
+        self.calls.append(("epoch", (summary,)))
+
+    def evaluation(self, summary: Summary) -> None:
+        self.calls.append(("evaluation", (summary,)))
+
+    def message(self, message: Message) -> None:
+        self.calls.append(("message", (message,)))
+
+    def checkpoint(self, written: Written) -> None:
+        self.calls.append(("checkpoint", (written,)))
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        self.calls.append(("stop", (step, status, reason)))
 
 
 def losses(workers: list[Trained]) -> dict[int, float]:

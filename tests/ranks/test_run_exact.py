@@ -10,10 +10,13 @@ import pytest
 import torch
 from runs import CLASSES, QUIET, WIDTH, Rows, Trained, assert_same, losses, mlp, train
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, ProcessGroup
 from torch.nn import functional as F
 
 from paceline import DataParallel, DistributedDataParallel, DistributedSampler
 from paceline.comm.world import World
+from paceline.ddp import DDPOptions
+from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 
@@ -133,7 +136,7 @@ def test_shards_that_share_a_forward_pass_give_the_same_result(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("wrapping", ["ours", "replicas", "torch's replicas"])
-def test_a_model_that_is_wrapped_already_is_unwrapped(
+def test_a_model_may_be_wrapped_already(
     size: int, wrapping: str, alone: dict[str, Trained]
 ) -> None:
     def body(world: World) -> Trained:
@@ -150,6 +153,39 @@ def test_a_model_that_is_wrapped_already_is_unwrapped(
     for each in run_ranks(size, body):
         parameters = {name.removeprefix("module."): p for name, p in each.parameters.items()}
         assert_same(parameters, alone["mlp"].parameters, rtol=1e-4, atol=1e-6)
+
+
+def make_with(net: nn.Module, world: World, ddp: DDPOptions | None = None) -> Run:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Run(
+        net, optimizer, Rows(), global_batch=8, epochs=1, world=world, ddp=ddp, options=QUIET
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_options_of_the_engine_arrive_and_those_of_a_wrapper_stay(size: int) -> None:
+    options = DDPOptions(check_every=3, transport="c10d")
+
+    def body(world: World) -> None:
+        run = make_with(mlp(), world, options)
+        assert isinstance(run.model, DistributedDataParallel)
+        assert run.model._ddp_options is options
+        wrapped = DistributedDataParallel(mlp(), process_group=world.group, options=options)
+        assert make_with(wrapped, world).model is wrapped
+        with pytest.raises(UsageError, match="options of its own, and ddp= has others"):
+            make_with(wrapped, world, DDPOptions())
+
+    run_ranks(size, body)
+
+
+def test_a_wrapper_over_another_group_is_refused() -> None:
+    def body(world: World) -> None:
+        alone = ProcessGroup(HashStore(), 0, 1)
+        wrapped = DistributedDataParallel(mlp(), process_group=alone)
+        with pytest.raises(UsageError, match="another process group than the run's"):
+            make_with(wrapped, world)
+
+    run_ranks(2, body)
 
 
 def tokens_step(model: nn.Module, run: Run, step: Any, reduction: str) -> None:

@@ -200,7 +200,7 @@ def make_run(world: World | None, folder: Path, options: RunOptions = QUIET, **c
 def advance(step: Any) -> None:
     with step:
         for x, y, _ in step.batches():
-            out = step._shop.model(x)
+            out = step._context.model(x)
             step.backward(F.cross_entropy(out, y))
 
 

@@ -86,7 +86,7 @@ NAMES_BY_MODULE = {
     ],
     "paceline.progress": ["Progress"],
     "paceline.explain.report": ["write"],
-    "paceline.run": ["Run", "RunOptions", "Step"],
+    "paceline.run": ["Message", "Run", "RunOptions", "Sink", "Step", "StepReport", "Summary"],
     "paceline.data": [
         "DistributedBatchSampler",
         "DistributedSampler",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, mlp, train
+from runs import CLASSES, QUIET, WIDTH, Rows, Told, assert_same, mlp, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,7 +48,7 @@ class Stumble(Exception):
 def test_an_error_in_the_block_leaves_everything_as_it_was() -> None:
     net = with_statistics()
     run = make(net)
-    optimizer = run._parts.shop.update.optimizer
+    optimizer = run._context.config.optimizer
     steps = iter(run)
     advance(run, next(steps))
     before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
@@ -216,7 +216,8 @@ def test_schedulers_step_once_per_step() -> None:
 
 
 def test_metrics_of_a_failed_step_are_forgotten() -> None:
-    run = make(mlp())
+    told = Told()
+    run = make(mlp(), sinks=[told])
     steps = iter(run)
 
     def stumble() -> None:
@@ -228,7 +229,7 @@ def test_metrics_of_a_failed_step_are_forgotten() -> None:
         stumble()
     advance(run, next(steps))
     next(steps)
-    assert list(run._parts.shop.metrics.last) == ["loss"]
+    assert [list(each.metrics) for each in told.of("step")] == [["loss"]]
 
 
 def misuse_twice(run: Run, step: Step) -> None:
@@ -373,7 +374,7 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
         ({"shards": 9}, "cannot be cut into 9 shards"),
         ({"seed": "0"}, "seed is '0'"),
         ({"state": {"ema": 3}}, "no state_dict"),
-        ({"dataset": 7}, "is no dataset"),
+        ({"dataset": 7}, "is not a dataset"),
         ({"dataset": Rows(0)}, "is empty"),
     ],
 )

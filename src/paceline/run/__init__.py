@@ -1,19 +1,16 @@
 """Training as a sequence of steps that commit everywhere or nowhere, and resume at any size.
 
-`loop` is `Run`, the walk through the steps; `step` is what happens in one of them, with the tools
-of its `workshop`, and `between` what happens between two; `build` puts the parts together from
-what was `wanted`, and `options` are the rarer wishes. `plan` says which samples form which shard,
-`loader` and `stream` make batches of them, `seeds` gives each its random numbers. `update` is what
-a commit changes, `finite` looks for NaN first, `buffers` keeps statistics independent of the
-workers. `metrics` are sums and counts read `late`, `evaluation` counts every sample once.
-`signals` and `vote` stop all workers after the same step, and `lifeline` keeps their loaders alive
-until then. `state`, `saving` and `handout` are about checkpoints, `tenancy` about having a folder
-alone, `record` about what a run says, `place` about where it takes place. `recorder` follows one
-step stage by stage, `watching` has the rest that people can see of a run.
+`loop` is `Run`, the way through the steps; `step` is one of them, with what is in its `context`;
+`config` is what was asked for. `plan` says which samples form which shard, with which random
+numbers; `loader` and `stream` make batches of them. `buffers` keeps statistics independent of the
+workers, `metrics` are sums and counts read late, `evaluation` counts every sample once. `stop` ends
+all workers after the same step, `state` is about checkpoints. `sinks` are where everything goes
+that a run tells, and `watching` records a step or a timeline.
 """
 
+from paceline.run.config import RunOptions
 from paceline.run.loop import Run
-from paceline.run.options import RunOptions
+from paceline.run.sinks import Message, Sink, StepReport, Summary
 from paceline.run.step import Step
 
-__all__ = ["Run", "RunOptions", "Step"]
+__all__ = ["Message", "Run", "RunOptions", "Sink", "Step", "StepReport", "Summary"]

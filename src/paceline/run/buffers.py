@@ -7,14 +7,13 @@ mean over all shards, and every other buffer is what shard 0 made of it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline import comm
-from paceline.run.broadcast import copy_from_rank_0
+from paceline.comm.membership import Membership
+from paceline.run.state import copy_from_rank_0
 
 
 class Buffers:
@@ -26,12 +25,12 @@ class Buffers:
     have the same list, and add to it together (`adopt`) when shard 0 has changed another one.
     """
 
-    def __init__(self, module: nn.Module, group: Any, word_device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, membership: Membership, word_device: torch.device
+    ) -> None:
         self.live: set[str] = set()
-        self._module, self._group, self._word_device = module, group, word_device
-        self._size: int = group.size()
+        self._module, self._membership, self._word_device = module, membership, word_device
         self._statistics = _names_of_statistics(module)
-        self._has_any = next(module.buffers(), None) is not None
         self._saved: dict[str, Tensor] = {}
         self._marks: dict[str, tuple[int, int]] = {}
         self._first: dict[str, Tensor] = {}
@@ -42,7 +41,7 @@ class Buffers:
     def begin(self) -> None:
         """Remember the buffers as they are; one that has not changed since is not copied again."""
         self._shards, self._moves, self._first = 0, None, {}
-        for name, buffer in self._named():
+        for name, buffer in self._module.named_buffers():
             if name not in self._statistics and self._marks.get(name) == _mark(buffer):
                 continue
             saved = self._saved.get(name)
@@ -59,10 +58,8 @@ class Buffers:
     @torch.no_grad()
     def end_shard(self, number: int) -> None:
         """Take what the shard has made of the buffers."""
-        if not self._has_any:
-            return
         self._shards += 1
-        now = dict(self._named())
+        now = dict(self._module.named_buffers())
         if self._statistics:
             moved = _flat([now[n] for n in self._statistics]) - self._before()
             self._moves = moved if self._moves is None else self._moves + moved
@@ -73,20 +70,21 @@ class Buffers:
     @torch.no_grad()
     def settle(self, step: int, shards: int) -> None:
         """Give the model the buffers that all workers have after a step of `shards` shards."""
-        if not self._has_any or (self._size == 1 and shards == 1):
+        size = self._membership.size
+        if size == 1 and shards == 1:
             return  # they are what the only shard has made of them
         self.restore()
         if self._statistics:
             self._move(step, shards)
         for name, value in self._first.items():
             self._put(name, value)
-        if self._size > 1 and self.live:
+        if size > 1 and self.live:
             self._copy_live(f"Step {step}: copying shard 0's buffers")
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back as they were before the step."""
-        for name, buffer in self._named():
+        for name, buffer in list(self._module.named_buffers()):
             is_changed = name in self._statistics or self._has_changed(name, buffer)
             if is_changed and name in self._saved:
                 self._put(name, self._saved[name])
@@ -95,12 +93,13 @@ class Buffers:
     @property
     def has_news(self) -> bool:
         """Whether shard 0 has changed a buffer that was not `live`."""
-        return any(name not in self.live for name in self._first)
+        return self._membership.size > 1 and not self.live.issuperset(self._first)
 
     def adopt(self) -> None:
         """Agree on the buffers that change; called by all workers together."""
         mine = sorted(self._first)
-        for names in comm.exchange(self._group, mine, self._word_device, "Finding live buffers"):
+        what, group = "Finding live buffers", self._membership.group
+        for names in comm.exchange(group, mine, self._word_device, what):
             self.live.update(names)
         self._copy_live("Copying shard 0's buffers")
 
@@ -108,8 +107,10 @@ class Buffers:
         """Move the statistics by the mean over all shards, from where they were before."""
         before = self._before()
         moves = torch.zeros_like(before) if self._moves is None else self._moves
-        if self._size > 1:
-            comm.all_reduce(self._group, moves, f"Step {step}: the mean of running statistics")
+        if self._membership.size > 1:
+            comm.all_reduce(
+                self._membership.group, moves, f"Step {step}: the mean of running statistics"
+            )
         after = before + moves / shards
         buffers = [self._module.get_buffer(name) for name in self._statistics]
         for buffer, part in zip(
@@ -123,7 +124,7 @@ class Buffers:
 
     def _copy_live(self, what: str) -> None:
         tensors = [self._module.get_buffer(name).data for name in sorted(self.live)]
-        copy_from_rank_0(self._group, tensors, self._word_device, what)
+        copy_from_rank_0(self._membership.group, tensors, self._word_device, what)
         for name in self.live:
             self._marks.pop(name, None)
 
@@ -137,9 +138,6 @@ class Buffers:
             owner, _, attribute = name.rpartition(".")
             setattr(self._module.get_submodule(owner), attribute, value.clone())
         self._marks.pop(name, None)
-
-    def _named(self) -> list[tuple[str, Tensor]]:
-        return list(self._module.named_buffers()) if self._has_any else []
 
     def _has_changed(self, name: str, buffer: Tensor) -> bool:
         return name not in self._statistics and self._marks.get(name) != _mark(buffer)

@@ -1,25 +1,26 @@
-"""What a run was asked for: its arguments, checked, and how they are described to people."""
+"""What a run was asked for: its arguments and options, checked, and in words for people."""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset, default_collate
 
 from paceline.comm.world import World
+from paceline.ddp import DDPOptions
 from paceline.errors import UsageError
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.policy import plan_global_batch
-from paceline.run.loader import Position
-from paceline.run.options import RunOptions
-from paceline.run.plan import Plan
-from paceline.run.record import host
+from paceline.run.plan import Plan, Position
+from paceline.run.sinks import Sink, check_sinks
 from paceline.run.stream import STATEMENT
 
 _AGREED_OPTIONS = (
@@ -33,8 +34,72 @@ _AGREED_OPTIONS = (
 """Those that decide what a commit does, or when the workers talk to each other."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Settings that most runs leave alone."""
+
+    shuffle: bool = True
+    """Whether every epoch has an order of its own; False takes the samples as they stand."""
+    drop_last: bool = False
+    """Whether samples that do not fill the last global batch of an epoch are left out of it."""
+    clip_norm: float | None = None
+    """Shorten gradients to this length where they are longer."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; None: as a `DataLoader` does."""
+    pin_memory: bool | None = None
+    """Whether batches are loaded into page-locked memory; None: when the model is on a GPU."""
+    prefetch: int = 2
+    """How many shards every DataLoader worker loads ahead."""
+    merge_shards: bool = False
+    """Whether a worker's shards go through the model together. Exact only for a model that draws
+    no random numbers and computes nothing over a batch, such as dropout and BatchNorm do."""
+    checkpoint_every: int | None = None
+    """Save after every so many steps. In any case a run saves after every epoch and when a signal
+    stops it; 0 means never at all."""
+    keep: int = 3
+    """How many of the newest checkpoints are kept; at least 2, in case one is damaged."""
+    keep_best: int = 1
+    """How many of the best ones are kept besides, by `best_metric`."""
+    best_metric: str | None = None
+    """A metric of `run.evaluate()`, or of training, that says which checkpoints are best."""
+    better: Literal["lower", "higher"] = "lower"
+    """Whether a lower or a higher `best_metric` is better."""
+    check_finite: Literal["sample", "all", "off"] = "sample"
+    """How closely gradients are searched for NaN and infinity on CPUs; see docs/run.md. On GPUs,
+    and with `clip_norm`, all of them are, because it costs next to nothing there."""
+    noise_every: int = 0
+    """Measure the gradient noise scale in every so many steps; 0 means never."""
+    trace_step: int = 0
+    """Record this step stage by stage into the folder, for `paceline trace` and the report; 0: what
+    `paceline run --trace-step` says, or none."""
+    timeline: bool = False
+    """Whether every worker records into the folder what it does when; `paceline run --timeline`
+    goes before."""
+    handle_signals: bool = True
+    """Whether the first Ctrl-C or SIGTERM lets the step end and saves, and the second kills."""
+    exit_on_signal: bool = True
+    """Whether the process then exits, with 128 + the signal's number; False only ends the loop."""
+    progress: str = "auto"
+    """How rank 0 shows the run: `auto`, `bar`, `plain`, `json` or `quiet`."""
+    policy: Sequence[str] = ()
+    """What was decided about batch size and learning rate and why, to be shown and kept; empty: how
+    the global batch is cut among the workers."""
+
+    def __post_init__(self) -> None:
+        least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0}
+        least_by_name |= {"checkpoint_every": 0, "noise_every": 0, "trace_step": 0}
+        for name, least in least_by_name.items():
+            _check_whole(name, getattr(self, name), least)
+        if self.better not in ("lower", "higher"):
+            raise UsageError(f"better is {self.better!r}.", advice="Use 'lower' or 'higher'.")
+        if self.check_finite not in ("sample", "all", "off"):
+            raise UsageError(
+                f"check_finite is {self.check_finite!r}.", advice="Use 'sample', 'all' or 'off'."
+            )
+
+
 @dataclass(slots=True, kw_only=True)
-class Wanted:
+class RunConfig:
     """The arguments of `Run`."""
 
     model: nn.Module
@@ -50,76 +115,96 @@ class Wanted:
     state: Mapping[str, Any]
     workers: int
     world: World | None
+    ddp: DDPOptions | None
+    sinks: Sequence[Sink]
     options: RunOptions
 
     def __post_init__(self) -> None:
-        for name, least in (("global_batch", 1), ("epochs", 1), ("shards", 1), ("workers", 0)):
-            value = getattr(self, name)
-            is_left_out = name == "shards" and value is None
-            if not is_left_out and (type(value) is not int or value < least):
-                raise UsageError(
-                    f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up."
-                )
+        _check_whole("global_batch", self.global_batch, 1)
+        _check_whole("epochs", self.epochs, 1)
+        _check_whole("shards", self.shards, 1)
+        _check_whole("workers", self.workers, 0)
         if type(self.seed) is not int:
             raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
+        check_sinks(self.sinks)
 
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        return self.options.collate_fn or default_collate
 
-def to_agree_on(wanted: Wanted) -> dict[str, Any]:
-    """What all workers must be given alike, besides what identifies the run, by words for it."""
-    settings = [
-        {name: repr(value) for name, value in group.items() if name != "params"}
-        for group in wanted.optimizer.param_groups
-    ]
-    return {
-        "epochs": wanted.epochs,
-        "folder": "None" if wanted.folder is None else "given",
-        **{name: getattr(wanted.options, name) for name in _AGREED_OPTIONS},
-        "the scaler": None if wanted.scaler is None else type(wanted.scaler).__name__,
-        "settings of the optimizer": settings,
-        "names in state": sorted(wanted.state),
-    }
-
-
-def describe(
-    wanted: Wanted,
-    folder: RunFolder | None,
-    world: World,
-    plan: Plan | None,
-    *,
-    facts: Mapping[str, Any],
-    module: nn.Module,
-    device: torch.device,
-) -> RunInfo:
-    """What `run.json` says of a run."""
-    now = time.time()
-    before = read_info(folder) if folder is not None and world.rank == 0 else None
-    return RunInfo(
-        name=folder.name if folder else type(module).__name__,
-        created=now if before is None else before.created,
-        updated=now,
-        seed=wanted.seed,
-        epochs=wanted.epochs,
-        global_batch=wanted.global_batch,
-        shards=facts["shards"],
-        workers=world.size,
-        dataset_size=facts["dataset_size"],
-        steps_per_epoch=plan.steps_per_epoch if plan else None,
-        steps=plan.steps if plan else None,
-        model=type(module).__name__,
-        parameters=sum(param.numel() for param in module.parameters()),
-        device=str(device),
-        host=host(),
-        versions=facts["versions"],
-        policy=list(wanted.options.policy)
-        or [
-            batch_sentence(
-                wanted.global_batch,
-                workers=world.size,
-                shards=facts["shards"],
-                merges=wanted.options.merge_shards,
+    def plan(self, shards: int) -> Plan | None:
+        """Which samples form which step; None where samples cannot be asked for by number."""
+        dataset, options = self.dataset, self.options
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            if not hasattr(dataset, "__iter__"):
+                raise UsageError(
+                    f"A {type(dataset).__name__} is not a dataset.",
+                    advice="Pass an object with __len__ and __getitem__, or an iterable one.",
+                )
+            return None
+        if not isinstance(dataset, Sized):
+            raise UsageError(
+                f"The dataset is a {type(dataset).__name__}, which has no length.",
+                advice="Give it __len__, or make it an IterableDataset.",
             )
-        ],
-    )
+        return Plan(
+            samples=len(dataset),
+            global_batch=self.global_batch,
+            shards=shards,
+            epochs=self.epochs,
+            seed=self.seed,
+            shuffle=options.shuffle,
+            drop_last=options.drop_last,
+            merge_shards=options.merge_shards,
+        )
+
+    def to_agree_on(self) -> dict[str, Any]:
+        """What all workers must be given alike, besides the facts, by words for it."""
+        settings = [
+            {name: repr(value) for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "epochs": self.epochs,
+            "folder": "None" if self.folder is None else "given",
+            **{name: getattr(self.options, name) for name in _AGREED_OPTIONS},
+            "the scaler": None if self.scaler is None else type(self.scaler).__name__,
+            "settings of the optimizer": settings,
+            "names in state": sorted(self.state),
+        }
+
+    def describe(
+        self, folder: RunFolder | None, plan: Plan | None, module: nn.Module, facts: dict[str, Any]
+    ) -> RunInfo:
+        """What `run.json` says of the run."""
+        now, workers, shards = time.time(), facts["workers"], facts["shards"]
+        before = None if folder is None else read_info(folder)
+        merges = self.options.merge_shards
+        sentence = batch_sentence(self.global_batch, workers=workers, shards=shards, merges=merges)
+        return RunInfo(
+            name=folder.name if folder else type(module).__name__,
+            created=now if before is None else before.created,
+            updated=now,
+            seed=self.seed,
+            epochs=self.epochs,
+            global_batch=self.global_batch,
+            shards=shards,
+            workers=workers,
+            dataset_size=facts["dataset_size"],
+            steps_per_epoch=plan.steps_per_epoch if plan else None,
+            steps=plan.steps if plan else None,
+            model=type(module).__name__,
+            parameters=sum(param.numel() for param in module.parameters()),
+            device=str(next((param.device for param in module.parameters()), "cpu")),
+            host=socket.gethostname(),
+            versions=facts["versions"],
+            policy=list(self.options.policy) or [sentence],
+        )
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if value is not None and (type(value) is not int or value < least):
+        raise UsageError(f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up.")
 
 
 def batch_sentence(global_batch: int, *, workers: int, shards: int, merges: bool) -> str:
@@ -144,14 +229,16 @@ def opening_lines(
     if plan is None:
         lines.append(STATEMENT)
     if world.size > shards:
+        idle = world.size - shards
         lines.append(
-            f"{world.size} workers share {shards} shards: {world.size - shards} of them have "
-            "nothing to compute. Pass shards= to a new run to use them."
+            f"{world.size} workers share {shards} shards: {idle} "
+            f"{'worker has' if idle == 1 else 'workers have'} nothing to compute. Pass shards= to "
+            "a new run to use them."
         )
     if world.device.type == "cuda" and device.type == "cpu":
         lines.append(f"The model is on the CPU, although this worker has {world.device}.")
     if plan is not None and position.step >= plan.steps:
         lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
     elif position.step:
-        lines.append(f"Going on after step {position.step}, in epoch {position.epoch + 1}.")
+        lines.append(f"Continuing after step {position.step}, in epoch {position.epoch + 1}.")
     return lines

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
 
-from paceline import comm
 from paceline.comm import tree
+from paceline.comm.membership import Membership
 from paceline.errors import UsageError
-from paceline.run.loader import Collate, Shard, ShardFetcher, as_it_is
-from paceline.run.metrics import Metrics, Sums, merge
-from paceline.run.seeds import Generators, derive
+from paceline.run.loader import Collate, ShardFetcher, make_loader
+from paceline.run.metrics import Metrics, Number, Sums, gather
+from paceline.run.plan import Generators, Shard
 
-Number = float | Tensor
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
 
@@ -37,7 +35,7 @@ class Evaluation:
 
     dataset: Any
     batch: int
-    collate_fn: Collate | None
+    collate_fn: Collate
     loading: dict[str, Any]
     seed: int
     step: int
@@ -56,27 +54,28 @@ class Evaluation:
         self,
         score: Score,
         module: nn.Module,
-        group: Any,
         generators: Generators,
+        membership: Membership,
         word_device: torch.device,
     ) -> Sums:
         """The sums and counts of all workers, by name; every worker calls this."""
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         metrics = Metrics(lambda _facts, _sums: None)
-        with generators.kept(), in_evaluation_mode(module), torch.no_grad():
-            for number, rows, batch in self._batches(group.rank(), group.size()):
+        add = metrics.add_sum if self.reduction == "sum" else metrics.add
+        with generators.kept(), _in_evaluation_mode(module), torch.no_grad():
+            for number, rows, batch in self._batches(membership.rank, membership.size):
                 if device.type != "cpu":
                     batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
-                generators.seed(derive(self.seed, "evaluation", self.step, number))
-                add = metrics.add_sum if self.reduction == "sum" else metrics.add
+                generators.seed(self.seed, "evaluation", self.step, number)
                 for name, value, items in self._checked(score(batch), rows):
                     add(name, value, items)
-                metrics.end_step({})
-        return gather(group, metrics.take_epoch(), word_device, "Adding up the evaluation")
+                metrics.end_step(None)
+        what = "Adding up the evaluation"
+        return gather(membership, metrics.take_epoch(), word_device, what)
 
     def _batches(self, rank: int, size: int) -> Iterator[tuple[int, int, Any]]:
         """One worker's batches of the dataset in its own order: number, samples, batch."""
-        collate, batch = self.collate_fn or default_collate, self.batch
+        collate, batch = self.collate_fn, self.batch
         if not (isinstance(self.dataset, Sized) and hasattr(self.dataset, "__getitem__")):
             samples = iter(self.dataset)
             for number in count():
@@ -88,14 +87,9 @@ class Evaluation:
         numbers = range(rank, -(-total // batch), size)
         cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
         shards = [Shard(self.step, -1, n, list(c)) for n, c in zip(numbers, cuts, strict=True)]
-        loader: DataLoader[Any] = DataLoader(
-            _Evaluated(self.dataset, self.seed, collate),
-            sampler=shards,
-            batch_size=None,
-            collate_fn=as_it_is,
-            generator=torch.Generator(),
-            **self.loading,
-        )
+        # The dataset keeps the epoch it was told in training.
+        fetcher = ShardFetcher(self.dataset, self.seed, collate, tells_epoch=False)
+        loader = make_loader(fetcher, self.loading, shards)
         yield from zip(numbers, map(len, cuts), loader, strict=True)
 
     def _checked(self, scores: Any, rows: int) -> Iterator[tuple[str, Number, Number]]:
@@ -126,27 +120,8 @@ class Evaluation:
             )
 
 
-def gather(group: Any, sums: Sums, word_device: torch.device, what: str) -> Sums:
-    """The sums of all workers, added in rank order and so equal everywhere to the last bit."""
-    if group.size() == 1:
-        return sums
-    added: Sums = {}
-    plain = {name: [repr(total), repr(count)] for name, (total, count) in sums.items()}
-    for theirs in comm.exchange(group, plain, word_device, what):
-        merge(added, {name: [float(t), float(c)] for name, (t, c) in theirs.items()})
-    return added
-
-
-class _Evaluated(ShardFetcher):
-    """Reads shards as training does, and leaves the dataset's epoch alone."""
-
-    def __getitem__(self, shard: Shard) -> Any:
-        self._epoch = shard.epoch
-        return super().__getitem__(shard)
-
-
 @contextmanager
-def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
+def _in_evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Inside, every layer is in evaluation mode; afterwards each is in the mode it was in."""
     training = [layer for layer in module.modules() if layer.training]
     module.eval()

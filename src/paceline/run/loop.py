@@ -1,31 +1,33 @@
-"""`Run`: a training as a sequence of steps that can stop anywhere and go on at any size.
+"""`Run`: a training as a sequence of steps that can stop anywhere and continue at any size.
 
-The class puts the parts of this package together and walks through the steps; each part can be read
-alone. What happens in a step is in `step`, what happens between two of them is here.
+The class is the way through the steps, and what happens between two of them: report what the last
+was like, agree on stopping, save, end an epoch. What happens in a step is in `step`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.world import World
+from paceline.ddp import DDPOptions
 from paceline.errors import UsageError
-from paceline.run.between import Between
-from paceline.run.build import build
-from paceline.run.config import Wanted
+from paceline.observe import stopwatch
+from paceline.run.config import RunConfig, RunOptions
+from paceline.run.context import build, loading_options
 from paceline.run.evaluation import Evaluation, Score
-from paceline.run.loader import loading_options
-from paceline.run.metrics import means
-from paceline.run.options import RunOptions
+from paceline.run.metrics import gather, means
+from paceline.run.plan import Position
+from paceline.run.sinks import Message, Sink, StepReport, Summary
 from paceline.run.step import Step
-from paceline.run.stop import StopRequest, name_signal
+from paceline.run.stop import name_signal
 
 DEFAULT_OPTIONS = RunOptions()
 
@@ -40,8 +42,12 @@ class Run:
 
     The batch of a step is cut into `shards`, one per worker of the first start unless said
     otherwise; any number of workers up to that computes the same training. With a `folder` the run
-    is recorded there, and goes on from its newest good checkpoint. `state` are further objects with
-    `state_dict()` that belong to it, by name. `workers` are processes that load data.
+    is recorded there, and continues from its newest good checkpoint. `state` are further objects
+    with `state_dict()` that belong to it, by name. `workers` are processes that load data. `ddp`
+    are options of the engine, and `sinks` are told what happens, on rank 0.
+
+    Invariant: the position moves with the commit of a step, so that a save at any time afterwards
+    holds as many steps as the parameters do.
     """
 
     def __init__(
@@ -60,70 +66,68 @@ class Run:
         state: Mapping[str, Any] | None = None,
         workers: int = 0,
         world: World | None = None,
+        ddp: DDPOptions | None = None,
+        sinks: Sequence[Sink] = (),
         options: RunOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self.options = options
-        self._parts = build(
-            Wanted(
-                model=model,
-                optimizer=optimizer,
-                dataset=dataset,
-                global_batch=global_batch,
-                epochs=epochs,
-                seed=seed,
-                folder=folder,
-                shards=shards,
-                scheduler=scheduler,
-                scaler=scaler,
-                state=state or {},
-                workers=workers,
-                world=world,
-                options=options,
-            )
+        config = RunConfig(
+            model=model,
+            optimizer=optimizer,
+            dataset=dataset,
+            global_batch=global_batch,
+            epochs=epochs,
+            seed=seed,
+            folder=folder,
+            shards=shards,
+            scheduler=scheduler,
+            scaler=scaler,
+            state=state or {},
+            workers=workers,
+            world=world,
+            ddp=ddp,
+            sinks=sinks,
+            options=options,
         )
-        self._stop = StopRequest(self._parts.record.say)
-        self._between = Between(self._parts, self._stop)
+        context = self._context = build(config)
+        self.options = options
+        self.model: nn.Module = context.model
+        """The model to call in the loop; the one that was passed, kept equal on all workers."""
+        self.world = context.world
+        self.membership = context.membership
+        """Who takes part; `run.membership.move_on(group)` between two steps changes it."""
+        self.shards = context.shards
+        self.steps: int | None = context.info.steps
+        """How many steps the whole run has; None for a dataset without a length."""
+        self._position = context.position
+        self._scores: dict[str, float] = {}
+        """What is known of the model as it is now: a step that is applied makes it another one."""
         self._open: Step | None = None
         self._is_running = False
-
-    @property
-    def model(self) -> nn.Module:
-        """The model to call in the loop; the one that was passed, kept equal on all workers."""
-        return self._parts.shop.model
-
-    @property
-    def world(self) -> World:
-        return self._parts.world
+        self._reported = 0
+        self._epoch_s = time.perf_counter()
+        self._epoch_samples = self._position.step_of_epoch * global_batch
+        self._phases: dict[str, float] = {}
 
     @property
     def step(self) -> int:
         """How many steps are applied."""
-        return self._between.position.step
+        return self._position.step
 
     @property
     def epoch(self) -> int:
         """How many epochs are complete."""
-        return self._between.position.epoch
-
-    @property
-    def steps(self) -> int | None:
-        """How many steps the whole run has; None for a dataset without a length."""
-        return self._parts.record.info.steps
-
-    @property
-    def shards(self) -> int:
-        return self._parts.shop.shards
+        return self._position.epoch
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Keep a metric of the current step: a mean over `weight` items.
 
         Tensors stay on their device until the step is long over.
         """
-        self._parts.shop.metrics.add(name, value, weight)
+        self._context.metrics.add(name, value, weight)
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something on the terminal, once for all workers, and keep it in the folder."""
-        self._parts.record.message(text, level)
+        self._context.sinks.tell("message", Message(text, level))
 
     def evaluate(
         self,
@@ -143,33 +147,36 @@ class Run:
         gradients. Every worker calls this; without a dataset it is the one that is trained on.
         """
         self._refuse_inside_step("evaluate")
-        parts, shop, begin_s = self._parts, self._parts.shop, time.perf_counter()
+        context, begin_s = self._context, time.perf_counter()
+        config, position = context.config, self._position
         task = Evaluation(
-            dataset=parts.dataset if dataset is None else dataset,
-            batch=-(-parts.record.info.global_batch // shop.shards) if batch is None else batch,
-            collate_fn=collate_fn or self.options.collate_fn,
-            loading=loading_options(
-                workers=workers,
-                pin_memory=parts.pin_memory,
-                prefetch=self.options.prefetch,
-                lifeline=parts.lifeline,
-            ),
-            seed=shop.seed,
-            step=self.step,
+            dataset=config.dataset if dataset is None else dataset,
+            batch=-(-config.global_batch // context.shards) if batch is None else batch,
+            collate_fn=collate_fn or config.collate_fn,
+            loading=loading_options(config, context.device, workers, context.loader_signals),
+            seed=config.seed,
+            step=position.step,
             reduction=reduction,
         )
-        total = task.run(score, shop.module, parts.group, shop.generators, parts.word_device)
+        total = task.run(
+            score, context.module, context.generators, context.membership, context.word_device
+        )
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
-        self._between.on_evaluation(scores, samples, time.perf_counter() - begin_s)
+        self._scores |= scores
+        # After the last step of an epoch the next one has begun, but has nothing to show yet.
+        epoch = max(position.epoch - (position.step_of_epoch == 0), 0)
+        seconds = time.perf_counter() - begin_s
+        summary = Summary(epoch, position.step, scores, seconds, samples)
+        context.sinks.tell("evaluation", summary)
         return scores
 
     def save(self) -> None:
         """Save now, besides what the options say; every worker calls it, between two steps."""
         self._refuse_inside_step("save")
         if self._open is not None and self._open.state == "applied":
-            self._between.keep(self._open)
-        self._between.save()
+            self._report(self._open)
+        self._save()
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -177,39 +184,47 @@ class Run:
         return self._walk()
 
     def _walk(self) -> Iterator[Step]:
-        parts = self._parts
+        context, members = self._context, self.membership
         status, reason, number = "failed", "an error", 0
-        parts.saving.begin()
+        context.saving.begin()
         self._is_running = True
-        self._between.begin()
+        self._epoch_s = time.perf_counter()
         self._listen()
         if self.options.handle_signals:
-            parts.lifeline.tie()
-        parts.record.start(self.step, parts.lines)
-        parts.watching.begin(parts.group, parts.record)
-        portions = parts.shop.loader.portions(self._between.position)
+            context.loader_signals.hold()
+        context.sinks.tell("start", context.info, self.step, context.lines)
+        context.watching.begin(members, context.sinks, lambda: self.step)
+        generation = members.generation
+        portions = context.loader.portions(self._position)
         try:
             while (portion := next(portions, None)) is not None:
                 self._listen()
-                step = Step(portion, parts.shop, self._between.on_summed, self._between.on_step_end)
-                self._open = step
+                step = self._open = Step(portion, context, self._on_step_end)
                 yield step
                 self._open = None
-                if step.state != "applied":
-                    self._refuse_untried(step)
-                    portions = parts.shop.loader.portions(self._between.position)
-                    continue
-                if number := self._between.after(step):
-                    status, reason = "stopped", f"stopped by {name_signal(number)}"
-                    self._between.leave_together()
-                    break
+                if step.state == "applied":
+                    if number := self._after(step):
+                        status, reason = "stopped", f"stopped by {name_signal(number)}"
+                        self._leave_together()
+                        break
+                elif step.state == "failed":
+                    generation = -1
+                else:
+                    raise UsageError(
+                        f"Step {step.number} was not run.",
+                        advice="Run every step: `for step in run: with step: ...`; `break` ends "
+                        "the loop.",
+                    )
+                if generation != members.generation:  # or the same step comes again
+                    generation = members.generation
+                    portions = context.loader.portions(self._position)
             else:
-                parts.shop.finite.ask()
+                context.update.finish()
                 status, reason = "finished", "all steps are applied"
         except GeneratorExit:
             if self._open is None or self._open.state != "failed":
                 status, reason = "stopped", "the loop was left"
-                self._between.say_what_is_not_saved()
+                self._say_what_is_not_saved()
             raise
         finally:
             self._is_running, self._open = False, None
@@ -218,33 +233,127 @@ class Run:
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
 
-    def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
-        parts = self._parts
-        try:
-            parts.lifeline.cut()
-            parts.shop.loader.close()
-            parts.shop.metrics.flush(wait=is_complete)
-            parts.saving.report(parts.record, wait=True)
-            parts.record.stop(self.step, status, reason)
-        finally:
-            parts.watching.end()
-            parts.saving.end()
-            self._stop.ignore()
-
     def _listen(self) -> None:
         if self.options.handle_signals:
-            self._stop.listen()
+            self._context.stop.listen()
+
+    def _on_step_end(self, step: Step) -> None:
+        if step.state == "failed":
+            self._context.stop.ignore()  # the error may end the program, which is not ours then
+            return
+        self._scores = {}
+        if step.ends_epoch:
+            self._position = Position(step.number, step.epoch + 1, 0)
+        else:
+            done = self._position.step_of_epoch + 1
+            self._position = Position(step.number, step.epoch, done)
+
+    def _after(self, step: Step) -> int:
+        """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
+        context = self._context
+        self._report(step)
+        wishes = context.vote.result(step.number)
+        if wishes.buffers and context.buffers is not None:
+            context.buffers.adopt()
+        number = signal.SIGTERM if wishes.terminate else signal.SIGINT if wishes.interrupt else 0
+        if number or context.saving.is_due(step.number, step.ends_epoch, self._scores):
+            self._save()
+        self._report_checkpoints()
+        return number
+
+    def _report(self, step: Step) -> None:
+        """Tell what an applied step was like, and the epoch that it ends; once.
+
+        Every worker calls it.
+        """
+        if step.number == self._reported:
+            return
+        self._reported = step.number
+        self._epoch_samples += step.samples
+        phases = step.phases
+        if (watch := stopwatch.find(self.membership.group)) is not None:
+            before, self._phases = self._phases, watch.totals()
+            phases = {name: total - before.get(name, 0.0) for name, total in self._phases.items()}
+        report = StepReport(
+            step.number, step.epoch, step.samples, step.local_samples, step.seconds, phases, {}
+        )
+        self._context.metrics.end_step(report)
+        if step.ends_epoch:
+            self._end_epoch(step)
+
+    def _end_epoch(self, step: Step) -> None:
+        context = self._context
+        sums = gather(
+            self.membership,
+            context.metrics.take_epoch(),
+            context.word_device,
+            "Adding up the epoch",
+        )
+        metrics = means(sums)
+        self._scores = metrics | self._scores  # of two with one name, the evaluation's
+        now_s = time.perf_counter()
+        seconds, self._epoch_s = now_s - self._epoch_s, now_s
+        samples, self._epoch_samples = self._epoch_samples, 0
+        summary = Summary(step.epoch, step.number, metrics, seconds, samples)
+        context.sinks.tell("epoch", summary)
+        if context.noise is not None:
+            estimate = context.noise.read(self.membership.group)
+            if estimate is not None:
+                scale, advice = estimate.noise_scale, estimate.advice
+                facts = {"step": step.number, "noise_scale": scale, "advice": advice}
+                context.sinks.tell("message", Message(advice, "info", "noise", facts))
+
+    def _save(self) -> None:
+        """Save where the run stands; every worker calls it."""
+        context = self._context
+        context.update.finish()
+        context.metrics.flush(wait=True)
+        context.saving.save(
+            context.state,
+            self._position,
+            facts=context.facts,
+            epoch_sums=context.metrics.epoch,
+            scores=self._scores,
+        )
+
+    def _report_checkpoints(self, *, wait: bool = False) -> None:
+        for written in self._context.saving.take_finished(wait=wait):
+            self._context.sinks.tell("checkpoint", written)
+
+    def _leave_together(self) -> None:
+        """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
+        self._report_checkpoints(wait=True)
+        gather(self.membership, {}, self._context.word_device, "Leaving together")
+
+    def _say_what_is_not_saved(self) -> None:
+        """The loop is left by the user, perhaps by one worker alone: this is no time to save."""
+        saving = self._context.saving
+        if saving.is_on and saving.saved_step != self.step:
+            newest = "there is no checkpoint"
+            if saving.saved_step is not None:
+                newest = f"the newest checkpoint is that of step {saving.saved_step}"
+            self.message(
+                f"The loop was left after step {self.step}, and {newest}. Call run.save() on every "
+                "worker before leaving it, to continue from there.",
+                "warning",
+            )
+
+    def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
+        context = self._context
+        try:
+            context.loader_signals.release()
+            context.loader.close()
+            context.metrics.flush(wait=is_complete)
+            self._report_checkpoints(wait=True)
+            context.sinks.tell("stop", self.step, status, reason)
+        finally:
+            context.watching.end()
+            context.saving.end()
+            context.stop.ignore()
 
     def _refuse_inside_step(self, what: str) -> None:
         if self._open is not None and self._open.state == "open":
             raise UsageError(
                 f"run.{what}() was called inside step {self._open.number}.",
                 advice="Call it between two steps: after the `with` block, in the same loop.",
-            )
-
-    def _refuse_untried(self, step: Step) -> None:
-        if step.state != "failed":
-            raise UsageError(
-                f"Step {step.number} was not run.",
-                advice="Run every step: `for step in run: with step: ...`; `break` ends the loop.",
             )

@@ -1,8 +1,9 @@
-"""Which samples form which shard of which step: arithmetic on five numbers, nothing else.
+"""Which samples form which shard of which step, and their random numbers: arithmetic, nothing else.
 
     order of epoch e:   a permutation drawn from (seed, e)
     batch of step k:    `global_batch` neighbours in that order
     shard v of V:       every V-th sample of the batch, beginning with the v-th
+    random numbers:     drawn from (seed, k, v), before loading and again before the model
 
 No worker appears in it: rank r of W computes shards r, r + W, r + 2W and so on, so W changes who
 computes what, and never what is computed. With V = W, and a batch that W divides, a rank gets the
@@ -11,9 +12,52 @@ very samples that `DistributedSampler` with the same seed deals it.
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of one global batch that goes through the model at once."""
+
+    step: int
+    epoch: int
+    number: int
+    """Which shard; with `merge_shards` the first of several."""
+    indices: list[int]
+    """Its samples; where the dataset is a stream, nobody knows more than how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one worker computes of one step."""
+
+    step: int
+    epoch: int
+    samples: int
+    """How many samples the global batch has, on all workers together."""
+    shards: list[Shard]
+    """Without those that a short batch leaves empty."""
+    ends_epoch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a run is: steps applied, whole epochs among them, and steps since."""
+
+    step: int = 0
+    epoch: int = 0
+    step_of_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +68,16 @@ class Plan:
     global_batch: int
     shards: int
     epochs: int
+    seed: int = 0
+    shuffle: bool = True
     drop_last: bool = False
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
+    merge_shards: bool = False
+    """Whether a worker's shards go through the model as one."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "global_batch", "shards", "epochs"):
-            value = getattr(self, name)
-            if name == "samples" and value == 0:
-                raise UsageError(
-                    "The dataset is empty.", advice="Look at how it finds its samples."
-                )
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{name} is {value!r}.", advice="Pass a whole number from 1 up.")
+        if self.samples < 1:
+            raise UsageError("The dataset is empty.", advice="Look at how it finds its samples.")
         check_batch(self.global_batch, self.shards)
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(
@@ -53,24 +95,41 @@ class Plan:
     def steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
-    def epoch_of(self, step: int) -> int:
-        return (step - 1) // self.steps_per_epoch
-
-    def ends_epoch(self, step: int) -> bool:
-        return step % self.steps_per_epoch == 0
+    @property
+    def shortest_batch(self) -> int:
+        return len(self.batch(self.steps_per_epoch))
 
     def batch(self, step: int) -> range:
         """Where in the order of its epoch the batch of a step is."""
         start = (step - 1) % self.steps_per_epoch * self.global_batch
         return range(start, min(start + self.global_batch, self.samples))
 
-    def shard(self, step: int, number: int) -> range:
-        """Where in the order of its epoch one shard is; empty where the batch is too short."""
-        return self.batch(step)[number :: self.shards]
+    def portions(self, done: int, rank: int, size: int) -> Iterator[Portion]:
+        """What rank `rank` of `size` computes in every step after `done` steps."""
+        per_epoch, order, order_of = self.steps_per_epoch, None, -1
+        for step in range(done + 1, self.steps + 1):
+            epoch, batch = (step - 1) // per_epoch, self.batch(step)
+            if epoch != order_of:
+                order, order_of = self._order(epoch), epoch
+            shards = []
+            for number in shards_of(rank, size, self.shards):
+                if places := batch[number :: self.shards]:
+                    indices = list(places)
+                    if order is not None:
+                        indices = order[places.start : places.stop : places.step].tolist()
+                    shards.append(Shard(step, epoch, number, indices))
+            if self.merge_shards and len(shards) > 1:
+                together = [index for shard in shards for index in shard.indices]
+                shards = [Shard(step, epoch, shards[0].number, together)]
+            yield Portion(step, epoch, len(batch), shards, step % per_epoch == 0)
 
-    @property
-    def shortest_batch(self) -> int:
-        return len(self.batch(self.steps_per_epoch))
+    def _order(self, epoch: int) -> Tensor | None:
+        """The order of the samples in an epoch: torch's DistributedSampler's."""
+        if not self.shuffle:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        # The device is given because a default device set by the user may not be the CPU.
+        return torch.randperm(self.samples, generator=generator, device="cpu")
 
 
 def shards_of(rank: int, size: int, shards: int) -> range:
@@ -85,3 +144,58 @@ def check_batch(global_batch: int, shards: int) -> None:
             advice="Use a larger global_batch, fewer shards, or fewer workers: without shards= "
             "there is one shard per worker.",
         )
+
+
+class Generators:
+    """The generators of this process that code draws from without naming one.
+
+    They are torch's for the CPU and for the model's device, Python's, and NumPy's where it is
+    loaded. Between two steps they are seeded by (seed, step), so that what is drawn there is the
+    same on every worker, and after a restart.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the model's; without it only the CPU is touched, as in a loader's worker."""
+        is_other = device is not None and device.type not in {"cpu", "meta"}
+        self._device = device if is_other else None
+        self._of_device: Any = torch.get_device_module(device) if is_other else None
+
+    def seed(self, seed: int, purpose: str, *numbers: int) -> None:
+        """Seed all of them for one purpose, step and shard; equal for equal arguments only."""
+        text = "/".join(map(str, (seed, purpose, *numbers)))
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        value = int.from_bytes(digest, "little") >> 1
+        torch.default_generator.manual_seed(value)
+        if self._of_device is not None:
+            with self._of_device.device(self._device):
+                self._of_device.manual_seed(value)
+        random.seed(value)
+        if (numpy := getattr(sys.modules.get("numpy"), "random", None)) is not None:
+            numpy.seed([value & 0xFFFFFFFF, value >> 32])
+
+    def state(self) -> tuple[Any, ...]:
+        numpy = getattr(sys.modules.get("numpy"), "random", None)
+        return (
+            torch.default_generator.get_state(),
+            None if self._of_device is None else self._of_device.get_rng_state(self._device),
+            random.getstate(),
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        cpu, device, python, numpy = state
+        torch.default_generator.set_state(cpu)
+        if device is not None:
+            self._of_device.set_rng_state(device, self._device)
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, anything may be drawn; afterwards the generators stand where they stood."""
+        state = self.state()
+        try:
+            yield
+        finally:
+            self.restore(state)

@@ -1,13 +1,16 @@
-"""What a checkpoint of a run holds, and whether it belongs to this run.
+"""Checkpoints of a run: what they hold, whether they belong to it, and when they are written.
 
 The state is everything a step depends on. Random numbers are not in it: they are a function of
-the seed and the step. `Facts` identify the run: what must be equal for the next step to be the
-one that would have come.
+the seed and the step. Facts identify the run: what must be equal for the next step to be the one
+that would have come. Rank 0 reads and writes; the folder may be on its disk alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -15,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline import comm
-from paceline.checkpoint import Saved
+from paceline.checkpoint import Checkpoints, Saved, Written
 from paceline.comm.codec import put_together, take_apart
+from paceline.comm.membership import Membership
 from paceline.errors import CheckpointError, UsageError
-from paceline.run.broadcast import copy_from_rank_0
-from paceline.run.loader import Position
-from paceline.run.metrics import Sums
-from paceline.update.whole import Update
+from paceline.observe.run_folder import RunFolder, read_info
+from paceline.run.config import RunOptions
+from paceline.run.metrics import Sums, gather
+from paceline.run.plan import Position
+from paceline.update import Update
 
 MUST_BE_EQUAL = {
     "model": "the model",
@@ -36,6 +41,8 @@ MUST_BE_EQUAL = {
 }
 """The facts that identify a run, by the words that a person has for them."""
 
+_CHUNK_BYTES = 64 * 2**20
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -48,14 +55,10 @@ class RunState:
                 raise UsageError(
                     f"state[{name!r}] is a {type(each).__name__}, which has no state_dict() and "
                     "load_state_dict().",
-                    advice="Give it both, so that it can be saved and go on.",
+                    advice="Give it both, so that it can be saved and loaded.",
                 )
         self._module = module
-        self._parts: dict[str, Any] = {"optimizer": update.optimizer}
-        if update.scheduler is not None:
-            self._parts["scheduler"] = update.scheduler
-        if update.scaler is not None:
-            self._parts["scaler"] = update.scaler
+        self._parts = update.parts
         self._others = dict(others)
 
     def gather(self, position: Position, epoch_sums: Sums) -> dict[str, Any]:
@@ -139,11 +142,167 @@ def refuse_other_run(here: Mapping[str, Any], there: Mapping[str, Any], folder: 
             raise UsageError(
                 f"The folder {folder} belongs to another run.",
                 f"First difference: {words} is {there[key]!r} there, {here[key]!r} here.",
-                "Choose another folder, or the arguments of that run to go on with it.",
+                "Choose another folder, or the arguments of that run to continue it.",
             )
 
 
-def hand_out(
+class Saving:
+    """The checkpoints of one run, seen by one worker."""
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        options: RunOptions,
+        membership: Membership,
+        word_device: torch.device,
+    ) -> None:
+        self.is_on = folder is not None and options.checkpoint_every != 0
+        self.saved_step: int | None = None
+        """How far the run in the newest checkpoint is, known to every worker."""
+        self._folder, self._options = folder, options
+        self._membership, self._word_device = membership, word_device
+        self._has_metric = False
+        self._lock: FolderLock | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._open()
+        membership.follow(self._open)
+
+    def _open(self) -> None:
+        """Rank 0 writes, whoever that is in a generation."""
+        folder, options = self._folder, self._options
+        if folder is not None and self._checkpoints is None and self._membership.rank == 0:
+            self._lock = FolderLock(folder)
+            self._checkpoints = Checkpoints(
+                folder.checkpoints,
+                keep=options.keep,
+                keep_best=options.keep_best,
+                better=options.better,
+            )
+
+    def find(self) -> tuple[Any, dict[str, Any]] | None:
+        """State and facts of the newest good checkpoint, on every worker; None without one."""
+        saved: Saved | None = None
+        problem: Exception | None = None
+        if self._checkpoints is not None:
+            try:
+                self.begin()
+                saved = self._checkpoints.load()
+            except Exception as error:
+                problem = error
+        text = "" if problem is None else str(problem)
+        found = _hand_out(self._membership.group, saved, text, self._word_device)
+        if problem is not None:
+            raise problem
+        if found is not None:
+            self.saved_step = position_in(found[0]).step
+        return found
+
+    def begin(self) -> None:
+        """Have the folder to ourselves until `end`."""
+        if self._lock is not None:
+            self._lock.take()
+
+    def end(self) -> None:
+        if self._lock is not None:
+            self._lock.give_up()
+
+    def refuse_other_run(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
+        """Raise if the folder is another run's: by its checkpoint, or else by its `run.json`."""
+        if self._folder is None:
+            return
+        if there is None:
+            info = read_info(self._folder) if self._membership.rank == 0 else None
+            keys = ("seed", "global_batch", "dataset_size")
+            there = {} if info is None else {key: getattr(info, key) for key in keys}
+        refuse_other_run(here, there, self._folder.path)
+
+    def is_due(self, step: int, ends_epoch: bool, scores: Mapping[str, float]) -> bool:
+        """Whether to save after this step; a `best_metric` that is known of it is not lost."""
+        every = self._options.checkpoint_every
+        is_rated = self._options.best_metric in scores
+        return self.is_on and (ends_epoch or is_rated or bool(every and step % every == 0))
+
+    def save(
+        self,
+        state: RunState,
+        position: Position,
+        *,
+        facts: Mapping[str, Any],
+        epoch_sums: Sums,
+        scores: Mapping[str, float],
+    ) -> None:
+        """Save, unless this very step has been; a collective: every worker calls it."""
+        best = self._options.best_metric
+        metric = scores.get(best) if best is not None else None
+        is_news = metric is not None and not self._has_metric
+        if not self.is_on or (self.saved_step == position.step and not is_news):
+            return
+        self.saved_step, self._has_metric = position.step, metric is not None
+        what = "Adding up the epoch so far"
+        sums = gather(self._membership, epoch_sums, self._word_device, what)
+        if self._checkpoints is not None:
+            self._checkpoints.save(
+                position.step, state.gather(position, sums), facts=facts, metric=metric
+            )
+
+    def take_finished(self, *, wait: bool = False) -> list[Written]:
+        """What has reached the disk since."""
+        if self._checkpoints is None:
+            return []
+        if wait:
+            self._checkpoints.close()
+        return self._checkpoints.take_finished()
+
+
+class FolderLock:
+    """One run at a time in a folder: two would mix their checkpoints.
+
+    The lock is the kernel's and goes with the process, so a killed run leaves nothing to clean up.
+    A record lock and not `flock`: that one would be inherited by the processes that load data,
+    which outlive a killed training by seconds, in which it may be started again. So two runs in one
+    process are not told from one another.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._file: int | None = None
+
+    def take(self) -> None:
+        """Raise if another process has the folder. Where nothing can be locked, train without."""
+        if self._file is not None:
+            return
+        try:
+            file = os.open(self._folder.path / ".lock", _LOCK_FLAGS, 0o600)
+        except OSError:  # a read-only or a full disk: nobody else can write there either
+            return
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(file, 20, 0).decode("ascii", "replace").strip()
+            os.close(file)
+            raise UsageError(
+                f"The folder {self._folder.path} is in use: process {owner or 'unknown'} trains "
+                "there.",
+                advice="Wait until it has ended, or choose another folder.",
+            ) from None
+        except OSError:  # a network drive without locks
+            os.close(file)
+            return
+        with suppress(OSError):
+            os.truncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+        self._file = file
+
+    def give_up(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.give_up()
+
+
+def _hand_out(
     group: Any, saved: Saved | None, problem: str, word_device: torch.device
 ) -> tuple[Any, dict[str, Any]] | None:
     """Rank 0's checkpoint, or None, on every worker: the folder may be on rank 0's disk alone.
@@ -172,3 +331,39 @@ def hand_out(
     if saved is not None:
         return saved.state, facts
     return put_together(text.encode("utf-8", "surrogatepass"), tensors, what), facts
+
+
+@torch.no_grad()
+def copy_from_rank_0(
+    group: Any, tensors: Sequence[Tensor], device: torch.device, what: str
+) -> None:
+    """Overwrite the tensors with rank 0's, by way of `device`, a few megabytes at a time."""
+    chunk: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        chunk.append(tensor)
+        filled += tensor.numel() * tensor.itemsize
+        if filled > _CHUNK_BYTES:
+            _copy_chunk(group, chunk, device, what)
+            chunk, filled = [], 0
+    if chunk:
+        _copy_chunk(group, chunk, device, what)
+
+
+def _copy_chunk(group: Any, chunk: list[Tensor], device: torch.device, what: str) -> None:
+    flat = torch.cat([_as_bytes(tensor).to(device) for tensor in chunk])
+    comm.broadcast(group, flat, 0, what)
+    if group.rank() == 0:
+        return
+    sizes = [tensor.numel() * tensor.itemsize for tensor in chunk]
+    for tensor, part in zip(chunk, torch.split(flat, sizes), strict=True):
+        # A fresh start, because a view needs bytes that are aligned for its type.
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _as_bytes(plain).copy_(part)
+        tensor.copy_(plain)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().contiguous()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.view(-1).view(torch.uint8)

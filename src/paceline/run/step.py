@@ -19,11 +19,11 @@ from torch import Tensor
 
 from paceline.comm import tree
 from paceline.errors import UsageError
+from paceline.observe.phases import Phase
 from paceline.record import StepRecording
-from paceline.run.context import Workshop
-from paceline.run.loader import Portion, Shard
-from paceline.run.seeds import derive
-from paceline.update.finite import Loss
+from paceline.run.context import StepContext
+from paceline.run.plan import Portion, Shard
+from paceline.update import Loss
 
 
 class Step:
@@ -37,14 +37,9 @@ class Step:
     """
 
     def __init__(
-        self,
-        portion: Portion,
-        workshop: Workshop,
-        on_summed: Callable[[Step], None],
-        on_end: Callable[[Step], None],
+        self, portion: Portion, context: StepContext, on_end: Callable[[Step], None]
     ) -> None:
-        """`on_summed` is called when all gradients have arrived, and `on_end` when the block is
-        over, whether the step is applied or failed."""
+        """`on_end` is called when the block is over, whether the step is applied or failed."""
         self.number = portion.step
         """Counts from 1: the number of steps applied when this one is."""
         self.epoch = portion.epoch
@@ -54,20 +49,20 @@ class Step:
         self.samples = portion.samples
         """How many samples the global batch has, on all workers together."""
         self.state = "new"
-        self.local_samples = sum(len(shard.indices) for shard in portion.shards)
+        self.local_samples = sum([len(shard.indices) for shard in portion.shards])
         """How many of them this worker computes."""
         self.seconds = 0.0
         """How long the block took."""
-        self._portion = portion
-        self._on_summed, self._on_end = on_summed, on_end
-        self._shop = workshop
-        self._inside, self._around = ExitStack(), ExitStack()
+        self.phases: dict[str, float] = {}
+        """Where that went, as far as the host sees it: of a GPU the loading of data only."""
+        self._shards = portion.shards
+        self._context, self._on_end = context, on_end
+        self._around = ExitStack()
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._shard: Shard | None = None
-        self._done = 0
         self._losses: list[Loss] = []
-        self._weight = 0.0
+        self._items = 0.0
         self._has_items: bool | None = None
         self._is_weighted = False
         self._scale = 1.0
@@ -79,21 +74,21 @@ class Step:
                 f"Step {self.number} is {self.state} and cannot be run again.",
                 advice="Take steps from the run: `for step in run: with step: ...`.",
             )
-        shop = self._shop
-        shop.update.begin()
+        context = self._context
+        context.update.begin(self.number)
         self.state = "open"
         self._begin_s = time.perf_counter()
-        self._before = shop.generators.state()
-        if shop.recorder is not None:
-            indices = [index for shard in self._portion.shards for index in shard.indices]
-            recorder = shop.recorder.around(self.number, indices)
-            self._recording = self._around.enter_context(recorder)
-        shop.buffers.begin()
-        shop.seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
-        self._scale = shop.size / self.samples
-        if shop.noise is not None:
-            shop.noise.begin(self.number)
-            if shop.noise.is_measuring:
+        self._before = context.generators.state()
+        recorder = context.recorder
+        if recorder is not None and recorder.number == self.number:
+            indices = [index for shard in self._shards for index in shard.indices]
+            self._recording = self._around.enter_context(recorder.recording(indices))
+        if context.buffers is not None:
+            context.buffers.begin()
+        self._scale = context.size / self.samples
+        if context.noise is not None:
+            context.noise.begin(self.number)
+            if context.noise.is_measuring:
                 self._scale, self._is_weighted = 1.0, True
         return self
 
@@ -102,39 +97,39 @@ class Step:
 
         Empty on a worker that a short batch leaves without any; it takes part all the same.
         """
-        if self.state != "open" or self._shard is not None or self._done:
+        if self.state != "open" or self._shard is not None or self._losses:
             raise UsageError(
                 f"Step {self.number}: batches() is for one loop inside `with step:`.",
                 advice="Keep the batches in a list to go through them twice.",
             )
-        shop, shards = self._shop, self._portion.shards
-        for position, shard in enumerate(shards):
-            self._lap()
-            batch = shop.loader.load(shard)
-            if shop.device.type != "cpu":
+        context = self._context
+        for shard in self._shards:
+            self._clock_s = time.perf_counter()
+            batch = context.loader.load(shard)
+            if context.device.type != "cpu":
                 batch = tree.map_tensors(self._to_device, batch)
-            self._lap("data")
-            shop.buffers.begin_shard()
-            shop.generators.seed(derive(shop.seed, "model", self.number, shard.number))
+            self._lap(Phase.DATA)
+            if context.buffers is not None:
+                context.buffers.begin_shard()
+            context.generators.seed(context.config.seed, "model", self.number, shard.number)
             self._shard = shard
-            is_last = position == len(shards) - 1
             # As in torch, whether gradients are summed is decided by the forward pass.
-            self._inside.enter_context(shop.model.no_sync(enabled=not is_last))
+            context.model._reducer.wants_sync = shard is self._shards[-1]
             yield batch
             self._end_shard()
 
     def _end_shard(self) -> None:
-        """The loop goes on to the next batch, or is over."""
+        """The loop continues with the next batch, or is over."""
         shard, self._shard = self._shard, None
         if shard is None:
             return
-        self._inside.close()
         if not self._is_done(shard):
             raise UsageError(
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
                 advice="Call it once per batch; for a batch that should not count, with items=0.",
             )
-        self._shop.buffers.end_shard(shard.number)
+        if self._context.buffers is not None:
+            self._context.buffers.end_shard(shard.number)
 
     def backward(
         self,
@@ -148,8 +143,9 @@ class Step:
         Gradients become those of the sum over all shards, divided by the number of all items.
         Without `items` these are the shard's samples. A tensor is read from its device.
         """
-        shop, shard = self._shop, self._shard
-        _refuse_old_arguments(old, reduction)
+        context, shard, is_mean = self._context, self._shard, reduction == "mean"
+        if old or reduction not in ("mean", "sum"):
+            _refuse_arguments(old, reduction)
         if shard is None or self._is_done(shard):
             raise UsageError(
                 f"Step {self.number}: step.backward() is called once per batch, inside the loop "
@@ -162,35 +158,29 @@ class Step:
                 advice="Pass their mean, and over how many items it is as items= where those are "
                 "not the samples of the batch.",
             )
-        if not shop.update.has_noted_grads:
+        self._lap(Phase.FORWARD)
+        count = len(shard.indices) if items is None else self._number(items)
+        if self._has_items not in (None, items is not None):
             raise UsageError(
-                f"Step {self.number}: the gradients of the shards before shard {shard.number} were "
-                "changed or cleared.",
-                advice="Leave zero_grad() and clipping to the run: it clears gradients itself, and "
-                "clips those of the whole batch with clip_norm=.",
+                f"Step {self.number}: items were given for one batch and not for another.",
+                advice="Pass items= to every step.backward(), or to none.",
             )
-        self._lap("forward")
-        count = len(shard.indices) if items is None else _number(items)
-        self._note_items(are_given=items is not None)
-        is_mean = reduction == "mean"
-        if is_mean and not count:  # a mean over nothing: torch's losses make it NaN
+        self._has_items = items is not None
+        self._is_weighted |= self._has_items
+        if is_mean and not count:  # a mean over nothing, which torch's losses make NaN
             loss = torch.nan_to_num(loss)
         if self._recording is not None:
             self._recording.note_loss(loss * count if is_mean else loss, weight=count)
         with self._weighted(count):
-            scaled = shop.finite.poisoned(loss, count * self._scale if is_mean else self._scale)
-            shop.update.scaled(scaled).backward()  # type: ignore[no-untyped-call]
-        shop.update.note_grads()
-        self._done += 1
-        self._losses.append(Loss(shard, loss.detach()))
-        self._weight += count
-        if is_mean:
-            shop.metrics.add("loss", loss.detach(), count)
-        else:
-            shop.metrics.add_sum("loss", loss, count)
-        if shop.noise is not None:
-            shop.noise.add(count)
-        self._lap("backward")
+            context.update.backward(loss, count * self._scale if is_mean else self._scale)
+        value = loss.detach()
+        self._losses.append(Loss(value, shard.number, shard.indices))
+        self._items += count
+        add = context.metrics.add if is_mean else context.metrics.add_sum
+        add("loss", value, count)
+        if context.noise is not None:
+            context.noise.add(count)
+        self._lap(Phase.BACKWARD)
 
     def __exit__(
         self,
@@ -208,112 +198,103 @@ class Step:
         finally:
             if self.state != "applied":
                 self._put_back()
-            self._shop.update.end()
+            self._context.update.end()
             self.seconds = time.perf_counter() - self._begin_s
+            self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
+            if self._context.device.type != "cpu":
+                self.phases = {Phase.DATA: self.phases.get(Phase.DATA, 0.0)}
             self._on_end(self)
 
-    @property
-    def phases(self) -> dict[str, float]:
-        """Where the time of the block went. Of a GPU the host sees the loading of data only."""
-        spent = dict(self._shop.seconds)
-        if self._shop.device.type != "cpu":
-            return {"data": spent["data"]}
-        spent["other"] = max(0.0, self.seconds - sum(spent.values()))
-        return spent
-
     def _finish(self) -> None:
-        shop = self._shop
-        shards = self._portion.shards
-        if self._done == len(shards):
-            self._end_shard()  # the loop may have been left by `break` after the last batch
-        else:
+        context, shards = self._context, self._shards
+        if len(self._losses) != len(shards):
             raise UsageError(
-                f"Step {self.number}: {self._done} of this worker's {len(shards)} shards were "
-                "computed.",
+                f"Step {self.number}: {len(self._losses)} of this worker's {len(shards)} shards "
+                "were computed.",
                 advice="Go through all of step.batches() and call step.backward() for each; to "
                 "leave the step out, leave the `with` block by an exception.",
             )
+        self._end_shard()  # the loop may have been left by `break` after the last batch
         if not shards:
             self._take_part_without_samples()
-        self._on_summed(self)
-        self._lap("other")
-        if shop.size == 1 and self._is_weighted:
-            self._divide_by_weight()
-        shop.buffers.settle(self.number, min(shop.shards, self.samples))
-        if shop.noise is not None and shop.noise.is_measuring:
-            shop.noise.end(scale=shop.update.loss_scale)
-        norm = shop.update.norm()
-        if shop.update.scaler is None:
-            shop.finite.check(self.number, self._losses, norm)
+        if context.size > 1:
+            if self.number >= context.vote.next_step:
+                context.vote.start(self.number)
+        elif self._is_weighted:
+            self._divide_by_items()
+        if context.buffers is not None:
+            context.buffers.settle(self.number, min(context.shards, self.samples))
+        if context.noise is not None and context.noise.is_measuring:
+            context.noise.end(scale=context.update.loss_scale)
+        self._clock_s = time.perf_counter()
+        norm = context.update.commit(self._losses)
         if norm is not None:
-            shop.metrics.add("grad_norm", norm, 1.0)
-        self._lap("other")
-        shop.update.apply(norm)
-        shop.generators.seed(derive(shop.seed, "between", self.number))
-        self._lap("optimizer")
+            context.metrics.add("grad_norm", norm, 1.0)
+        context.generators.seed(context.config.seed, "between", self.number)
+        self._lap(Phase.OPTIMIZER)
 
     def _put_back(self) -> None:
         """Leave this worker as it was before the step."""
-        shop = self._shop
+        context = self._context
         self.state = "failed"
-        self._inside.close()
-        if shop.noise is not None:
-            shop.noise.cancel()
-        shop.update.zero_grads()
-        shop.buffers.restore()
-        shop.metrics.forget()
-        shop.finite.forget()
-        shop.generators.restore(self._before)
-
-    def _note_items(self, *, are_given: bool) -> None:
-        if self._has_items not in (None, are_given):
-            raise UsageError(
-                f"Step {self.number}: items were given for one batch and not for another.",
-                advice="Pass items= to every step.backward(), or to none.",
-            )
-        self._has_items = are_given
-        self._is_weighted |= are_given
+        context.model._reducer.wants_sync = True
+        if context.noise is not None:
+            context.noise.cancel()
+        context.update.abandon()
+        if context.buffers is not None:
+            context.buffers.restore()
+        context.metrics.forget()
+        context.generators.restore(self._before)
 
     def _weighted(self, count: float) -> AbstractContextManager[None]:
         """Say how much of the step's weight this backward brings; see Note [Weights]."""
-        shop = self._shop
-        if shop.size == 1:
+        context = self._context
+        if context.size == 1:
             return nullcontext()
         if self._is_weighted:
-            return shop.model.weighted(count * self._scale)
+            return context.model.weighted(count * self._scale)
         is_first = self._shard is not None and self._shard.number == 0
-        return shop.model.weighted(shop.size if is_first else 0.0)
+        return context.model.weighted(context.size if is_first else 0.0)
 
-    def _divide_by_weight(self) -> None:
+    def _divide_by_items(self) -> None:
         """What the sum over the workers does otherwise, for a worker that is alone."""
-        total = self._weight * self._scale
+        total = self._items * self._scale
         if total != 1.0:
-            self._shop.update.multiply_grads(1.0 / total if total else 0.0)
+            self._context.update.multiply_grads(1.0 / total if total else 0.0)
 
     def _take_part_without_samples(self) -> None:
         """Sum with the others without anything to add, and get what they have.
 
         A real backward would have to reach a parameter, and then all would think it was used.
         """
-        model = self._shop.model
+        model = self._context.model
         with model.weighted(0.0):
             model._reducer.take_part()
 
     def _is_done(self, shard: Shard) -> bool:
-        return bool(self._losses) and self._losses[-1].shard is shard
+        return bool(self._losses) and self._losses[-1].shard == shard.number
+
+    def _number(self, items: float | Tensor) -> float:
+        number = float(items)
+        if not 0 <= number < float("inf"):
+            raise UsageError(
+                f"Step {self.number}: items is {number}; it is how many items the loss is a mean "
+                "or a sum over.",
+                advice="Pass the number of samples or tokens, from 0 up.",
+            )
+        return number
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._shop.device, non_blocking=True)
+        return tensor.to(self._context.device, non_blocking=True)
 
-    def _lap(self, phase: str = "") -> None:
-        """What has passed since the last call belongs to `phase`."""
+    def _lap(self, phase: Phase) -> None:
+        """What has passed since the last lap belongs to `phase`."""
         now_s = time.perf_counter()
-        if phase in self._shop.seconds:
-            self._shop.seconds[phase] += now_s - self._clock_s
+        self.phases[phase] = self.phases.get(phase, 0.0) + now_s - self._clock_s
         self._clock_s = now_s
 
 
-def _refuse_old_arguments(old: dict[str, Any], reduction: str) -> None:
+def _refuse_arguments(old: dict[str, Any], reduction: str) -> None:
     if "weight" in old:
         raise UsageError(
             "step.backward() has no weight= any more.",
@@ -322,18 +303,7 @@ def _refuse_old_arguments(old: dict[str, Any], reduction: str) -> None:
         )
     if old:
         raise TypeError(f"step.backward() has no argument {next(iter(old))!r}.")
-    if reduction not in ("mean", "sum"):
-        raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
-
-
-def _number(items: float | Tensor) -> float:
-    number = float(items)
-    if not 0 <= number < float("inf"):
-        raise UsageError(
-            f"items is {number}; it is how many items the loss is a mean or a sum over.",
-            advice="Pass the number of samples or tokens, from 0 up.",
-        )
-    return number
+    raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
 
 
 # Note [Weights]
@@ -341,4 +311,4 @@ def _number(items: float | Tensor) -> float:
 # over them unless that quotient is one. Usually the items are samples, and everybody knows how
 # many the global batch has: so losses are multiplied by size / samples beforehand, and the worker
 # that has shard 0 brings all the weight there is, `size`, so that nothing is left to divide. Where
-# weights are given they are scaled alike, and the quotient corrects for the difference.
+# items are given they are scaled alike, and the quotient corrects for the difference.

@@ -1,4 +1,11 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop after a step, the second ends it at once."""
+"""How a run stops: signals ask for it, the workers agree on the step, loaders live until then.
+
+The first Ctrl-C or SIGTERM asks the run to stop after a step, the second ends it at once. It
+reaches one worker or all of them, at different steps; all must leave after the same one. So now
+and then, in the same steps everywhere, they add up what each one wants. How often follows from
+numbers that are themselves agreed on: about ten times a second, and never every step of a fast
+training.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +14,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from ctypes import c_byte
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline import comm
+from paceline.comm.membership import Membership
+from paceline.run.buffers import Buffers
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_PRESS_S = 0.5
 """A terminal and a launcher may both pass one Ctrl-C on; so soon after the first it is the same."""
+PERIOD_S = 0.1
+MOST_STEPS = 1000
 
 
 def name_signal(number: int) -> str:
@@ -34,7 +54,7 @@ class StopRequest:
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # What was started to ignore an interrupt, as by nohup, goes on ignoring it.
+            # What was started to ignore an interrupt, as by nohup, still ignores it.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 
@@ -57,3 +77,135 @@ class StopRequest:
             # Nobody's handler: whatever hangs, this ends it, with the right exit code.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class Wishes(NamedTuple):
+    """The sum over the workers of what each one wants."""
+
+    interrupt: float = 0.0
+    """How many were asked to stop by SIGINT."""
+    terminate: float = 0.0
+    """How many were asked to stop by SIGTERM."""
+    buffers: float = 0.0
+    """How many have seen a buffer change that nobody thought would."""
+
+
+class Vote:
+    """Adds up wishes in some steps, the same on every worker.
+
+        start, when gradients have arrived --(optimizer)--> result, after the commit
+
+    All workers have just waited for each other when it starts, and the sum travels while they
+    update their parameters, so nobody waits for it. Where it has to travel through a GPU, its
+    result is read one step later.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        word_device: torch.device,
+        request: StopRequest,
+        buffers: Buffers | None,
+    ) -> None:
+        self.next_step = 0
+        """The step of the next vote; the same on every worker."""
+        self._membership, self._device = membership, word_device
+        self._request, self._buffers = request, buffers
+        self._last_s, self._last_step = time.monotonic(), 0
+        self._pending: tuple[int, Tensor, comm.Pending] | None = None
+        membership.follow(self._begin_anew)
+
+    def start(self, step: int) -> None:
+        """Say what this worker wants, if it is time to."""
+        members = self._membership
+        if members.size == 1 or step < self.next_step or self._pending is not None:
+            return
+        now_s = time.monotonic()
+        step_s = (now_s - self._last_s) / max(1, step - self._last_step)
+        self._last_s, self._last_step = now_s, step
+        words = torch.tensor([*self._wishes(), step_s], dtype=torch.float32, device=self._device)
+        what = f"Step {step}: asking whether to stop"
+        self._pending = step, words, comm.start_all_reduce(members.group, words, what)
+
+    def result(self, step: int) -> Wishes:
+        """What all workers want, where that is known; alone, what this one wants."""
+        if self._membership.size == 1:
+            return self._wishes()
+        if self._pending is None:
+            return Wishes()
+        started, words, reduction = self._pending
+        if started == step and self._device.type != "cpu":
+            return Wishes()
+        self._pending = None
+        reduction.wait()
+        *wishes, seconds = words.tolist()
+        step_s = max(seconds / self._membership.size, 1e-6)
+        self.next_step = step + min(MOST_STEPS, max(1, int(PERIOD_S / step_s)))
+        return Wishes(*wishes)
+
+    def _wishes(self) -> Wishes:
+        """What this worker wants."""
+        number = self._request.signal
+        has_news = self._buffers is not None and self._buffers.has_news
+        return Wishes(
+            float(number == signal.SIGINT), float(number == signal.SIGTERM), float(has_news)
+        )
+
+    def _begin_anew(self) -> None:
+        """Another generation has not begun to vote."""
+        self.next_step, self._pending = 0, None
+
+
+class LoaderSignals:
+    """Keeps the processes that load data alive as long as the training wants batches.
+
+        released --hold, when the loop begins--> held --release, when it ends--> released
+
+    Ctrl-C, a launcher and a cluster send signals to every process of a training; a loader that
+    obeyed at once would take the step away that the training is about to finish. So one byte that
+    they share says whether loaders are needed. They are also released when the training's process
+    exits, before that waits for its children.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._shared: c_byte | None = None
+
+    @property
+    def on_start(self) -> Callable[[int], None]:
+        """What a loader does first: a `DataLoader`'s `worker_init_fn`."""
+        if self._shared is None:  # shared memory is a file: without loaders nobody needs one
+            self._shared = RawValue(c_byte, self._is_held)
+            Finalize(self, _set, args=(self._shared, False), exitpriority=0)
+        return partial(_begin_loader, self._shared, os.getpid())
+
+    def hold(self) -> None:
+        """From now on a loader leaves the first SIGTERM to the training."""
+        self._is_held = True
+        _set(self._shared, True)
+
+    def release(self) -> None:
+        """From now on the first SIGTERM ends a loader."""
+        self._is_held = False
+        _set(self._shared, False)
+
+
+def _set(shared: c_byte | None, is_held: bool) -> None:
+    if shared is not None:
+        shared.value = is_held
+
+
+def _begin_loader(is_held: c_byte, training: int, _number: int) -> None:
+    """In a loader: leave the first signal to the training, and obey the second."""
+    first_s: float | None = None
+
+    def on_terminate(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_s
+        now_s = time.monotonic()
+        first_s = now_s if first_s is None else first_s
+        if not is_held.value or os.getppid() != training or now_s - first_s > SAME_PRESS_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, on_terminate)

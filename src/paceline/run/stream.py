@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from paceline import comm
+from paceline.comm.membership import Membership
 from paceline.errors import DesyncError, UsageError
-from paceline.run.loader import Collate, Portion, Position, Shard, as_it_is
-from paceline.run.plan import shards_of
-from paceline.run.seeds import Generators, derive
+from paceline.run.loader import Collate, make_loader
+from paceline.run.plan import Generators, Portion, Position, Shard, shards_of
 
 STATEMENT = (
     "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
@@ -43,29 +43,29 @@ class StreamLoader:
     def __init__(
         self,
         dataset: Any,
+        membership: Membership,
         *,
         seed: int,
-        group: Any,
         word_device: torch.device,
         global_batch: int,
         shards: int,
         epochs: int,
-        drop_last: bool = False,
-        collate_fn: Collate | None = None,
+        drop_last: bool,
+        collate_fn: Collate,
         loading: dict[str, Any],
     ) -> None:
-        """`word_device` is where small messages of the group travel."""
+        """`word_device` is where small messages travel."""
         self._dataset, self._seed, self._epochs = dataset, seed, epochs
-        self._group, self._word_device = group, word_device
-        mine = shards_of(group.rank(), group.size(), shards)
-        self._cut = Cut(mine, shards, global_batch, drop_last)
-        self._collate = collate_fn or default_collate
+        self._membership, self._word_device = membership, word_device
+        self._cut = Cut(shards, global_batch, drop_last)
+        self._collate = collate_fn
         # Several processes would each read a stream of their own.
         self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
         self._batches: dict[int, Any] = {}
         self._reading: Iterator[Any] | None = None
 
     def portions(self, done: Position) -> Iterator[Portion]:
+        """What this worker of the current generation computes in every step after `done`."""
         step = done.step
         for epoch in range(done.epoch, self._epochs):
             if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
@@ -91,17 +91,15 @@ class StreamLoader:
 
         A short message in every step, which a dataset with a length does not need.
         """
-        size = self._group.size()
         while True:
             read = next(reads, None)
             step += 1
-            if size > 1:
+            if self._membership.size > 1:
                 mine = [-1, 0] if read is None else [read.samples, int(read.ends_epoch)]
                 words = torch.tensor(mine, device=self._word_device)
                 what = f"Step {step}: comparing what was read"
-                _refuse_differences(
-                    step, [w.tolist() for w in comm.all_gather(self._group, words, what)]
-                )
+                everyone = comm.all_gather(self._membership.group, words, what)
+                _refuse_differences(step, [each.tolist() for each in everyone])
             if read is None:
                 return
             yield read
@@ -119,16 +117,10 @@ class StreamLoader:
         )
 
     def _read(self, epoch: int, skipped: int) -> Iterator[Read]:
-        seed = derive(self._seed, "stream", epoch)
-        fetcher = StreamFetcher(self._dataset, seed, self._cut, self._collate, skipped)
-        loader: DataLoader[Any] = DataLoader(
-            fetcher,
-            batch_size=None,
-            collate_fn=as_it_is,
-            generator=torch.Generator(),
-            **self._loading,
-        )
-        self._reading = iter(loader)
+        mine = shards_of(self._membership.rank, self._membership.size, self._cut.shards)
+        seed = self._seed, epoch
+        stream = StreamFetcher(self._dataset, self._collate, self._cut, mine, skipped, seed)
+        self._reading = iter(make_loader(stream, self._loading))
         own = Generators()
         stream_state: tuple[Any, ...] | None = None
         while self._reading is not None:
@@ -160,9 +152,8 @@ def _in_words(samples: int, ends_epoch: int) -> str:
 
 
 class Cut(NamedTuple):
-    """Which samples of a stream a worker keeps."""
+    """How a stream is cut into global batches and shards."""
 
-    mine: range
     shards: int
     global_batch: int
     drop_last: bool
@@ -172,13 +163,20 @@ class StreamFetcher(IterableDataset[Any]):
     """The stream as global batches, of which this worker's shards are put together."""
 
     def __init__(
-        self, dataset: Any, seed: int, cut: Cut, collate_fn: Collate, skipped: int
+        self,
+        dataset: Any,
+        collate_fn: Collate,
+        cut: Cut,
+        mine: range,
+        skipped: int,
+        seed: tuple[int, int],
     ) -> None:
-        self._dataset, self._seed, self._cut = dataset, seed, cut
-        self._collate, self._skipped = collate_fn, skipped
+        """`mine` are the worker's shards; `skipped` batches were trained on before."""
+        self._dataset, self._collate, self._seed = dataset, collate_fn, seed
+        self._cut, self._mine, self._skipped = cut, mine, skipped
 
     def __iter__(self) -> Iterator[Read]:
-        Generators().seed(self._seed)
+        Generators().seed(self._seed[0], "stream", self._seed[1])
         cut, samples = self._cut, iter(self._dataset)
         for _ in islice(samples, self._skipped * cut.global_batch):
             pass
@@ -187,7 +185,7 @@ class StreamFetcher(IterableDataset[Any]):
             # Read ahead: whether a batch is the last of its epoch shows only in the next.
             following = list(islice(samples, cut.global_batch))
             is_last = len(following) < (cut.global_batch if cut.drop_last else 1)
-            parts = [(number, batch[number :: cut.shards]) for number in cut.mine]
+            parts = [(number, batch[number :: cut.shards]) for number in self._mine]
             shards = [(number, len(part), self._collate(part)) for number, part in parts if part]
             yield Read(len(batch), is_last, shards)
             batch = following

@@ -1,20 +1,26 @@
-"""What a worker has watched of its run: when it does what, and who holds the others up.
+"""What a worker has watched of its run: a recorded step, when it does what, who is slow.
 
 Nothing here fails a training: what cannot be watched is said in the opening lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from paceline import env
+from torch.optim import Optimizer
+
+from paceline import env, record
+from paceline.comm.membership import Membership
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.observe import spans, stragglers
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stragglers import Blame, StragglerDetector
-from paceline.run.options import RunOptions
-from paceline.run.record import Record
+from paceline.record import StepRecording
+from paceline.run.config import RunOptions
+from paceline.run.sinks import Message, Sinks
 
 Listener = Callable[[int, Blame], None]
 
@@ -22,7 +28,7 @@ Listener = Callable[[int, Blame], None]
 class Watching:
     """One worker's part of watching a run.
 
-        made --start_timeline--> spans are recorded --begin--> blame is recorded --end--> as before
+        made --start_timeline--> spans are recorded --begin--> blame is reported --end--> as before
 
     Invariant: what somebody else has started, by hand or by `paceline run --timeline`, is left to
     them.
@@ -44,7 +50,7 @@ class Watching:
             self.lines.append("There is no timeline: that needs folder= of Run.")
 
     def note_progress(self, step: int, steps: int | None) -> None:
-        """The run goes on after `step` steps of all `steps`, which may leave none to record."""
+        """The run continues after `step` steps of all `steps`, which may leave none to record."""
         wanted = self.trace_step
         if 0 < wanted <= step:
             self.lines.append(f"Step {wanted} is not recorded: it is applied already.")
@@ -63,24 +69,73 @@ class Watching:
         else:
             self._has_timeline = True
 
-    def begin(self, group: Any, record: Record) -> None:
-        """Let the comparison of the ranks speak through the run, which may be drawing a bar."""
-        comparison = stragglers.find(group)
-        if comparison is not None:
-            self._before = comparison, comparison.listeners, comparison.print_line
-            comparison.listeners = [lambda _step, blame: record.blame(blame)]
-            comparison.print_line = _say_nothing
+    def begin(self, membership: Membership, sinks: Sinks, step: Callable[[], int]) -> None:
+        """Let the straggler detector speak through the run, which may be drawing a bar."""
+
+        def report(_step: int, blame: Blame) -> None:
+            number = step() + 1
+            facts = {
+                "step": number,
+                "slow_rank": blame.rank,
+                "phase": blame.phase,
+                "slower_by_s": blame.slower_by_s,
+                "steps": blame.steps,
+            }
+            sinks.tell("message", Message(f"Step {number}: {blame}", "warning", "blame", facts))
+
+        detector = stragglers.find(membership.group)
+        if detector is not None:
+            self._before = detector, detector.listeners, detector.print_line
+            detector.listeners, detector.print_line = [report], lambda _line: None
 
     def end(self) -> None:
         """Leave everything as it was; may be called twice."""
         if self._before is not None:
-            comparison, listeners, print_line = self._before
-            comparison.listeners, comparison.print_line = listeners, print_line
+            detector, listeners, print_line = self._before
+            detector.listeners, detector.print_line = listeners, print_line
             self._before = None
         if self._has_timeline:
             self._has_timeline = False
             spans.stop()
 
 
-def _say_nothing(_line: str) -> None:
-    """The record says it, with the number of the run's step."""
+class StepRecorder:
+    """Records one step of a run into its folder, from inside: a script need not know of it.
+
+    Invariant: a disk that is full does not fail the training.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        folder: RunFolder,
+        model: DistributedDataParallel,
+        optimizer: Optimizer,
+        dataset: Any,
+        sinks: Sinks,
+    ) -> None:
+        """`dataset` is None where its samples have no numbers."""
+        self.number = number
+        self._folder, self._sinks = folder, sinks
+        self._model, self._optimizer, self._dataset = model, optimizer, dataset
+
+    @contextmanager
+    def recording(self, indices: Sequence[int]) -> Iterator[StepRecording]:
+        """Put this around the step, of which this worker computes the samples `indices`."""
+        with record.record_step(
+            self._model, self._optimizer, step=self.number, dataset=self._dataset
+        ) as recording:
+            if self._dataset is not None:
+                recording.note_batch(indices)
+            yield recording
+        if recording.trace is None or self._model.process_group.rank() != 0:
+            return
+        path = self._folder.pipeline_of(self.number)
+        text = f"Step {self.number} is recorded: `paceline trace {self._folder.path}`."
+        level = "info"
+        try:
+            record.write(recording.trace, path)
+        except OSError as error:
+            text = f"Step {self.number} cannot be recorded in {path}: {error}."
+            level = "warning"
+        self._sinks.tell("message", Message(text, level))

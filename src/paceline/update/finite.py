@@ -1,8 +1,8 @@
 """NaN and infinity: found before they reach the parameters, on every worker in the same step.
 
-A loss that is not finite makes its gradients NaN (`poisoned`), and those reach every worker with
-the sum. So each looks at the averaged gradients alone, all see the same, and only when something
-is wrong do they ask each other whose shard it was. See Note [What is looked at].
+A loss that is not finite makes its gradients NaN, and those reach every worker with the sum. So
+each looks at the averaged gradients alone, all see the same, and only when something is wrong do
+they ask each other whose shard it was. See Note [What is looked at].
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline import comm
+from paceline.comm.membership import Membership
 from paceline.errors import NotFiniteError
-from paceline.run.loader import Shard
-from paceline.update.host_copy import Late
+from paceline.update.host_copy import HostCopy
 
 _MOST_LOOKED_AT = 128
 """So many gradients at most are looked at in a step, spread over the model."""
@@ -28,8 +28,10 @@ _SAMPLES_SHOWN = 8
 class Loss(NamedTuple):
     """The loss of one shard as it was computed."""
 
-    shard: Shard
     value: Tensor
+    shard: int
+    samples: Sequence[int]
+    """Their numbers; of a stream, -1."""
 
 
 class FiniteCheck:
@@ -44,29 +46,19 @@ class FiniteCheck:
         self,
         named: Sequence[tuple[str, Parameter]],
         *,
-        mode: str,
-        group: Any,
-        device: torch.device,
+        is_complete: bool,
+        membership: Membership,
         word_device: torch.device,
     ) -> None:
-        """`word_device` is where small messages of the group travel."""
-        self._named, self._mode = named, mode
-        self._group, self._word_device = group, word_device
-        self._is_late = device.type != "cpu"
-        self._pending: tuple[Late, int, list[Loss]] | None = None
-
-    def poisoned(self, loss: Tensor, scale: float) -> Tensor:
-        """The loss times `scale`; its gradient is NaN wherever the loss is not finite."""
-        if self._mode == "off":
-            return loss * scale
-        # Zero times infinity, and times NaN, is NaN: no host has to look.
-        return loss * (loss.detach() * 0 + scale)
+        """`word_device` is where small messages travel; see Note [What is looked at]."""
+        self._named, self._is_complete = named, is_complete
+        self._membership, self._word_device = membership, word_device
+        self._is_late = bool(named) and named[0][1].device.type != "cpu"
+        self._pending: tuple[HostCopy, int, Sequence[Loss]] | None = None
 
     @torch.no_grad()
-    def check(self, step: int, losses: list[Loss], norm: Tensor | None) -> None:
+    def check(self, step: int, losses: Sequence[Loss], norm: Tensor | None) -> None:
         """Look at the gradients of `step`; `norm` is their length where somebody knows it."""
-        if self._mode == "off":
-            return
         grads = [param.grad for _, param in self._named if param.grad is not None]
         if not grads:
             return
@@ -90,11 +82,9 @@ class FiniteCheck:
     def _looks_finite(self, grads: list[Tensor], norm: Tensor | None) -> bool:
         if norm is not None:
             return math.isfinite(norm.item())
-        if self._mode == "sample":
-            grads = [_sample(grad) for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]]
-        else:
-            grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-            return all(bool(torch.isfinite(grad).all()) for grad in grads)
+        if self._is_complete:
+            return all(bool(torch.isfinite(_dense(grad)).all()) for grad in grads)
+        grads = [_sample(grad) for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]]
         dtypes = {grad.dtype for grad in grads}
         return all(
             bool(torch.isfinite(torch.cat([g for g in grads if g.dtype == dtype])).all())
@@ -102,26 +92,26 @@ class FiniteCheck:
         )
 
     def _look_later(
-        self, step: int, grads: list[Tensor], losses: list[Loss], norm: Tensor | None
+        self, step: int, grads: list[Tensor], losses: Sequence[Loss], norm: Tensor | None
     ) -> None:
         if norm is None:
-            norms = torch._foreach_norm([g._values() if g.is_sparse else g for g in grads])
+            norms = torch._foreach_norm([_dense(grad) for grad in grads])
             norm = torch.stack([each.float() for each in norms]).sum()
         is_bad = torch.isfinite(norm).logical_not()
         for grad in grads:
-            (grad._values() if grad.is_sparse else grad).masked_fill_(is_bad, 0)
-        self._pending = Late(is_bad), step, losses
+            _dense(grad).masked_fill_(is_bad, 0)
+        self._pending = HostCopy(is_bad), step, losses
 
-    def _raise(self, step: int, losses: list[Loss]) -> None:
+    def _raise(self, step: int, losses: Sequence[Loss]) -> None:
         mine = [
-            [loss.shard.number, loss.value.item(), loss.shard.indices[:_SAMPLES_SHOWN]]
+            [loss.shard, str(value), list(loss.samples[:_SAMPLES_SHOWN])]
             for loss in losses
-            if not math.isfinite(loss.value.item())
+            if not math.isfinite(value := loss.value.item())
         ]
-        said = [[number, str(value), indices] for number, value, indices in mine]
-        what = "Asking whose loss is not finite"
-        size = self._group.size()
-        everyone = comm.exchange(self._group, said, self._word_device, what) if size > 1 else [said]
+        everyone: list[Any] = [mine]
+        if self._membership.size > 1:
+            what = "Asking whose loss is not finite"
+            everyone = comm.exchange(self._membership.group, mine, self._word_device, what)
         before = "one of the steps before" if self._is_late else f"step {step - 1}"
         state = f"The model is as it was after {before}; the last checkpoint is good."
         for rank, theirs in enumerate(everyone):
@@ -148,9 +138,13 @@ class FiniteCheck:
         return ""
 
 
+def _dense(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
 def _sample(grad: Tensor) -> Tensor:
     """One element of every row, and all of what has no rows."""
-    dense = grad._values() if grad.is_sparse else grad
+    dense = _dense(grad)
     return dense.reshape(-1) if dense.dim() < 2 else dense.select(-1, 0).reshape(-1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Late:
+class HostCopy:
     """One tensor's values as of now, on the host later."""
 
     def __init__(self, tensor: Tensor) -> None:

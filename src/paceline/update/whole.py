@@ -1,7 +1,7 @@
 """What changes when a step commits: parameters, optimizer, scheduler, scaler; and nothing else.
 
-Everything here is local arithmetic. No worker is asked and no file is touched, so two workers that
-have the same gradients have the same state afterwards.
+`WholeUpdate` steps every parameter on every worker, `ScaledUpdate` does so with a `GradScaler`.
+Both are local arithmetic: two workers with equal gradients have equal state afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,55 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import UsageError
+from paceline.update.finite import FiniteCheck, Loss
 
 
-class Update:
-    """The objects that a commit changes.
+class Update(Protocol):
+    """How the gradients of a step become new parameters.
 
-        begin --> (note_grads, after each backward) --> apply --> end; or end alone
+        begin --> backward, once per shard --> commit --> end; or, when the step fails, abandon
+
+    An update that shares its work out would sum each worker's part of the gradients, and gather
+    the parameters, in `commit`; whoever needs them complete calls `finish`.
+    """
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The objects it changes that have a `state_dict()`, by name."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with on their way."""
+        ...
+
+    def begin(self, step: int) -> None: ...
+
+    def backward(self, loss: Tensor, factor: float) -> None:
+        """Add the gradients of `loss` times `factor`."""
+        ...
+
+    def multiply_grads(self, factor: float) -> None: ...
+
+    def commit(self, losses: Sequence[Loss]) -> Tensor | None:
+        """Check, clip and apply the gradients; returns their length where it was computed."""
+        ...
+
+    def end(self) -> None:
+        """The step is over, whether it is applied or failed."""
+        ...
+
+    def abandon(self) -> None:
+        """The step has failed before its commit: forget its gradients."""
+        ...
+
+    def finish(self) -> None:
+        """Be done with all steps so far; raises if one of them was not finite."""
+        ...
+
+
+class WholeUpdate:
+    """Every worker steps everything.
 
     Invariant: between `begin` and `end` nobody else changes gradients or calls the optimizer, as a
     loop that was written for torch would; it is refused.
@@ -35,24 +78,15 @@ class Update:
         optimizer: Optimizer,
         *,
         scheduler: Any = None,
-        scaler: Any = None,
         clip_norm: float | None = None,
+        finite: FiniteCheck | None = None,
     ) -> None:
-        _check_optimizer(named, optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "A ReduceLROnPlateau scheduler needs a metric, and schedulers are stepped here "
-                "once per step without one.",
-                advice='Pass it as state={"plateau": scheduler} and step it after run.evaluate().',
-            )
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._clip_norm = clip_norm
+        """Without `finite` nobody looks for NaN."""
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self._clip_norm, self._finite = clip_norm, finite
         self._params = [param for _, param in named]
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._step = 0
         self._is_open = self._is_committing = False
         self._noted: tuple[Parameter, int, int] | None = None
         self._schedule_at: Any = None
@@ -60,92 +94,162 @@ class Update:
         hook = optimizer.register_step_pre_hook(lambda *_: _refuse_foreign_step(itself()))
         weakref.finalize(self, hook.remove)
 
-    def begin(self) -> None:
-        """A step begins."""
-        if self._schedule_at != self._schedule_now():
-            self._schedule_at = self._schedule_now()
+    @property
+    def parts(self) -> dict[str, Any]:
+        both = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {name: part for name, part in both.items() if part is not None}
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def begin(self, step: int) -> None:
+        # Known only once a commit has stepped it: a checkpoint may be loaded before.
+        if self._schedule_at is not None and self._schedule_at != self.scheduler.last_epoch:
+            self._schedule_at = self.scheduler.last_epoch
             raise UsageError(
                 "The scheduler was stepped between two steps.",
                 advice="A run steps it itself, once per step: leave scheduler.step() out.",
             )
-        self.zero_grads()
-        self._is_open, self._noted = True, None
+        for param in self._params:
+            param.grad = None
+        self._step, self._is_open, self._noted = step, True, None
 
-    def end(self) -> None:
-        """The step is over, whether it is applied or failed."""
-        self._is_open, self._noted = False, None
-
-    def note_grads(self) -> None:
-        """Remember what the gradients are like; one of them tells of all."""
+    def backward(self, loss: Tensor, factor: float) -> None:
+        self._refuse_changed_grads()
+        # Zero times infinity, and times NaN, is NaN: a loss that is not finite makes its gradients
+        # NaN on every worker, and no host has to look at it.
+        scaled = loss * (factor if self._finite is None else loss.detach() * 0 + factor)
+        self._scaled(scaled).backward()  # type: ignore[no-untyped-call]
         param = next((each for each in self._params if each.grad is not None), None)
         if param is not None and param.grad is not None:
             # Not the gradient itself: whoever holds one keeps the engine from using its memory.
             self._noted = param, id(param.grad), param.grad._version
 
-    @property
-    def has_noted_grads(self) -> bool:
-        """Whether the gradients are as they were noted, or nothing was."""
-        if self._noted is None:
-            return True
-        param, grad, version = self._noted
-        now = param.grad
-        return now is not None and (id(now), now._version) == (grad, version)
+    @torch.no_grad()
+    def multiply_grads(self, factor: float) -> None:
+        if grads := [param.grad for param in self._params if param.grad is not None]:
+            torch._foreach_mul_(grads, factor)
 
-    def _schedule_now(self) -> Any:
-        """How far the scheduler is, where a commit has already stepped it."""
-        return None if self._schedule_at is None else self.scheduler.last_epoch
+    def commit(self, losses: Sequence[Loss]) -> Tensor | None:
+        norm = None
+        if self._clip_norm is not None:
+            self._unscale()
+            grads = [param.grad for param in self._trained if param.grad is not None]
+            norm = nn.utils.get_total_norm(grads)
+        self._check(losses, norm)
+        self._is_committing = True
+        try:
+            if norm is not None and self._clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+            self._step_optimizer()
+            if self.scheduler is not None:
+                self.scheduler.step()
+                self._schedule_at = getattr(self.scheduler, "last_epoch", None)
+        finally:
+            self._is_committing = False
+        return norm
 
-    def zero_grads(self) -> None:
+    def end(self) -> None:
+        self._is_open, self._noted = False, None
+
+    def abandon(self) -> None:
         for param in self._params:
             param.grad = None
+        if self._finite is not None:
+            self._finite.forget()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss as backward should see it."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def finish(self) -> None:
+        if self._finite is not None:
+            self._finite.ask()
+
+    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None:
+        if self._finite is not None:
+            self._finite.check(self._step, losses, norm)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def _unscale(self) -> None:
+        """Make the gradients those of the losses."""
+
+    def _step_optimizer(self) -> None:
+        self.optimizer.step()
+
+    def _refuse_changed_grads(self) -> None:
+        """One gradient tells of all: it must be as the last backward has left it."""
+        if self._noted is None:
+            return
+        param, grad, version = self._noted
+        now = param.grad
+        if now is None or (id(now), now._version) != (grad, version):
+            raise UsageError(
+                f"Step {self._step}: the gradients of the shards before this one were changed or "
+                "cleared.",
+                advice="Leave zero_grad() and clipping to the run: it clears gradients itself, and "
+                "clips those of the whole batch with clip_norm=.",
+            )
+
+
+class ScaledUpdate(WholeUpdate):
+    """With a `GradScaler`, which expects infinities: it skips their steps, so nobody else looks."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, scaler: Any, **rest: Any
+    ) -> None:
+        super().__init__(named, optimizer, **rest)
+        self.scaler = scaler
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {**super().parts, "scaler": self.scaler}
 
     @property
     def loss_scale(self) -> float:
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        return float(self.scaler.get_scale())
 
-    @torch.no_grad()
-    def multiply_grads(self, factor: float) -> None:
-        if grads := self._grads(self._params):
-            torch._foreach_mul_(grads, factor)
+    def _scaled(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
 
-    def norm(self) -> Tensor | None:
-        """The length of the gradients, where it has to be known to clip them."""
-        if self._clip_norm is None:
-            return None
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        return nn.utils.get_total_norm(self._grads(self._trained))
+    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None:
+        """Infinities are expected, and the scaler skips their steps."""
 
-    def apply(self, norm: Tensor | None) -> None:
-        """Commit."""
-        self._is_committing = True
-        try:
-            self._apply(norm)
-        finally:
-            self._is_committing = False
+    def _unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)
 
-    def _apply(self, norm: Tensor | None) -> None:
-        if norm is not None and self._clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
-            self._schedule_at = getattr(self.scheduler, "last_epoch", None)
-
-    @staticmethod
-    def _grads(params: Sequence[Tensor]) -> list[Tensor]:
-        return [param.grad for param in params if param.grad is not None]
+    def _step_optimizer(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
-def _refuse_foreign_step(update: Update | None) -> None:
+def make_update(
+    named: Sequence[tuple[str, Parameter]],
+    optimizer: Optimizer,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    clip_norm: float | None = None,
+    finite: FiniteCheck | None = None,
+) -> Update:
+    """The update that these objects need; raises where they do not fit together."""
+    _check_optimizer(named, optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "A ReduceLROnPlateau scheduler needs a metric, and schedulers are stepped here once "
+            "per step without one.",
+            advice='Pass it as state={"plateau": scheduler} and step it after run.evaluate().',
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
+    if scaler is not None and scaler.is_enabled():
+        return ScaledUpdate(
+            named, optimizer, scaler, scheduler=scheduler, clip_norm=clip_norm, finite=finite
+        )
+    return WholeUpdate(named, optimizer, scheduler=scheduler, clip_norm=clip_norm, finite=finite)
+
+
+def _refuse_foreign_step(update: WholeUpdate | None) -> None:
     """Raise if the optimizer is called in a step, and not by its commit."""
     if update is not None and update._is_open and not update._is_committing:
         raise UsageError(

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from paceline.run.loader_signals import Lifeline
+from paceline.run.stop import LoaderSignals
 
 
 def load(on_start: Callable[[int], None], wire: Connection) -> None:
@@ -22,24 +22,24 @@ def load(on_start: Callable[[int], None], wire: Connection) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_held", [True, False])
 def test_the_first_sigterm_ends_a_loader_only_if_nobody_needs_it(
-    method: str, is_tied: bool
+    method: str, is_held: bool
 ) -> None:
     context = multiprocessing.get_context(method)
-    lifeline = Lifeline()
+    signals = LoaderSignals()
     ours, theirs = context.Pipe()
-    process = context.Process(target=load, args=(lifeline.on_start, theirs), daemon=True)
-    lifeline.tie()
+    process = context.Process(target=load, args=(signals.on_start, theirs), daemon=True)
+    signals.hold()
     process.start()
     assert ours.recv() == "started"
-    if not is_tied:
-        lifeline.cut()
+    if not is_held:
+        signals.release()
     os.kill(process.pid or 0, signal.SIGTERM)
-    if is_tied:
+    if is_held:
         ours.send("still there?")
         assert ours.recv() == "still there?"
-        lifeline.cut()
+        signals.release()
         os.kill(process.pid or 0, signal.SIGTERM)
     process.join(60)
     assert process.exitcode == -signal.SIGTERM

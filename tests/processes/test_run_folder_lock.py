@@ -13,17 +13,17 @@ from runs import train
 
 from paceline.errors import UsageError
 from paceline.observe.run_folder import RunFolder
-from paceline.run.folder_lock import FILE_NAME, Tenancy
+from paceline.run.state import FolderLock
 
 HOLD = """
 import os, sys
-from paceline.run.folder_lock import Tenancy
+from paceline.run.state import FolderLock
 from paceline.observe.run_folder import RunFolder
 
 folder = RunFolder(sys.argv[1])
 folder.create()
-tenancy = Tenancy(folder)
-tenancy.take()
+lock = FolderLock(folder)
+lock.take()
 if os.fork() == 0:  # as a process that loads data, which is still there when its parent is killed
     os.close(1)
     os.read(0, 1)
@@ -55,9 +55,9 @@ def test_a_folder_that_another_process_trains_in_is_refused_until_that_is_gone(
 def test_a_run_that_is_over_gives_its_folder_up(tmp_path: Path) -> None:
     train(folder=tmp_path / "run")
     other = f"""
-from paceline.run.folder_lock import Tenancy
+from paceline.run.state import FolderLock
 from paceline.observe.run_folder import RunFolder
-Tenancy(RunFolder({str(tmp_path / "run")!r})).take()
+FolderLock(RunFolder({str(tmp_path / "run")!r})).take()
 """
     subprocess.run([sys.executable, "-c", other], check=True)
 
@@ -67,8 +67,8 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     folder.create()
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (folder.path / FILE_NAME).symlink_to(victim)
-    tenancy = Tenancy(folder)
-    tenancy.take()
-    tenancy.give_up()
+    (folder.path / ".lock").symlink_to(victim)
+    lock = FolderLock(folder)
+    lock.take()
+    lock.give_up()
     assert victim.read_text() == "precious"

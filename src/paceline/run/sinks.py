@@ -1,0 +1,257 @@
+"""Where a run's steps, messages, evaluations, checkpoints and end go.
+
+A `Sink` is told what happens. The run folder and the terminal are two of them, and
+`Run(..., sinks=[...])` takes more: a tracker is one class with these methods. `Sinks` tells all of
+them, and switches off the one that raises: looking at a training must not stop it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from paceline.checkpoint import Written
+from paceline.errors import UsageError
+from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, write_info
+from paceline.progress import Progress
+from paceline.run.metrics import Sums, means
+
+INFO_PERIOD_S = 2.0
+"""How old the step in `run.json` may be."""
+METHODS = ("start", "step", "epoch", "evaluation", "message", "checkpoint", "stop")
+
+
+class StepReport(NamedTuple):
+    """An applied step as this worker saw it, told once its numbers have reached the host."""
+
+    step: int
+    """Counts from 1."""
+    epoch: int
+    """Counts from 0."""
+    samples: int
+    """On all workers together."""
+    local_samples: int
+    """On this worker, as all that follows."""
+    seconds: float
+    phases: Mapping[str, float]
+    """Seconds by phase."""
+    sums: Sums
+    """Sum and count of every metric."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means over this worker's samples."""
+        return means(self.sums)
+
+
+class Summary(NamedTuple):
+    """The exact means of an epoch, or of an evaluation, over the samples of all workers."""
+
+    epoch: int
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    samples: int
+
+
+class Message(NamedTuple):
+    """Something to be said, or, where `kind` is not "message", to be kept as numbers."""
+
+    text: str
+    level: str = "info"
+    """`info`, `warning` or `error`."""
+    kind: str = "message"
+    """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale."""
+    facts: Mapping[str, Any] = {}
+    """The same in numbers, by name."""
+
+
+class Sink(Protocol):
+    """Is told of a run: `start`, then anything in its order, then `stop`.
+
+    Those passed to `Run` are told on rank 0 only.
+    """
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        """The loop begins after `step` steps; `lines` are what is to be known of it."""
+        ...
+
+    def step(self, report: StepReport) -> None: ...
+
+    def epoch(self, summary: Summary) -> None: ...
+
+    def evaluation(self, summary: Summary) -> None: ...
+
+    def message(self, message: Message) -> None: ...
+
+    def checkpoint(self, written: Written) -> None: ...
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        """The loop is over: `status` is `finished`, `stopped` or `failed`."""
+        ...
+
+
+class FolderSink:
+    """The run folder: every worker's own events; on rank 0 what concerns all, and `run.json`."""
+
+    def __init__(self, folder: RunFolder, rank: int, info: RunInfo) -> None:
+        self._folder, self._is_first, self._info = folder, rank == 0, info
+        self._events = EventWriter(folder, rank)
+        self._info_due_s = 0.0
+        self._has_failed = False
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        facts = {"pid": os.getpid(), "host": info.host, "device": info.device}
+        self._events.write("start", size=info.workers, step=step, **facts)
+        self._info = info
+        self._update(status="running", step=step)
+
+    def step(self, report: StepReport) -> None:
+        self._events.write(
+            "step",
+            step=report.step,
+            epoch=report.epoch,
+            samples=report.local_samples,
+            seconds=report.seconds,
+            phases=report.phases,
+            metrics=report.sums,
+        )
+        if time.monotonic() >= self._info_due_s:
+            self._update(step=report.step)
+
+    def epoch(self, summary: Summary) -> None:
+        self._write_first("epoch", **summary._asdict())
+        self._update(step=summary.step)
+
+    def evaluation(self, summary: Summary) -> None:
+        self._write_first("evaluation", **summary._asdict())
+
+    def message(self, message: Message) -> None:
+        facts = message.facts or {"text": message.text, "level": message.level}
+        self._write_first(message.kind, **facts)
+
+    def checkpoint(self, written: Written) -> None:
+        names = ("step", "name", "bytes", "seconds", "metric")
+        self._write_first("checkpoint", **{name: getattr(written, name) for name in names})
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        self._events.write("stop", step=step, reason=reason)
+        self._events.close()  # another event opens it again
+        self._update(status=status, step=step)
+
+    def _write_first(self, kind: str, **facts: Any) -> None:
+        if self._is_first:
+            self._events.write(kind, **facts)
+
+    def _update(self, **changes: Any) -> None:
+        """Change `run.json`; a disk that is full now may have room later."""
+        self._info_due_s = time.monotonic() + INFO_PERIOD_S
+        if not self._is_first:
+            return
+        self._info = dataclasses.replace(self._info, updated=time.time(), **changes)
+        try:
+            write_info(self._folder, self._info)
+        except OSError as error:
+            if not self._has_failed:
+                warnings.warn(f"{self._folder.info} cannot be written: {error}.", stacklevel=2)
+            self._has_failed = True
+
+
+class TerminalSink:
+    """Rank 0's terminal."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._progress: Progress | None = None
+        self._advice = ""
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        self._progress = Progress(self._mode)
+        self._progress.start(
+            name=info.name,
+            workers=info.workers,
+            epochs=info.epochs,
+            steps=info.steps,
+            steps_per_epoch=info.steps_per_epoch,
+            global_batch=info.global_batch,
+            step=step,
+            lines=[*info.policy, *lines],
+        )
+
+    def step(self, report: StepReport) -> None:
+        if self._progress is not None:
+            self._progress.step(
+                report.step,
+                epoch=report.epoch,
+                samples=report.samples,
+                metrics=lambda: report.metrics,
+            )
+
+    def epoch(self, summary: Summary) -> None:
+        if self._progress is not None:
+            epoch, _, metrics, seconds, samples = summary
+            self._progress.epoch(epoch, metrics, seconds=seconds, samples=samples)
+
+    def evaluation(self, summary: Summary) -> None:
+        if self._progress is not None:
+            self._progress.evaluation(summary.epoch, summary.metrics)
+
+    def message(self, message: Message) -> None:
+        if message.kind == "noise":
+            self._advice = message.text  # of all of them the last one is said, at the end
+        elif self._progress is not None:
+            self._progress.message(message.text, message.level)
+
+    def checkpoint(self, written: Written) -> None:
+        """Saving is nothing to look at."""
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        if self._progress is not None:
+            lines = ["" if status == "finished" else reason, self._advice]
+            self._progress.finish(status, lines=[line for line in lines if line])
+            self._progress = None
+
+
+class Sinks:
+    """All sinks of a run on one worker.
+
+    Invariant: whatever a sink raises, the others are told, and training continues without it.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], terminal: TerminalSink | None) -> None:
+        self._sinks: list[Sink] = [*([] if terminal is None else [terminal]), *sinks]
+        self._terminal = terminal
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call one method of every sink; the terminal is there before and after the others."""
+        for sink in reversed(self._sinks) if method == "stop" else self._sinks:
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:
+                self._switch_off(sink, method, error)
+
+    def say(self, text: str) -> None:
+        """Say something on the terminal only; for signal handlers, which may write no file."""
+        if self._terminal is not None:
+            self._terminal.message(Message(text))
+
+    def _switch_off(self, sink: Sink, method: str, error: Exception) -> None:
+        self._sinks = [each for each in self._sinks if each is not sink]
+        name, what = type(sink).__name__, f"{type(error).__name__}: {error}"
+        text = f"The sink {name} is switched off, because its {method}() raised {what}"
+        self.tell("message", Message(text, "warning"))
+
+
+def check_sinks(sinks: Sequence[Any]) -> None:
+    """Raise if one of them is not a sink."""
+    for number, sink in enumerate(sinks):
+        missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
+        if missing:
+            raise UsageError(
+                f"sinks[{number}], a {type(sink).__name__}, has no method {missing[0]}().",
+                advice=f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md.",
+            )

@@ -1,0 +1,92 @@
+"""What a run tells its sinks, and what it does with one that is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import QUIET, Rows, Told, mlp, train
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from paceline.errors import UsageError
+from paceline.run import Run, RunOptions
+from paceline.testing import run_ranks
+
+
+def go(sinks: list[Any], folder: Path | None = None, options: RunOptions = QUIET) -> Run:
+    net = mlp()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    run = Run(
+        net, optimizer, Rows(20), global_batch=8, epochs=2, folder=folder, sinks=sinks,
+        options=options,
+    )  # fmt: skip
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                step.backward(F.cross_entropy(run.model(x), y))
+        if step.ends_epoch:
+            run.evaluate(lambda batch: {"rows": len(batch[1])})
+            run.message("half way", "warning")
+    return run
+
+
+def test_a_sink_is_told_everything_in_its_order(tmp_path: Path) -> None:
+    told = Told()
+    go([told], tmp_path / "run")
+    names = [name for name, _ in told.calls if name != "checkpoint"]
+    epoch = ["step", "step", "evaluation", "message", "step", "epoch"]
+    assert sorted(names) == sorted(["start", "stop", *2 * epoch])
+    assert (names[0], names[-1]) == ("start", "stop")
+    info, begun, lines = told.of("start")[0]
+    assert (info.global_batch, begun, lines) == (8, 0, [])
+    assert [report.step for report in told.of("step")] == [1, 2, 3, 4, 5, 6]
+    assert [report.samples for report in told.of("step")] == [8, 8, 4, 8, 8, 4]
+    assert {summary.samples for summary in told.of("epoch") + told.of("evaluation")} == {20}
+    first = told.of("step")[:3]
+    sums = [report.sums["loss"] for report in first]
+    mean = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    assert told.of("epoch")[0].metrics == {"loss": pytest.approx(mean)}
+    assert [(each.text, each.level) for each in told.of("message")] == [("half way", "warning")] * 2
+    assert [written.step for written in told.of("checkpoint")] == [3, 6]
+    assert told.of("stop") == [(6, "finished", "all steps are applied")]
+
+
+def test_sinks_are_told_on_rank_0_only() -> None:
+    def body(world: Any) -> int:
+        told = Told()
+        train(world, sinks=[told], epochs=1)
+        return len(told.of("step"))
+
+    assert run_ranks(3, body) == [7, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["start", "step", "epoch", "evaluation", "message", "stop"])
+def test_a_sink_that_raises_is_named_once_and_switched_off(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, calls = Told(), []
+
+    class Broken(Told):
+        pass
+
+    def fail(*_: Any) -> None:
+        calls.append(method)
+        raise ConnectionError("no route to host")
+
+    setattr(Broken, method, fail)
+    run = go([Broken(), told], options=RunOptions(progress="plain"))
+    assert (run.step, calls) == (6, [method])
+    said = [m.text for m in told.of("message") if "Broken" in m.text]
+    assert len(said) == 1
+    assert f"{method}() raised ConnectionError: no route to host" in said[0]
+    assert capsys.readouterr().out.count("The sink Broken is switched off") == 1
+
+
+def test_a_sink_that_lacks_a_method_is_refused_by_name() -> None:
+    class Half:
+        def start(self) -> None: ...
+
+    with pytest.raises(UsageError, match=r"sinks\[1\], a Half, has no method step\(\)"):
+        go([Told(), Half()])
