@@ -120,7 +120,7 @@ SCALING = {
         {"workers": 8, "speedup": 2.1, "network": "1 Gb/s"},
         {"workers": 64, "speedup": 3.4, "network": "1 Gb/s"},
     ],
-    "suggestion": "Use a batch of 256: predicted gain 12 %.",
+    "suggestion": {"text": "Use a batch of 256: predicted gain 12 %."},
     "check": {"text": "Predicted 0.0311 s for 4 workers, measured 0.03 s: 4 % off."},
 }
 

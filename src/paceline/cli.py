@@ -39,7 +39,7 @@ COMMANDS = {
     "scale": Command("explain.scaling.command", "say where the speed-up of more workers went"),
     "compare": Command("explain.compare", "time DataParallel and DistributedDataParallel here"),
     "trace": Command("explain.trace.command", "follow one batch through a training step"),
-    "report": Command("explain.report.command", "write a run as one HTML file"),
+    "report": Command("explain.report.page", "write a run as one HTML file"),
 }
 
 

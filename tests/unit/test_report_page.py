@@ -50,6 +50,11 @@ class Checker(HTMLParser):
         if self.open and self.open[-1] in self.blocks:
             self.blocks[self.open[-1]].append(data)
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
     def handle_endtag(self, tag: str) -> None:
         if not self.open or self.open.pop().split()[0] != tag:
             self.problems.append(tag)
@@ -118,9 +123,7 @@ def test_markup_in_names_and_messages_is_text(page: str) -> None:
 
 
 def test_every_section_is_there_when_everything_was_recorded(page: str) -> None:
-    sections = re.findall(r'<section aria-labelledby="\w+" id="(\w+)"|<section id="(\w+)"', page)
-    found = ["".join(each) for each in sections]
-    assert found == [
+    assert re.findall(r'<section id="(\w+)"', page) == [
         "overview",
         "learning",
         "pipeline",
@@ -137,7 +140,7 @@ def test_a_bare_run_says_what_it_did_not_record(tmp_path: Path) -> None:
     shown = report.write(synthetic_run(tmp_path / "run", steps=4, epochs=1).path).read_text()
     assert "What was not recorded" in shown
     assert "when each worker did what was not recorded" in shown
-    assert "No batch of this run was recorded, so there are no values here." in shown
+    assert "no batch was recorded" in shown
 
 
 def test_the_script_puts_text_in_as_text_only(page: str) -> None:

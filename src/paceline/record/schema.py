@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,11 @@ from paceline.record.stages import Trace
 
 SCHEMA = 1
 FILE_LIMIT_BYTES = 16 * 2**20
+LARGEST = 2**63
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
+_WORDS[Mapping] = "object"
 
 
 def to_json(trace: Trace) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def from_json(document: Any) -> Trace:
             f"The recorded step has schema {found!r}; this version of paceline reads {SCHEMA}.",
             advice="Read it with the version that wrote it.",
         )
-    trace: Trace = _read(Trace, document, "step")
+    trace: Trace = read_value(Trace, document, "step")
     return trace
 
 
@@ -63,18 +66,24 @@ def read(path: Path) -> Trace:
     return from_json(document)
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
+def read_value(hint: Any, value: Any, where: str) -> Any:
+    """A value as a type hint has it, dataclasses and all; a WireError says where it is not."""
     kind = get_origin(hint) or hint
     if kind in (Union, types.UnionType):
         inner = next(each for each in get_args(hint) if each is not types.NoneType)
-        return None if value is None else _read(inner, value, where)
+        return None if value is None else read_value(inner, value, where)
     if is_dataclass(hint):
         return _read_fields(hint, value, where)
     if kind is Literal and value in get_args(hint):
         return value
     if kind is list and isinstance(value, list):
         inner = get_args(hint)[0]
-        return [_read(inner, each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [read_value(inner, each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if kind is Mapping and isinstance(value, dict):
+        inner = get_args(hint)[1]
+        return {key: read_value(inner, each, f"{where}.{key}") for key, each in value.items()}
+    if type(value) is int and abs(value) > LARGEST:
+        raise WireError(f"{where} is a number that no counter reaches.")
     if kind is float and isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
     if kind is float and type(value) in (int, float):
@@ -94,7 +103,7 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
             raise WireError(f"{where} has no {field.name!r}.")
     hints = _hints(kind)
     known = hints.keys() & value.keys()
-    return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in known})
+    return kind(**{name: read_value(hints[name], value[name], f"{where}.{name}") for name in known})
 
 
 def _short(value: Any) -> str:

@@ -7,44 +7,49 @@ remembered as a sentence, because a reader must know what the page does not show
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, WireError
-from paceline.explain.report.files import lines_of, read_document
 from paceline.explain.report.markup import as_number, count, text
-from paceline.explain.report.series import Column
-from paceline.observe.run_folder import Event, RunFolder, RunInfo, parse_event, read_info
+from paceline.explain.report.series import Column, Window, read_window
+from paceline.observe.phases import OWN, Phase, transfer_of
+from paceline.observe.run_folder import (
+    Event,
+    RunFolder,
+    RunInfo,
+    open_plain,
+    read_info,
+    stream_events,
+)
+from paceline.record.schema import read as read_trace
+from paceline.record.schema import read_value
+from paceline.record.stages import Trace
 
-PHASES = ("data", "forward", "backward", "wait", "transfer", "optimizer", "other")
-OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""What a worker does by itself. The others depend on its peers."""
-
-CLASS_WIDTH = 0.05
-"""Times within 5 % of each other are in one class."""
 METRICS_LIMIT = 12
 RANKS_LIMIT = 1024
 ROWS_LIMIT = 2000
 """The most epochs, checkpoints and so on that are kept; the oldest leave first."""
 MESSAGES_LIMIT = 200
-PIPELINES_LIMIT = 4
+TRACES_LIMIT = 4
+STUDY_LIMIT_BYTES = 8 * 2**20
+STEP_LIMIT = 2**53
+COMPARED_STEPS_LIMIT = 2**16
+"""Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 GONE_S = 5.0
 """Silence after which a run of this machine whose processes are gone has ended."""
 SILENT_S, SILENT_STEPS = 300.0, 50
 """Silence, in seconds and in usual steps, after which a run is not taken to be running."""
-NO_INFO = "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
-NO_EVENTS = "No worker has written events, so there are no curves and no times."
-NO_RUN = "This folder holds no run: there is neither run.json nor a file of events in it."
-COMPARED_STEPS_LIMIT = 2**16
-"""Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
+KEPT_KINDS = ("epoch", "evaluation", "checkpoint", "noise", "blame", "stop")
 
 
 @dataclass(slots=True)
@@ -55,14 +60,11 @@ class Rank:
     host: str = ""
     pid: int = 0
     device: str = ""
-    starts: int = 0
     size: int = 1
     steps: int = 0
     samples: float = 0
     seconds: float = 0
-    phases: dict[str, float] = field(default_factory=dict)
-    spread: Counter[int] = field(default_factory=Counter)
-    """How many steps took how much own work, in classes of equal ratio."""
+    phases: dict[Phase, float] = field(default_factory=dict)
     compared_wait_s: float = 0
     """Waiting in the steps that are compared with the other ranks'."""
 
@@ -71,20 +73,50 @@ class Rank:
         """Seconds of own work in a step, on average; None where no phase was measured."""
         if not self.steps or not self.phases:
             return None
-        return sum(self.phases.get(name, 0.0) for name in OWN_PHASES) / self.steps
+        return sum(self.phases.get(phase, 0.0) for phase in OWN) / self.steps
 
-    def own_quantile_s(self, share: float) -> float:
-        """The own work that so large a share of the steps does not exceed."""
-        left = share * sum(self.spread.values())
-        for each in sorted(self.spread):
-            left -= self.spread[each]
-            if left <= 0:
-                return math.exp(each * CLASS_WIDTH)
-        return 0.0
-
-    def phase_s(self, name: str) -> float | None:
+    def phase_s(self, phase: Phase) -> float | None:
         """Seconds of one phase in a step, on average."""
-        return self.phases[name] / self.steps if self.steps and name in self.phases else None
+        return self.phases[phase] / self.steps if self.steps and phase in self.phases else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySize:
+    """The job on some number of workers, measured or predicted."""
+
+    workers: int
+    speedup: float
+    efficiency: float | None = None
+    step_s: float | None = None
+    lost: Mapping[str, float] = field(default_factory=dict)
+    """Seconds or shares, by where they were lost."""
+    network: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.workers > 0 and 1e-9 < self.speedup < 1e12
+
+    @property
+    def of_ideal(self) -> float:
+        return self.speedup / self.workers if self.efficiency is None else self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A sentence of a study."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFile:
+    """What is shown of `scaling.json`; keys beyond these are ignored."""
+
+    sizes: list[StudySize]
+    mode: str = ""
+    predicted: list[StudySize] = field(default_factory=list)
+    suggestion: Advice | None = None
+    check: Advice | None = None
 
 
 @dataclass(slots=True)
@@ -98,18 +130,16 @@ class Story:
     metrics: dict[str, Column] = field(default_factory=dict)
     rate: Column = field(default_factory=Column)
     """Samples per second of all workers together."""
-    epochs: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
-    evaluations: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
-    checkpoints: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
-    noises: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
-    blames: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
-    stops: deque[Event] = field(default_factory=lambda: deque(maxlen=ROWS_LIMIT))
+    events: dict[str, deque[Event]] = field(
+        default_factory=lambda: {kind: deque(maxlen=ROWS_LIMIT) for kind in KEPT_KINDS}
+    )
+    """What happened other than steps, by kind."""
     messages: deque[Event] = field(default_factory=lambda: deque(maxlen=MESSAGES_LIMIT))
     message_count: int = 0
     first_t: float = math.inf
     last_t: float = -math.inf
-    least_waits: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By step: the shortest wait of any rank, and how many ranks have told theirs."""
+    least_waits: dict[int, list[float]] = field(default_factory=dict)
+    """By step: the two shortest waits of any ranks."""
     read_t: float = field(default_factory=time.time)
     """When the folder was read."""
     left_out: set[str] = field(default_factory=set)
@@ -119,8 +149,9 @@ class Story:
     restarts: int = 0
     kept: list[str] = field(default_factory=list)
     """The names in the folder of checkpoints."""
-    pipelines: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    scaling: dict[str, Any] | None = None
+    traces: list[Trace] = field(default_factory=list)
+    window: Window | None = None
+    study: StudyFile | None = None
     missing: list[str] = field(default_factory=list)
     """What the page cannot show, in words."""
 
@@ -161,7 +192,7 @@ class Story:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.has_run or self.pipelines or self.scaling)
+        return not (self.has_run or self.traces or self.study)
 
 
 def _is_alive(rank: Rank) -> bool:
@@ -176,210 +207,174 @@ def collect(path: Path) -> Story:
             advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
         )
     folder = RunFolder(path)
-    story = Story(folder, name=folder.name)
+    story = Story(folder, name=folder.name, window=read_window(folder))
     _take_documents(story)
     _take_info(story)
     _take_events(story)
     _split_waiting(story)
-    if {NO_INFO, NO_EVENTS} <= set(story.missing):
-        others = [each for each in story.missing if each not in (NO_INFO, NO_EVENTS)]
-        story.missing = [*([NO_RUN] if story.is_empty else []), *others]
+    if story.is_empty and not story.missing:
+        story.missing.append("This folder holds no run: it has neither run.json nor events.")
     return story
 
 
-def _take_info(story: Story) -> None:
+@contextlib.contextmanager
+def _saying(story: Story, what: str) -> Iterator[None]:
+    """What cannot be read is said on the page and nothing else; what is not there is no news."""
     try:
-        story.info = read_info(story.folder)
+        yield
+    except FileNotFoundError:
+        pass
     except (WireError, OSError) as error:
-        story.missing.append(f"The description of the run could not be read. {_said(error)}")
-        return
-    if story.info is None:
-        story.missing.append(NO_INFO)
-        return
-    story.info, wrong = sane(story.info)
-    if wrong:
-        story.missing.append(f"run.json says nothing usable about: {', '.join(wrong)}.")
-    story.name = text(story.info.name, 200) or story.name
+        reason = error.what if isinstance(error, WireError) else f"{error}."
+        story.missing.append(f"{what} could not be read. {reason}")
 
 
-def sane(info: RunInfo) -> tuple[RunInfo, list[str]]:
-    """The description with every value that is of the wrong kind put to nothing, and which."""
-    nothing: dict[str, Any] = {}
-    for name in ("name", "model", "device", "host"):
-        nothing |= {} if isinstance(getattr(info, name), str) else {name: ""}
-    for name in ("created", "updated"):
-        nothing |= {} if as_number(getattr(info, name)) is not None else {name: 0.0}
-    for name in ("epochs", "global_batch", "shards", "workers", "step", "parameters"):
-        nothing |= {} if _is_whole(getattr(info, name)) else {name: 0}
-    for name in ("dataset_size", "steps_per_epoch", "steps"):
-        value = getattr(info, name)
-        nothing |= {} if value is None or _is_whole(value) else {name: None}
-    nothing |= {} if isinstance(info.policy, list) else {"policy": []}
-    nothing |= {} if isinstance(info.versions, dict) else {"versions": {}}
-    return replace(info, **nothing), sorted(nothing)
+def _take_documents(story: Story) -> None:
+    """The recorded steps, the scaling study and the names of checkpoints, where there are any."""
+    with contextlib.suppress(OSError):
+        listed = islice(os.scandir(story.folder.checkpoints), ROWS_LIMIT)
+        story.kept = [entry.name for entry in listed]
+    steps = story.folder.pipeline_steps()
+    if len(steps) > TRACES_LIMIT:
+        story.missing.append(
+            f"{len(steps)} steps were recorded; the first {TRACES_LIMIT} are shown."
+        )
+    for step in steps[:TRACES_LIMIT]:
+        with _saying(story, f"The recording of step {step}"):
+            story.traces.append(read_trace(story.folder.pipeline_of(step)))
+    with _saying(story, "The scaling study"):
+        story.study = _read_study(story.folder.scaling)
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53
+def _read_study(path: Path) -> StudyFile:
+    with open_plain(path) as file:
+        data = file.read(STUDY_LIMIT_BYTES + 1)
+    if len(data) > STUDY_LIMIT_BYTES:
+        raise WireError(f"{path.name} is larger than {STUDY_LIMIT_BYTES // 2**20} MiB.")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{path.name} is damaged: it is not JSON.") from error
+    study: StudyFile = read_value(StudyFile, document, path.name)
+    return study
+
+
+def _take_info(story: Story) -> None:
+    with _saying(story, "The description of the run"):
+        info = read_info(story.folder)
+        if info is not None:
+            story.info = read_value(RunInfo, asdict(info), "run.json")
+            story.name = text(info.name, 200) or story.name
+        elif story.folder.event_ranks():
+            story.missing.append(
+                "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
+            )
 
 
 def _take_events(story: Story) -> None:
     ranks = story.folder.event_ranks()
-    if not ranks:
-        story.missing.append(NO_EVENTS)
+    if not ranks and story.info:
+        story.missing.append("No worker has written events, so there are no curves and no times.")
     if len(ranks) > RANKS_LIMIT:
         story.missing.append(f"Only the first {RANKS_LIMIT:,} of {len(ranks):,} ranks are read.")
-    starts = [
-        (event["t"], event.get("step", 0))
-        for event in _events_of(story.folder.events_of(0), only=b'"start"')
-        if event["kind"] == "start" and isinstance(event.get("step", 0), int)
-    ]
+    starts: list[tuple[float, int]] = []
+    with contextlib.suppress(WireError, OSError):
+        for event in stream_events(story.folder, 0):
+            if event and event["kind"] == "start" and type(step := event.get("step", 0)) is int:
+                starts.append((event["t"], step))
     story.restarts = max(0, len(starts) - 1)
     for rank in ranks[:RANKS_LIMIT]:
-        problems: Counter[str] = Counter()
-        for event in _events_of(story.folder.events_of(rank), problems=problems):
-            _take_event(story, rank, event, starts)
-        for problem, times in problems.items():
-            story.missing.append(
-                f"{count(times, 'line')} of events/rank{rank}.jsonl could not be read."
-                if problem == "line"
-                else f"The events of rank {rank} could not be read. {problem}"
-            )
+        damaged = 0
+        with _saying(story, f"Some events of rank {rank}"):
+            for event in stream_events(story.folder, rank):
+                if event is None:
+                    damaged += 1
+                else:
+                    _take_event(story, rank, event, starts)
+        if damaged:
+            name = f"events/rank{rank}.jsonl"
+            story.missing.append(f"{count(damaged, 'line')} of {name} could not be read.")
     if story.left_out:
         known = METRICS_LIMIT + len(story.left_out)
         story.missing.append(f"Only the first {METRICS_LIMIT} of {known:,} metrics are shown.")
-    there = set(ranks)
     expected = min(story.info.workers, RANKS_LIMIT) if story.info else 0
-    if ranks and (lost := [rank for rank in range(expected) if rank not in there]):
+    if ranks and (lost := sorted(set(range(expected)) - set(ranks))):
         shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
         story.missing.append(f"There are no events of rank {shown}; sums leave their part out.")
 
 
-def _events_of(
-    path: Path, *, only: bytes = b"", problems: Counter[str] | None = None
-) -> Iterator[Event]:
-    """The events of a file, with what could not be read counted in `problems`."""
-    problems = Counter() if problems is None else problems
-    try:
-        for line in lines_of(path):
-            if only and only not in line:
-                continue
-            event = parse_event(line)
-            if event is not None:
-                yield event
-            elif line.strip():
-                problems["line"] += 1
-    except FileNotFoundError:
-        return
-    except (WireError, OSError) as error:
-        problems[_said(error)] += 1
-
-
 def _take_event(story: Story, number: int, event: Event, starts: list[tuple[float, int]]) -> None:
     """Add one event to the story. `starts`: when rank 0 began, and from which step."""
-    kind, t, step = event["kind"], event["t"], event.get("step")
-    if math.isfinite(t) and t > 0:
+    kind, t, step = event["kind"], as_number(event["t"]) or 0.0, event.get("step")
+    event["t"] = t
+    if 0 < t < math.inf:
         story.first_t = min(story.first_t, t)
         story.last_t = max(story.last_t, t)
     rank = story.ranks.setdefault(number, Rank(number))
     if kind == "start":
-        rank.starts += 1
         rank.host, rank.device = text(event.get("host", ""), 80), text(event.get("device", ""), 40)
         rank.pid = pid if type(pid := event.get("pid")) is int else 0
-        rank.size = max(1, size) if isinstance(size := event.get("size"), int) else rank.size
-        return
-    if kind == "message":
+        rank.size = size if type(size := event.get("size")) is int and size > 0 else rank.size
+    elif kind == "message":
         story.messages.append(event)
         story.message_count += 1
+    elif type(step) is not int or not 0 <= step < STEP_LIMIT:
         return
-    if type(step) is not int:
-        return
-    if any(began > t and applied < step for began, applied in starts[1:]) and kind != "stop":
+    elif any(began > t and applied < step for began, applied in starts[1:]) and kind != "stop":
         story.redone += kind == "step" and number == 0
-        return
-    if kind == "step":
+    elif kind == "step":
         _take_step(story, rank, step, event)
-    elif kind in {"epoch", "evaluation", "checkpoint", "noise", "blame", "stop"}:
-        getattr(story, "noises" if kind == "noise" else kind + "s").append(event)
+    elif kind in KEPT_KINDS:
+        story.events[kind].append(event)
 
 
 def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
     samples, seconds = as_number(event.get("samples")), as_number(event.get("seconds"))
     rank.steps += 1
     rank.samples += samples or 0
-    if seconds is not None and math.isfinite(seconds) and seconds > 0:
+    if seconds is not None and 0 < seconds < math.inf:
         rank.seconds += seconds
         if samples:
             # Each rank brings its share of the step's time: lost ranks must not look like speed.
             story.rate.add(step, samples, seconds / rank.size)
-    phases = event.get("phases")
-    own = waited = 0.0
-    for name, value in phases.items() if isinstance(phases, dict) else ():
+    waited = 0.0
+    for name, value in _items(event.get("phases")):
         spent = as_number(value)
         if spent is not None and 0 <= spent < math.inf:
-            name = name if name in PHASES else "other"
-            rank.phases[name] = rank.phases.get(name, 0.0) + spent
-            own += spent if name in OWN_PHASES else 0.0
-            waited += spent if name == "wait" else 0.0
+            phase = Phase(name) if name in _PHASES else Phase.OTHER
+            rank.phases[phase] = rank.phases.get(phase, 0.0) + spent
+            waited += spent if phase is Phase.WAIT else 0.0
     if step in story.least_waits or len(story.least_waits) < COMPARED_STEPS_LIMIT:
-        least, ranks = story.least_waits.get(step, (math.inf, 0))
-        story.least_waits[step] = (min(least, waited), ranks + 1)
+        waits = story.least_waits.setdefault(step, [])
+        waits[:] = sorted([*waits, waited])[:2]
         rank.compared_wait_s += waited
-    if own > 0:
-        rank.spread[round(math.log(own) / CLASS_WIDTH)] += 1
-    metrics = event.get("metrics")
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+    for name, value in _items(event.get("metrics")):
         if name not in story.metrics:
             if len(story.metrics) >= METRICS_LIMIT:
                 if len(story.left_out) < ROWS_LIMIT:
                     story.left_out.add(name)
                 continue
             story.metrics[name] = Column()
-        match value:
-            case [int() | float() as total, int() | float() as weight] if weight > 0:
+        pair = [as_number(each) for each in value] if isinstance(value, list) else []
+        match pair:
+            case [float() as total, float() as weight] if not weight <= 0:
                 story.metrics[name].add(step, total, weight)
-            case [int() | float() as total, int() | float() as weight] if math.isnan(weight):
-                story.metrics[name].add(step, math.nan, 1)
+
+
+_PHASES = set(Phase)
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _split_waiting(story: Story) -> None:
-    """Tell the exchange from waiting for others.
-
-    A rank by itself cannot: both end when the sums arrive. Who waits least in a step came last and
-    waited for nobody, so that wait is the exchange, for everybody.
-    """
-    if any("transfer" in rank.phases for rank in story.ranks.values()):
+    """Tell the transfer from waiting for others, which a rank by itself cannot."""
+    if any(Phase.TRANSFER in rank.phases for rank in story.ranks.values()):
         return
-    exchange = sum(least for least, ranks in story.least_waits.values() if ranks > 1)
+    moved = sum(transfer_of(waits) for waits in story.least_waits.values() if len(waits) > 1)
     for rank in story.ranks.values():
-        waited = rank.phases.get("wait", 0.0)
-        if waited and exchange:
-            transfer = waited * min(1.0, exchange / rank.compared_wait_s)
-            rank.phases |= {"wait": waited - transfer, "transfer": transfer}
-
-
-def _take_documents(story: Story) -> None:
-    """The pipeline traces, the scaling study and the names of checkpoints, where there are any."""
-    with contextlib.suppress(OSError):
-        listed = islice(os.scandir(story.folder.checkpoints), ROWS_LIMIT)
-        story.kept = sorted(entry.name for entry in listed)
-    steps = story.folder.pipeline_steps()
-    if len(steps) > PIPELINES_LIMIT:
-        story.missing.append(
-            f"{len(steps)} batches were followed; the first {PIPELINES_LIMIT} are shown."
-        )
-    for step in steps[:PIPELINES_LIMIT]:
-        try:
-            story.pipelines.append((step, read_document(story.folder.pipeline_of(step))))
-        except (WireError, OSError) as error:
-            story.missing.append(f"The trace of step {step} could not be read. {_said(error)}")
-    try:
-        story.scaling = read_document(story.folder.scaling)
-    except FileNotFoundError:
-        pass
-    except (WireError, OSError) as error:
-        story.missing.append(f"The scaling study could not be read. {_said(error)}")
-
-
-def _said(error: Exception) -> str:
-    return error.what if isinstance(error, WireError) else f"{error}."
+        waited = rank.phases.get(Phase.WAIT, 0.0)
+        if waited and moved:
+            transfer = waited * min(1.0, moved / rank.compared_wait_s)
+            rank.phases |= {Phase.WAIT: waited - transfer, Phase.TRANSFER: transfer}

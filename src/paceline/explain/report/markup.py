@@ -1,19 +1,20 @@
-"""Markup that cannot be broken by what is shown in it.
+"""Markup that cannot be broken by what is shown in it, and values as the page says them.
 
-`tag` escapes every child and attribute that is not `Html` already, and `Html` is only made here.
-So a run's name or a line of its log is text wherever it ends up. Numbers become words here too.
+`html` escapes everything that is put into a template and is not `Html` already, and templates are
+written in this package. So a run's name or a line of its log is text wherever it ends up.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from html import escape
+from typing import Any, TypeGuard
 
-_VOID = {"link", "meta", "br"}
+from paceline.observe.units import bytes_text, seconds_text, share_text
+
 # Invisible characters that reorder or end text: they would make a page say what no file says.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
@@ -22,8 +23,6 @@ _UNSEEN = re.compile(
 _TEXT_LIMIT = 2000
 NOTHING = "\N{EN DASH}"
 """What a table says where there is no number."""
-_NB = "\N{NO-BREAK SPACE}"
-"""Between a number and its unit, so that no line ends there."""
 
 
 class Html(str):
@@ -32,35 +31,36 @@ class Html(str):
     __slots__ = ()
 
 
+def html(template: str, /, *values: object, **named: object) -> Html:
+    """A template with its `{}` filled in: values go in as text unless they are markup."""
+    inside = {name: _inside(value) for name, value in named.items()}
+    return Html(template.format(*map(_inside, values), **inside))
+
+
+def join(parts: Iterable[object]) -> Html:
+    """One after the other: markup as it is, anything else as text; None is nothing."""
+    return Html("".join(map(_inside, parts)))
+
+
+def _inside(value: object) -> str:
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, list):
+        return join(value)
+    if isinstance(value, float):  # a coordinate
+        return f"{value:.4g}"
+    return "" if value is None else escape(text(value))
+
+
 def text(value: object, limit: int = _TEXT_LIMIT) -> str:
     """A value as visible text: no control characters, not endless."""
     shown = _UNSEEN.sub("\ufffd", str(value)[: limit + 1])
     return shown if len(shown) <= limit else shown[:limit] + "…"
 
 
-def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element. `class_` is `class`, other underscores are dashes; None and False leave out."""
-    parts = [f"<{name}"]
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        key = key.rstrip("_").replace("_", "-")
-        shown = number(value) if isinstance(value, float) else _UNSEEN.sub("\ufffd", str(value))
-        parts.append(f" {key}" if value is True else f' {key}="{html.escape(shown)}"')
-    if name in _VOID:
-        return Html("".join(parts) + ">")
-    return Html("".join(parts) + ">" + join(children) + f"</{name}>")
-
-
-def join(children: Iterable[object]) -> Html:
-    """Markup as it is, anything else as text; None is nothing."""
-    return Html("".join(map(_child, children)))
-
-
-def _child(child: object) -> str:
-    if isinstance(child, Html):
-        return child
-    return "" if child is None else html.escape(text(child), quote=False)
+def note(said: object) -> Html | None:
+    """A remark in small print, if there is anything to say."""
+    return html('<p class="note">{}</p>', said) if said else None
 
 
 def table(
@@ -72,44 +72,27 @@ def table(
 ) -> Html:
     """A table. The columns in `words`, from 0, hold words; the others hold numbers."""
 
-    def cell(name: str, index: int, value: object, **more: object) -> Html:
-        return tag(name, value, class_=None if index in words else "number", **more)
+    def row(template: str, cells: Sequence[object]) -> Html:
+        looks = ["" if index in words else "number" for index in range(len(cells))]
+        pairs = zip(looks, cells, strict=True)
+        return html("<tr>{}</tr>", [html(template, look, cell) for look, cell in pairs])
 
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("caption", caption),
-            tag(
-                "thead",
-                tag("tr", *(cell("th", i, each, scope="col") for i, each in enumerate(head))),
-            ),
-            tag("tbody", *(tag("tr", *(cell("td", *each) for each in enumerate(r))) for r in rows)),
-        ),
-        class_="scroll",
-        tabindex=0,
-        role="region",
-        aria_label=caption,
+    return html(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{}"><table>'
+        "<caption>{}</caption><thead>{}</thead><tbody>{}</tbody></table></div>",
+        caption,
+        caption,
+        row('<th class="{}" scope="col">{}</th>', head),
+        [row('<td class="{}">{}</td>', cells) for cells in rows],
     )
 
 
-def data_block(identity: str | None, value: object) -> Html:
+def data_block(value: object) -> Html:
     """JSON for the page's script, which no string inside can end early."""
     content = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         content = content.replace(character, f"\\u{ord(character):04x}")
-    return tag("script", Html(content), type="application/json", id=identity)
-
-
-def number(value: float, digits: int = 4) -> str:
-    """A number for coordinates and plain reading: few digits, no trailing zeros, no exponent."""
-    if not math.isfinite(value):
-        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "-∞")
-    if value == 0:
-        return "0"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    shown = f"{value:.{min(places, 12)}f}"
-    return (shown.rstrip("0").rstrip(".") if "." in shown else shown) or "0"
+    return Html(f'<script type="application/json">{content}</script>')
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -117,52 +100,40 @@ def figure(value: float | None, digits: int = 3) -> str:
     if value is None:
         return NOTHING
     if not math.isfinite(value):
-        return number(value)
+        return "not a number" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if value and not 1e-4 <= abs(value) < 1e12:
         return f"{value:.{digits - 1}e}"
-    if float(value).is_integer() or abs(value) >= 10 ** (digits):
-        return f"{value:,.0f}"
-    return number(value, digits)
+    rounded = round(value) if abs(value) >= 10**digits else float(f"{value:.{digits}g}")
+    return f"{rounded:,.12g}"
 
 
-def count(value: float, noun: str, plural: str | None = None) -> str:
+def count(value: float, noun: str) -> str:
     """`1 worker`, `4 workers`."""
-    return f"{figure(value)} {noun if value == 1 else plural or noun + 's'}"
+    return f"{figure(value)} {noun if value == 1 else noun + 's'}"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in the unit in which people would say them."""
-    if seconds is None or not math.isfinite(seconds):
-        return NOTHING
-    if abs(seconds) < 59.95:
-        for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-            if abs(seconds) * factor >= 0.9995:
-                return f"{number(seconds * factor, 3)}{_NB}{unit}"
-        return f"0{_NB}s" if seconds == 0 else f"{number(seconds * 1e9, 3)}{_NB}ns"
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    if hours:
-        return f"{hours:,}{_NB}h {minutes}{_NB}min"
-    return f"{minutes}{_NB}min {rest}{_NB}s"
+    return _together(seconds_text(seconds)) if _is_known(seconds) else NOTHING
 
 
 def size(amount: float | None) -> str:
-    """Bytes in the unit in which people would say them."""
-    if amount is None or not math.isfinite(amount):
-        return NOTHING
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(amount) < 999.5:
-            return f"{number(amount, 3)}{_NB}{unit}"
-        amount /= 1000
-    return f"{number(amount, 3)}{_NB}TB"
+    return _together(bytes_text(amount)) if _is_known(amount) else NOTHING
 
 
 def percent(share: float | None) -> str:
-    if share is None or not math.isfinite(share):
+    """`83 %`, `4.6 %`."""
+    if not _is_known(share):
         return NOTHING
-    value = share * 100
-    places = 1 if 0 < abs(value) < 9.95 else 0
-    return f"{value:.{places}f}{_NB}%"
+    return _together(share_text(share, 1 if 0 < abs(share) < 0.0995 else 0))
+
+
+def _is_known(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def _together(said: str) -> str:
+    """A number and its unit, between which no line ends."""
+    return said.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def sentence(value: object) -> str:
@@ -171,12 +142,9 @@ def sentence(value: object) -> str:
     return shown[:1].upper() + shown[1:]
 
 
-def listing(names: Sequence[object]) -> str:
-    """`a, b and c`."""
-    words = [str(each) for each in names]
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
 def as_number(value: Any) -> float | None:
     """A number out of a file: anything else is None."""
-    return float(value) if isinstance(value, int | float) and value is not True else None
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:
+        return None

@@ -1,6 +1,6 @@
 "use strict";
 // The page is complete without this script. It adds a theme switch, values under the pointer,
-// stepping through the pipeline and a timeline that can be zoomed. Text goes in as text only.
+// stepping through the pipeline and the timeline, which can be zoomed. Text goes in as text only.
 
 const root = document.documentElement;
 const SVG = "http://www.w3.org/2000/svg";
@@ -10,6 +10,24 @@ function make(name, attributes, text) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
   return element;
+}
+
+function add(box, name, properties, text = "") {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) element.setAttribute(key, value);
+  element.textContent = text;
+  box.append(element);
+  return element;
+}
+
+function addControls(box, buttons, hint) {
+  const controls = add(box, "div", { class: "controls" });
+  for (const [name, sign, label] of buttons) {
+    if (label) add(controls, "button", { type: "button", class: name, "aria-label": label, title: label }, sign);
+    else add(controls, "span", { class: name, role: "status" });
+  }
+  add(controls, "span", { class: "hint" }, hint);
+  return controls;
 }
 
 function dataOf(box) {
@@ -38,17 +56,16 @@ themeButton.addEventListener("click", () => {
 });
 systemDark.addEventListener("change", showTheme);
 
-// Charts: the nearest point, under the pointer or by arrow keys.
+// Charts: the points nearby, under the pointer or by arrow keys.
+const NEAR = 40;
+
 function setUpChart(box) {
   const picture = box.querySelector("svg.chart");
   const cross = box.querySelector(".crosshair");
   const { x: unit, frame, lines } = dataOf(box);
-  const main = lines[0].points;
-  const tip = document.createElement("div");
-  tip.className = "tip";
+  const main = lines.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
+  const tip = add(box, "div", { class: "tip", role: "status" });
   tip.hidden = true;
-  tip.setAttribute("role", "status");
-  box.append(tip);
   let at = main.length - 1;
 
   function nearest(points, x) {
@@ -67,7 +84,8 @@ function setUpChart(box) {
     const said = [];
     for (const line of lines) {
       const point = line.points[nearest(line.points, x)];
-      cross.append(make("circle", { cx: point[0], cy: point[1], r: 4, class: "dot fill-" + line.look }));
+      if (Math.abs(point[0] - x) > NEAR) continue;
+      cross.append(make("circle", { cx: point[0], cy: point[1], r: 4, class: "dot fill " + line.look }));
       said.push(lines.length > 1 ? line.label + " " + point[3] : point[3]);
     }
     tip.textContent = unit + " " + step.toLocaleString("en") + ": " + said.join(", ");
@@ -103,11 +121,12 @@ function setUpChart(box) {
 // Pipeline: one stage at a time, the others stay visible without their details.
 function setUpStepper(stepper) {
   const stages = [...stepper.querySelectorAll(".stage")];
-  const controls = stepper.querySelector(".controls");
-  const [back, next, all] = ["back", "next", "all"].map((name) => controls.querySelector("." + name));
-  const place = controls.querySelector(".place");
-  let now = 0;
   if (stages.length < 2) return;
+  const buttons = [["back", "◀", "Back"], ["place"], ["next", "▶", "Next"], ["all", "All stages", "Show all"]];
+  const controls = addControls(stepper, buttons, "or use the arrow keys");
+  stepper.prepend(controls);
+  const [back, place, next, all] = controls.children;
+  let now = 0;
 
   function show(index, move) {
     now = Math.max(0, Math.min(stages.length - 1, index));
@@ -123,7 +142,6 @@ function setUpStepper(stepper) {
     if (move) stages[now].scrollIntoView({ block: "nearest" });
   }
 
-  controls.hidden = false;
   stepper.classList.add("stepping");
   back.addEventListener("click", () => show(now - 1, true));
   next.addEventListener("click", () => show(now + 1, true));
@@ -144,15 +162,17 @@ function setUpStepper(stepper) {
   show(0, false);
 }
 
-// Timeline: a canvas over the spans of the window.
+// Timeline: the spans of the window on a canvas.
+const ZOOMS = [["out", "\u2212", "Zoom out"], ["in", "+", "Zoom in"], ["left", "◀", "Earlier"], ["right", "▶", "Later"], ["all", "All", "Show the whole window"]];
+
 function setUpTimeline(box) {
-  const { length, names, ranks } = dataOf(box);
-  const holder = box.querySelector(".canvas-place");
-  const readout = box.querySelector(".readout");
-  const controls = box.querySelector(".controls");
-  const canvas = document.createElement("canvas");
+  const { length, names, phases, ranks } = dataOf(box);
+  const controls = addControls(box, ZOOMS, "drag, or use arrow keys, + and -");
+  const label = "Timeline: arrow keys move, plus and minus zoom";
+  const holder = add(box, "div", { class: "canvas-place", tabindex: 0, role: "application", "aria-label": label });
+  const readout = add(box, "p", { class: "readout", role: "status" });
+  const canvas = add(holder, "canvas", {});
   const pen = canvas.getContext("2d");
-  if (!pen) return;
   const ROW = 18, GAP = 10, TOP = 22, LABEL = 84;
   const rows = [];
   let height = TOP;
@@ -165,8 +185,7 @@ function setUpTimeline(box) {
   function readColours() {
     const probe = document.createElement("i");
     holder.append(probe);
-    const keys = ["card", "ink", "muted", "rule", "data", "forward", "backward", "wait", "transfer", "optimizer", "checkpoint", "other"];
-    for (const key of keys) {
+    for (const key of ["card", "ink", "muted", "rule", ...phases]) {
       probe.style.color = "var(--" + key + ")";
       colours[key] = getComputedStyle(probe).color;
     }
@@ -277,7 +296,7 @@ function setUpTimeline(box) {
   const doing = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.3), right: () => pan(0.3), all: () => look(0, length) };
   controls.addEventListener("click", (event) => {
     const button = event.target.closest("button");
-    if (button) doing[button.dataset.do]();
+    if (button) doing[button.className]();
   });
   const keys = { ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", 0: "all", Home: "all" };
   holder.addEventListener("keydown", (event) => {
@@ -323,11 +342,8 @@ function setUpTimeline(box) {
     zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, begin + (x - LABEL) / (width - LABEL - 6) * (end - begin));
   }, { passive: false });
 
-  holder.append(canvas);
-  holder.hidden = readout.hidden = controls.hidden = false;
-  box.classList.add("drawn");
   readColours();
-  repaints.push(() => { readColours(); queue(); });
+  repaints.push(() => { readColours(); paint(); });
   new ResizeObserver(queue).observe(holder);
   look(begin, end);
 }
@@ -340,10 +356,15 @@ function setStops() {
   }
 }
 
-showTheme();
+// Paper is light.
+let chosen;
+addEventListener("beforeprint", () => { chosen = root.dataset.theme; root.dataset.theme = "light"; showTheme(); });
+addEventListener("afterprint", () => { if (chosen) root.dataset.theme = chosen; else delete root.dataset.theme; showTheme(); });
+
 setStops();
 addEventListener("resize", setStops);
 document.querySelectorAll(".stepper").forEach(setUpStepper);
 document.querySelectorAll(".chart-box").forEach(setUpChart);
 document.querySelectorAll(".timeline").forEach(setUpTimeline);
+showTheme();
 root.dataset.ready = "true";
