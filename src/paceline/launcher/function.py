@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
-from paceline.launcher.output import Collector, Pipes, text_console, write_all
+from paceline.launcher.output import Pipes, text_console
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
@@ -81,11 +81,11 @@ def launch(
             forks.workers,
             guard,
             shutdown_timeout_s=shutdown_timeout_s,
-            linger_fd=forks.linger_writer,
+            store=store,
         ).run()
-    if not ending.succeeded:
-        raise _worker_error(ending, workers)
-    return _decode([bytes(result.data) for result in forks.results])
+        if not ending.succeeded:
+            raise _worker_error(ending, workers)
+        return _read_results([_result_file(spec) for spec in specs])
 
 
 class _Forks:
@@ -99,52 +99,48 @@ class _Forks:
         self.call = call
         self.store = store
         self.console = text_console(sys.stdout, sys.stderr, os.environ)
-        self.linger_reader, self.linger_writer = os.pipe()
-        self.ours = [guard.writer, self.linger_writer]
-        """What only the launcher may hold open."""
+        self.ours = [guard.writer, store.linger_writer]
+        """What only the calling process may hold open."""
         self.workers: list[WorkerProcess] = []
-        self.results: list[Collector] = []
         self.processes: list[Any] = []
         self.error: BaseException | None = None
         self.started = threading.Event()
         self.finished = threading.Event()
-        self.thread: threading.Thread | None = None
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(
+            target=context.run, args=(self._fork_all,), name="paceline-launch", daemon=True
+        )
 
     def start(self, specs: list[WorkerSpec]) -> None:
         """Fork them all; if one cannot be, or on an interrupt, end those that were."""
         for spec in specs:
             os.mkdir(os.path.dirname(spec.error_file), 0o700)
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(
-            target=context.run, args=(self._fork_all, specs), name="paceline-launch", daemon=True
-        )
-        self.thread.start()
+        self.specs = specs
         try:
+            self.thread.start()
             self.started.wait()
             if self.error is not None:
                 raise self.error
         except BaseException:
             self.started.wait()
             end_now(self.workers)
-            for fd in self.ours[1:]:
-                os.close(fd)
+            for worker in self.workers:
+                worker.close()
             raise
 
     def close(self) -> None:
         self.finished.set()
-        if self.thread is not None:
+        if self.thread.is_alive():
             self.thread.join()
         for process in self.processes:  # multiprocessing forgets the workers, which have ended
             process.join()
             process.close()
 
-    def _fork_all(self, specs: list[WorkerSpec]) -> None:
+    def _fork_all(self) -> None:
         try:
-            for spec in specs:
+            for spec in self.specs:
                 self._fork(replace(spec, takes_terminal=False))
-                if spec.rank == 0:  # which has them now
-                    self.store.shut()
-                    os.close(self.linger_reader)
+                self.store.shut()  # rank 0 has it now
         except BaseException as error:
             self.error = error
         self.started.set()
@@ -152,13 +148,9 @@ class _Forks:
 
     def _fork(self, spec: WorkerSpec) -> None:
         pipes = Pipes(spec, self.console)
-        reader, writer = os.pipe()
-        pipes.theirs.append(writer)
-        self.results.append(Collector(reader))
-        pipes.sources.append(self.results[-1])
         self.ours += pipes.ours
         process = multiprocessing.get_context("fork").Process(
-            target=self._work, args=(spec, pipes, writer, os.getpid()), name=f"rank {spec.rank}"
+            target=self._work, args=(spec, pipes, os.getpid()), name=f"rank {spec.rank}"
         )
         with warnings.catch_warnings():
             # Python 3.12 warns of forks among threads; the Note says why this one works.
@@ -166,18 +158,12 @@ class _Forks:
             process.start()
         pipes.close_theirs()
         self.processes.append(process)
+        poll = partial(getattr, process, "exitcode")
         self.workers.append(
-            WorkerProcess(
-                rank=spec.rank,
-                pid=process.pid or -1,
-                poll=partial(getattr, process, "exitcode"),
-                error_file=spec.error_file,
-                status_fd=pipes.status_fd,
-                sources=pipes.sources,
-            )
+            WorkerProcess(spec.rank, process.pid or -1, poll, spec.error_file, pipes)
         )
 
-    def _work(self, spec: WorkerSpec, pipes: Pipes, result_fd: int, parent: int) -> None:
+    def _work(self, spec: WorkerSpec, pipes: Pipes, parent: int) -> None:
         """A worker's whole life, after the fork."""
         os.setpgid(0, 0)
         for fd in self.ours:
@@ -186,26 +172,15 @@ class _Forks:
         die_with(parent)
         os.environ.update({**spec.environment, **pipes.variables})
         _set_threads()
-        serves = spec.rank == 0
-        worker = Worker(
-            Instructions(
-                parent=parent,
-                status_fd=pipes.status_writer,
-                listen_fd=self.store.fileno() if serves else -1,
-                claim_file=self.store.claim_file,
-                linger_fd=self.linger_reader if serves else -1,
-            )
-        )
+        instructions = Instructions(parent=parent, status_fd=pipes.status_writer)
+        if spec.rank == 0:
+            instructions = replace(instructions, **self.store.instructions)
+        worker = Worker(instructions)
         worker.prepare()
-        code: Any
         try:
-            code = worker.call(lambda: _send(result_fd, self.call()))
-        except SystemExit as stop:
-            code = stop.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        worker.linger()
-        sys.exit(code)
+            sys.exit(worker.call(lambda: _write_result(_result_file(spec), self.call())))
+        finally:
+            worker.linger()
 
 
 def _settle_in(pipes: Pipes) -> None:
@@ -233,25 +208,34 @@ def _set_threads() -> None:
         torch.set_num_threads(env.read_int(os.environ, "OMP_NUM_THREADS"))
 
 
-def _send(fd: int, result: object) -> None:
+def _result_file(spec: WorkerSpec) -> str:
+    return os.path.join(os.path.dirname(spec.error_file), "result")
+
+
+def _write_result(path: str, result: object) -> None:
     from paceline.comm.codec import encode
 
     try:
         message = _VALUE + encode(result)
     except WireError as error:
         message = _REFUSED + error.what.encode()
-    write_all(fd, message)
-    os.close(fd)
+    with open(path, "wb") as file:
+        file.write(message)
 
 
-def _decode(messages: list[bytes]) -> list[Any]:
+def _read_results(paths: list[str]) -> list[Any]:
     from paceline.comm.codec import decode
 
-    refused = [
-        f"rank {rank}: {message[1:].decode()}"
-        for rank, message in enumerate(messages)
-        if message[:1] == _REFUSED
-    ]
+    results: list[Any] = [None] * len(paths)
+    refused: list[str] = []
+    for rank, path in enumerate(paths):
+        if os.path.exists(path):  # not by a worker that left with sys.exit(0)
+            with open(path, "rb") as file:
+                kind, payload = file.read(1), file.read()
+            if kind == _VALUE:
+                results[rank] = decode(payload)
+            else:
+                refused.append(f"rank {rank}: {payload.decode()}")
     if refused:
         warnings.warn(
             "launch() returns None for what cannot be sent back.\n"
@@ -260,7 +244,7 @@ def _decode(messages: list[bytes]) -> list[Any]:
             "rather than the model.",
             stacklevel=3,
         )
-    return [decode(message[1:]) if message[:1] == _VALUE else None for message in messages]
+    return results
 
 
 def _worker_error(ending: Ending, size: int) -> WorkerError:

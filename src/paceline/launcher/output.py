@@ -214,18 +214,9 @@ class Source:
         """Do what is due."""
 
     def close(self) -> None:
-        os.close(self.fd)
-
-
-class Collector(Source):
-    """Keeps everything a pipe says."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd)
-        self.data = bytearray()
-
-    def take(self, data: bytes, now_s: float) -> None:
-        self.data += data
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Records(Source):

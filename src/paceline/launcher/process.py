@@ -13,9 +13,9 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from paceline.launcher.output import Source
+from paceline.launcher.output import Pipes
 
 MAX_ERROR_BYTES = 4 * 2**20
 _TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
@@ -30,10 +30,7 @@ class WorkerProcess:
     poll: Callable[[], int | None]
     """Returns the exit code, or None while it runs."""
     error_file: str
-    status_fd: int
-    """Our end of the pipe it says one-byte words on."""
-    sources: list[Source] = field(default_factory=list)
-    """What we read from it besides."""
+    pipes: Pipes
     leads_group: bool = True
     """False for a worker that shares the launcher's terminal, and so its process group."""
     failed_ns: int = 0
@@ -47,6 +44,12 @@ class WorkerProcess:
                 os.killpg(self.pid, number)
             elif number not in _TERMINAL_SIGNALS:  # the terminal has sent those itself
                 os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Let go of everything of its that is still open. It has ended."""
+        self.pipes.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
 
     def has_leftovers(self) -> bool:
         """Whether processes the worker started are still there, after it has ended itself."""

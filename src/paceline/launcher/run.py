@@ -173,7 +173,7 @@ class LocalRun:
                 )
                 if words
             }
-            workers, linger_fd = self._start(specs, store, copies)
+            workers = self._start(specs, store, copies)
             given_s = options.shutdown_timeout
             return Supervisor(
                 workers,
@@ -183,7 +183,6 @@ class LocalRun:
                 inbox=self.inbox,
                 on_stopping=self._show_stopping,
                 store=store,
-                linger_fd=linger_fd,
                 look_elsewhere=look_elsewhere,
                 look_every_s=options.monitor_interval,
             ).run()
@@ -206,38 +205,24 @@ class LocalRun:
 
     def _start(
         self, specs: list[WorkerSpec], store: StoreSocket | None, copies: Mapping[int, LineCopy]
-    ) -> tuple[list[WorkerProcess], int]:
-        """Start all workers, and what keeps the first serving the store; or end those started."""
+    ) -> list[WorkerProcess]:
+        """Start all workers; if one cannot be started, end those that were."""
         workers: list[WorkerProcess] = []
-        linger_reader, linger_writer = os.pipe()
+        instructions = Instructions(
+            parent=os.getpid(),
+            kind=self.options.kind,
+            as_torch=self.options.as_torch,
+            numa=self.options.numa_binding,
+        )
         try:
             for spec in specs:
-                instructions = Instructions(
-                    parent=os.getpid(),
-                    kind=self.options.kind,
-                    as_torch=self.options.as_torch,
-                    numa=self.options.numa_binding,
-                )
-                if store is not None and spec.rank == 0:
-                    instructions = replace(
-                        instructions,
-                        listen_fd=store.fileno(),
-                        claim_file=store.claim_file,
-                        linger_fd=linger_reader,
-                    )
+                serving = store.instructions if store is not None and spec.rank == 0 else {}
                 pipes = Pipes(spec, self.console, copies)
-                try:
-                    workers.append(start_program(spec, instructions, pipes))
-                except BaseException:
-                    pipes.close()
-                    raise
+                workers.append(start_program(spec, replace(instructions, **serving), pipes))
         except BaseException:
-            os.close(linger_writer)
             end_now(workers)
             raise
-        finally:
-            os.close(linger_reader)
-        return workers, linger_writer
+        return workers
 
 
 def start_program(spec: WorkerSpec, instructions: Instructions, pipes: Pipes) -> WorkerProcess:
@@ -257,19 +242,14 @@ def start_program(spec: WorkerSpec, instructions: Instructions, pipes: Pipes) ->
             process_group=0 if leads_group else None,
         )
     except OSError as error:
+        pipes.close()
         raise UsageError(
             f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
             advice="PYTHON_EXEC chooses the interpreter, if it is set.",
         ) from error
     pipes.close_theirs()
     return WorkerProcess(
-        rank=spec.rank,
-        pid=process.pid,
-        poll=process.poll,
-        error_file=spec.error_file,
-        status_fd=pipes.status_fd,
-        sources=pipes.sources,
-        leads_group=leads_group,
+        spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
     )
 
 

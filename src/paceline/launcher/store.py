@@ -35,7 +35,17 @@ class StoreSocket:
         self.port: int = self.socket.getsockname()[1]
         self.patience_s = patience_s
         """How long the first caller waits for a rank 0 that may serve."""
+        self.linger_reader, self.linger_writer = os.pipe()
         self.server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def instructions(self) -> dict[str, Any]:
+        """What rank 0 must know to serve."""
+        return {
+            "listen_fd": self.fileno(),
+            "claim_file": self.claim_file,
+            "linger_fd": self.linger_reader,
+        }
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -58,8 +68,16 @@ class StoreSocket:
         """Let go of the socket: the one who serves has it, and callers notice when it dies."""
         self.socket.close()
 
+    def release(self) -> None:
+        """Let a rank 0 go that serves the store: nobody needs it any more."""
+        if self.linger_writer >= 0:
+            os.close(self.linger_writer)
+            self.linger_writer = -1
+
     def close(self) -> None:
         self.shut()
+        self.release()
+        os.close(self.linger_reader)
         if self.server is not None:
             self.server.kill()
             self.server.wait()

@@ -50,8 +50,8 @@ class Supervisor:
     """Passes on output and waits for everybody's end; ends everybody when one fails.
 
     After a signal to the launcher workers have `signal_timeout_s` to end, and a second one kills.
-    `linger_fd` is closed when only the first worker is left, which serves the store for the
-    others. `look_elsewhere` says why to end here too because of other machines, or nothing.
+    `store` is released when only the first worker is left, which may serve it for the others.
+    `look_elsewhere` says why to end here too because of other machines, or nothing.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Supervisor:
         inbox: SignalInbox | None = None,
         on_stopping: Callable[[], object] = lambda: None,
         store: StoreSocket | None = None,
-        linger_fd: int = -1,
         look_elsewhere: Callable[[], str] | None = None,
         look_every_s: float = 0.1,
     ) -> None:
@@ -75,12 +74,11 @@ class Supervisor:
         self.inbox = inbox
         self.on_stopping = on_stopping
         self.store = store
-        self.linger_fd = linger_fd
         self.look_elsewhere = look_elsewhere
         self.look_every_s = look_every_s
         self.selector = selectors.DefaultSelector()
         self.alive = list(workers)
-        self.sources = [source for worker in workers for source in worker.sources]
+        self.sources = [source for worker in workers for source in worker.pipes.sources]
         self.ends: dict[int, WorkerEnd] = {}
         self.signal: int | None = None
         self.elsewhere = ""
@@ -105,7 +103,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.leads_group:
                 self.guard.add(worker.pid)
-            self._listen(worker.status_fd, partial(self.on_status, worker))
+            self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
             with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
                 worker.pidfd = os.pidfd_open(worker.pid)
                 self._listen(worker.pidfd, partial(self.on_exit, worker))
@@ -114,7 +112,7 @@ class Supervisor:
             self._listen(source.fd, partial(self.on_output, source))
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
-        if self.store is not None:
+        if self.store is not None and self.store.fileno() >= 0:
             self._listen(self.store.fileno(), self.on_first_caller)
         self._after(self.look_every_s, "elsewhere", self.on_look_due)
         self._release_the_last()
@@ -149,9 +147,9 @@ class Supervisor:
 
     def on_status(self, worker: WorkerProcess) -> None:
         """A worker says that it has failed, or that it serves the store."""
-        words = os.read(worker.status_fd, 64)
+        words = os.read(worker.pipes.status_fd, 64)
         if not words:
-            self.selector.unregister(worker.status_fd)
+            self.selector.unregister(worker.pipes.status_fd)
         if SERVING in words and self.store is not None:
             self.timers.pop("store", None)
             with contextlib.suppress(KeyError, ValueError):  # somebody has called already
@@ -232,9 +230,8 @@ class Supervisor:
 
     def _release_the_last(self) -> None:
         """Let the first worker go once nobody needs the store it serves."""
-        if self.linger_fd >= 0 and self.alive == self.workers[:1]:
-            os.close(self.linger_fd)
-            self.linger_fd = -1
+        if self.store is not None and self.alive == self.workers[:1]:
+            self.store.release()
 
     def _sweep(self) -> None:
         """End what the workers started and left behind, then read the last output."""
@@ -258,13 +255,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.leads_group:
                 self.guard.remove(worker.pid)
-            os.close(worker.status_fd)
-            if worker.pidfd >= 0:
-                os.close(worker.pidfd)
-        for source in self.sources:
-            source.close()
-        if self.linger_fd >= 0:
-            os.close(self.linger_fd)
+            worker.close()
         self.selector.close()
 
     def _listen(self, fd: int, act: Callable[[], None]) -> None:
