@@ -1,4 +1,4 @@
-"""The environment between launcher and worker: read, written and validated here only.
+"""The environment between launcher and worker: variables have their names and meanings here.
 
 A launcher tells each worker its place through variables. torchrun's names are the common
 language (`paceline run` sets the same ones, plus a few of its own); SLURM has its own names,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ SCREEN_VARIABLE = "PACELINE_SCREEN"
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
+_SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """Tells glibc to keep what is freed for the next step. By default it gives large blocks back to the
@@ -48,6 +48,30 @@ class Placement:
     source: str
     """Where this was read: `torchrun`, `paceline run`, `slurm` or `environment`."""
 
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise SettingError(
+                f"{self.source}: rank {self.rank} of {self.size} workers is impossible.",
+                advice="Ranks count from 0, and WORLD_SIZE counts the workers of all machines.",
+            )
+        if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
+            raise SettingError(
+                f"{self.source}: local rank {self.local_rank} of {self.local_size} workers "
+                f"on this machine is impossible (rank {self.rank}).",
+                advice="Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`.",
+            )
+        if self.local_size > self.size:
+            raise SettingError(
+                f"{self.source}: {self.local_size} workers on this machine are more than "
+                f"the {self.size} in the world.",
+                advice="WORLD_SIZE counts the workers of all machines together.",
+            )
+        if not 0 < self.master_port < 2**16:
+            raise SettingError(
+                f"MASTER_PORT is {self.master_port}, which is not a port.",
+                advice="Use a number from 1 to 65535.",
+            )
+
     @property
     def is_single_node(self) -> bool:
         return self.local_size == self.size
@@ -73,67 +97,55 @@ class Placement:
 def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """Read this worker's place, or None where no launcher has set one."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _checked(_from_torchrun(environ))
+        return _from_torchrun(environ)
     if is_slurm_step(environ):
-        return _checked(_from_slurm(environ))
+        return _from_slurm(environ)
     return None
 
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task of a job step, not the batch script around it."""
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    has_rank = "SLURM_PROCID" in environ and _slurm_size(environ) is not None
-    return step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP and has_rank
+    step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID") or ""
+    has_size = _first(environ, *_SLURM_SIZE) is not None
+    is_step = step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
+    return is_step and has_size and "SLURM_PROCID" in environ
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Placement:
     rank = read_int(environ, "RANK")
     size = read_int(environ, "WORLD_SIZE")
-    local_rank = read_int(environ, "LOCAL_RANK", default=rank)
     # Without LOCAL_WORLD_SIZE nothing says how many machines there are; a loopback master
     # cannot be reached from another machine, so then it is one.
     master_addr = environ.get("MASTER_ADDR", LOOPBACK)
     one_node = is_loopback(master_addr)
     local_size = read_int(environ, "LOCAL_WORLD_SIZE", default=size if one_node else 1)
-    node = read_int(environ, "GROUP_RANK", default=0 if one_node else rank // max(local_size, 1))
-    nodes = read_int(environ, "GROUP_WORLD_SIZE", default=-(-size // max(local_size, 1)))
-    if "PACELINE_RUN_ID" in environ:
-        source = "paceline run"
-    elif "TORCHELASTIC_RUN_ID" in environ:
-        source = "torchrun"
-    else:
-        source = "environment"
+    default_node = 0 if one_node else rank // max(local_size, 1)
+    # A script that has chosen a port of its own since serves a store of its own.
+    port = environ.get("MASTER_PORT")
+    is_launchers = port == environ.get("PACELINE_STORE_PORT", port)
+    source = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
     return Placement(
         rank=rank,
         size=size,
-        local_rank=local_rank,
+        local_rank=read_int(environ, "LOCAL_RANK", default=rank),
         local_size=local_size,
-        node=node,
-        nodes=nodes,
+        node=read_int(environ, "GROUP_RANK", default=default_node),
+        nodes=read_int(environ, "GROUP_WORLD_SIZE", default=-(-size // max(local_size, 1))),
         master_addr=master_addr,
         master_port=read_int(environ, "MASTER_PORT", default=29500),
-        agent_has_store=_agent_has_store(environ),
-        source=source,
+        agent_has_store=is_launchers and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        source="paceline run" if "PACELINE_RUN_ID" in environ else source,
     )
 
 
-def _agent_has_store(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the store: not if a script has chosen a port of its own since."""
-    chosen = environ.get("PACELINE_STORE_PORT", environ.get("MASTER_PORT"))
-    is_launchers = environ.get("MASTER_PORT") == chosen
-    return is_launchers and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
-    size = _slurm_size(environ)
-    assert size is not None  # is_slurm_step() looked
-    nodes = read_int(environ, "SLURM_STEP_NUM_NODES", default=read_int(environ, "SLURM_NNODES", 1))
+    size = read_int(environ, *_SLURM_SIZE)
+    nodes = read_int(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     node = read_int(environ, "SLURM_NODEID", default=0)
-    node_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
-    hosts = expand_host_list(node_list)
+    hosts = expand_host_list(_first(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST") or "")
     job = read_int(environ, "SLURM_JOB_ID", default=0)
     step = read_int(environ, "SLURM_STEP_ID", default=0)
-    tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
+    tasks_per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     local_sizes = expand_repeats(tasks_per_node) if tasks_per_node else []
     default_addr = LOOPBACK if nodes == 1 or not hosts else hosts[0]
     return Placement(
@@ -151,53 +163,26 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
     )
 
 
-def _slurm_size(environ: Mapping[str, str]) -> int | None:
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        if name in environ:
-            return read_int(environ, name)
-    return None
+def _first(environ: Mapping[str, str], *names: str) -> str | None:
+    """The value of the first of these variables that is set."""
+    return next((environ[name] for name in names if name in environ), None)
 
 
-def _checked(place: Placement) -> Placement:
-    if place.size < 1 or not 0 <= place.rank < place.size:
-        raise SettingError(
-            f"{place.source}: rank {place.rank} of {place.size} workers is impossible.",
-            advice="Ranks count from 0, and WORLD_SIZE is the number of workers on all machines.",
-        )
-    if place.local_size < 1 or not 0 <= place.local_rank < place.local_size:
-        raise SettingError(
-            f"{place.source}: local rank {place.local_rank} of {place.local_size} workers "
-            f"on this machine is impossible (rank {place.rank}).",
-            advice="Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`.",
-        )
-    if place.local_size > place.size:
-        raise SettingError(
-            f"{place.source}: {place.local_size} workers on this machine are more than "
-            f"the {place.size} in the world.",
-            advice="WORLD_SIZE counts the workers of all machines together.",
-        )
-    if not 0 < place.master_port < 2**16:
-        raise SettingError(
-            f"MASTER_PORT is {place.master_port}, which is not a port.",
-            advice="Use a number from 1 to 65535.",
-        )
-    return place
-
-
-def read_int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Read a whole number; a missing or malformed one names the variable."""
-    text = environ.get(name)
-    if text is None:
-        if default is None:
-            raise SettingError(
-                f"{name} is not set, although other variables of the launcher are.",
-                advice="Start with `paceline run`, torchrun or srun, or set RANK, WORLD_SIZE, "
-                "MASTER_ADDR and MASTER_PORT together.",
-            )
+def read_int(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """Read a whole number from the first variable that is set, or name what is missing or wrong."""
+    text = _first(environ, *names)
+    if text is None and default is not None:
         return default
+    if text is None:
+        raise SettingError(
+            f"{names[0]} is not set, although other variables of the launcher are.",
+            advice="Start with `paceline run`, torchrun or srun, or set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT together.",
+        )
     try:
         return int(text)
     except ValueError:
+        name = next(name for name in names if name in environ)
         raise SettingError(f"{name} is {text!r}, which is not a whole number.") from None
 
 
@@ -272,8 +257,9 @@ class ScreenOffer:
 
 def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:
     """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
-    number = os.fstat(fd).st_ino if fd >= 0 else 0
-    return {SCREEN_VARIABLE: f"{fd}:{number}:{os.fstat(stdout).st_ino}:{mark}"}
+    known = [os.fstat(one) for one in (fd, stdout) if one >= 0]
+    identity = ",".join(f"{status.st_dev}.{status.st_ino}" for status in known)
+    return {SCREEN_VARIABLE: f"{fd}:{identity}:{mark}"}
 
 
 def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenOffer | None:
@@ -282,22 +268,13 @@ def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenO
     Processes that a worker starts inherit the variable but not the descriptors it names: the
     numbers mean something else there, or nothing.
     """
-    match = re.fullmatch(
-        r"(-1|\d{1,9}):(\d{1,20}):(\d{1,20}):(.*)", environ.get(SCREEN_VARIABLE, "")
-    )
-    if match is None or stdout < 0:
-        return None
-    fd = int(match[1])
     try:
-        if os.fstat(stdout).st_ino != int(match[3]):
-            return None
-        if fd >= 0:
-            status = os.fstat(fd)
-            if not stat.S_ISFIFO(status.st_mode) or status.st_ino != int(match[2]):
-                return None
-    except OSError:
+        fd, _, mark = environ.get(SCREEN_VARIABLE, "").split(":", 2)
+        offer = screen_environment(int(fd), stdout, mark)
+    except (OSError, ValueError, OverflowError):
         return None
-    return ScreenOffer(fd, match[4])
+    is_ours = stdout >= 0 and offer[SCREEN_VARIABLE] == environ[SCREEN_VARIABLE]
+    return ScreenOffer(int(fd), mark) if is_ours else None
 
 
 def loopback_interface() -> str | None:
@@ -359,13 +336,9 @@ def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
     """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_BLAME and PACELINE_TRACE_STEP."""
     stall = environ.get("PACELINE_STALL_S", "0")
     blame = environ.get("PACELINE_BLAME", "1")
-    try:
-        stall_s = float(stall)
-    except ValueError:
-        stall_s = -1.0
-    if not 0 <= stall_s < float("inf"):
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", stall):
         raise SettingError(
-            f"PACELINE_STALL_S is {stall!r}, which is no number of seconds.",
+            f"PACELINE_STALL_S is {stall!r}, which is not a number of seconds.",
             advice="Use a number from 0 up; 0 means never.",
         )
     if blame not in {"0", "1"}:
@@ -376,4 +349,4 @@ def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
             f"PACELINE_TRACE_STEP is {trace_step}.",
             advice="Steps count from 1; 0 means none.",
         )
-    return Observation(environ.get("PACELINE_TIMELINE", ""), stall_s, blame == "1", trace_step)
+    return Observation(environ.get("PACELINE_TIMELINE", ""), float(stall), blame == "1", trace_step)

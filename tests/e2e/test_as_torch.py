@@ -59,11 +59,13 @@ MODEL = """
 """
 
 
-def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
-    (folder / "model.py").write_text(textwrap.dedent(MODEL))
+def run(
+    folder: Path, *arguments: str, script: str, workers: int = 1
+) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    flags = ("--workers", str(workers), "--as-torch")
     return subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "--workers", "2", *flags, "script.py"],
+        [sys.executable, "-m", "paceline", "run", *flags, "script.py", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -73,23 +75,17 @@ def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unmodified_script_trains_in_step_on_our_classes(tmp_path: Path) -> None:
-    done = run(tmp_path, "--as-torch")
+    (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
+    done = run(tmp_path, script=SCRIPT, workers=2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {rank}] in sync paceline paceline" for rank in range(2)
     ]
 
 
-def test_without_the_flag_torchs_names_are_torchs(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] in sync torch torch" for rank in range(2)
-    ]
-
-
 SPAWNS = """
-    import os
+    import os, sys
+    from importlib import import_module
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -104,44 +100,30 @@ SPAWNS = """
         os.write(1, f"{rank} of {dist.get_world_size()} {package}\\n".encode())
         dist.destroy_process_group()
 
+    def check_names():
+        for line in sys.argv[1:]:
+            module, name = line.split(":")
+            ours, theirs = getattr(import_module(module), name), vars(import_module(module))[name]
+            assert ours.__module__.startswith("paceline."), line
+            assert theirs.__module__.startswith("torch."), line
+        import torch._dynamo.convert_frame as frames
+        assert frames.DistributedDataParallel is vars(torch.nn.parallel)["DistributedDataParallel"]
+        torch.nn.parallel.DistributedDataParallel = "patched"
+        assert torch.nn.parallel.DistributedDataParallel == "patched"
+
     if __name__ == "__main__":
         import socket
         with socket.create_server(("localhost", 0)) as free:
             port = str(free.getsockname()[1])
         torch.multiprocessing.spawn(train, args=(2, port), nprocs=2)
+        check_names()
+        print("checked")
 """
 
 
-def test_a_script_that_spawns_its_own_world_gets_our_classes_there(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SPAWNS))
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "--as-torch", "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+def test_a_world_that_the_script_spawns_gets_our_classes_and_torchs_own_code_keeps_torchs(
+    tmp_path: Path,
+) -> None:
+    done = run(tmp_path, *(f"{module}:{name}" for module, name in OURS_BY_TORCHS), script=SPAWNS)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 of 2 paceline", "1 of 2 paceline"]
-
-
-def test_torchs_own_code_keeps_torchs_classes() -> None:
-    table = repr(sorted({(module, name) for module, name in OURS_BY_TORCHS}))
-    code = f"""
-    import importlib, sys, torch
-    from paceline.launcher.as_torch import swap_classes
-    table = {table}
-    originals = [getattr(importlib.import_module(m), n) for m, n in table]
-    swap_classes()
-    for (m, n), original in zip(table, originals):
-        module = importlib.import_module(m)
-        assert getattr(module, n) is not original, (m, n)
-        assert getattr(module, n).__module__.startswith("paceline."), (m, n)
-        assert vars(module)[n] is original, (m, n)
-    import torch._dynamo.convert_frame as frames
-    assert frames.DistributedDataParallel is vars(torch.nn.parallel)["DistributedDataParallel"]
-    torch.nn.parallel.DistributedDataParallel = "patched"
-    assert torch.nn.parallel.DistributedDataParallel == "patched"
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+    assert sorted(done.stdout.splitlines()) == ["0 of 2 paceline", "1 of 2 paceline", "checked"]

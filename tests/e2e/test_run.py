@@ -498,7 +498,7 @@ ALL_REDUCE = """
     dist.init_process_group("gloo")
     total = torch.ones(1) * (dist.get_rank() + 1)
     dist.all_reduce(total)
-    print("sum", int(total))
+    print("sum", int(total), torch.nn.parallel.DistributedDataParallel.__module__.split(".")[0])
     if dist.get_rank() == 0:
         listeners = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"],
                                    capture_output=True, text=True).stdout.splitlines()
@@ -515,6 +515,7 @@ ALL_REDUCE = """
 def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first(
     tmp_path: Path,
 ) -> None:
+    """And without --as-torch it finds torch's own classes."""
     script = write(
         tmp_path,
         textwrap.dedent(ALL_REDUCE)
@@ -530,8 +531,8 @@ def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stdout) == [
         "[rank 0] listens on {'0100007F'}",
-        "[rank 0] sum 3",
-        "[rank 1] sum 3",
+        "[rank 0] sum 3 torch",
+        "[rank 1] sum 3 torch",
     ]
 
 
@@ -542,27 +543,21 @@ def test_a_program_that_is_not_python_trains_too(tmp_path: Path) -> None:
     shell.chmod(0o700)
     done = paceline_run(tmp_path, "--workers", 2, "--no-python", "./train.sh")
     assert done.returncode == 0, done.stderr
-    assert {"[rank 0] sum 3", "[rank 1] sum 3"} <= set(done.stdout.splitlines())
+    assert {"[rank 0] sum 3 torch", "[rank 1] sum 3 torch"} <= set(done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines_make_one_world(tmp_path: Path, backend: str) -> None:
+def test_two_machines_make_one_world(tmp_path: Path) -> None:
     script = write(tmp_path, ALL_REDUCE.replace("listens on", "ignored"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-
-    def flags(node: int) -> list[object]:
-        if backend == "static":
-            return ["--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
-        return ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
-
-    with started(tmp_path, "--nnodes", 2, *flags(1), script) as second:
-        first = paceline_run(tmp_path, "--nnodes", 2, "--workers", 2, *flags(0), script)
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x")
+    with started(tmp_path, "--nnodes", 2, *where, script) as second:
+        first = paceline_run(tmp_path, "--nnodes", 2, "--workers", 2, *where, script)
         out, err = second.communicate(timeout=60)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, err
     sums = [line for line in (first.stdout + out).splitlines() if "sum" in line]
-    assert sorted(sums) == [f"[rank {r}] sum 6" for r in range(3)]
+    assert sorted(sums) == [f"[rank {r}] sum 6 torch" for r in range(3)]
 
 
 def test_a_failure_on_one_machine_ends_and_restarts_both(tmp_path: Path) -> None:

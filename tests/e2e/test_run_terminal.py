@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.run_folder import RunFolder, read_info
+from paceline.observe.run_folder import RunFolder, read_events, read_info
 from tests.terminals import PATIENCE_S, Glass, Session
 
 pytest.importorskip("rich")
@@ -272,6 +272,8 @@ def test_the_first_ctrl_c_finishes_the_step_and_saves_and_the_bar_says_so(tmp_pa
     assert info is not None
     assert info.status == "stopped"
     assert info.step >= 1
+    stops = [e for e in read_events(RunFolder(tmp_path / "run")) if e["kind"] == "stop"]
+    assert [event["step"] for event in stops] == [info.step] * 2, "both after the same step"
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert "  stopping, once more kills" in session.raw
     assert "Ctrl-C: finishing the step and saving; once more ends it at once." in lines

@@ -1,118 +1,119 @@
-"""`init_process_group()` finds its world under every launcher, and listens on loopback only."""
+"""`init_process_group()` finds its world under every launcher, and listens on loopback only.
+
+Processes are forks with variables of their own, as another launcher would have set them.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
-REPORT = """
-import os, torch, paceline, torch.distributed as dist
-world = paceline.init_process_group()
-total = torch.ones(1) * (world.rank + 1)
-dist.all_reduce(total)
-inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-          if os.path.exists(f"/proc/self/fd/{fd}")}
-tables = [name for name in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(name)]
-rows = [line.split() for name in tables for line in open(name).readlines()[1:]]
-mine = [row[1].split(":")[0] for row in rows
-        if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
-print(world.rank, world.size, world.local_rank, world.source.replace(" ", "-"), total.item(),
-      ",".join(sorted(set(mine))) or "none", flush=True)
-world.barrier()
-world.close()
-"""
+import paceline
+from paceline.errors import PacelineError
+
+if sys.platform != "linux":
+    pytest.skip("reads /proc", allow_module_level=True)
 
 LOOPBACK = "0100007F"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+class Seen(NamedTuple):
+    """What a process saw of its world."""
+
+    rank: int
+    size: int
+    local_rank: int
+    source: str
+    total: float
 
 
-def start(script: Path, **variables: str) -> subprocess.Popen[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "WORLD"))}
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**clean, "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def join() -> tuple[tuple[object, ...], list[str]]:
+    """Join, sum, and tell the addresses that this process listens on."""
+    with paceline.init_process_group() as world:
+        total = torch.ones(1) * (world.rank + 1)
+        dist.all_reduce(total)
+        seen = Seen(world.rank, world.size, world.local_rank, world.source, total.item())
+        addresses = listening()
+        world.barrier()
+    return tuple(seen), addresses
 
 
-def lines(processes: list[subprocess.Popen[str]]) -> list[list[str]]:
-    found = []
-    for process in processes:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        found.append(output.split())
-    return sorted(found)
+def listening() -> list[str]:
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(path) for path in descriptors if os.path.exists(path)}
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
+    mine = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    return sorted({address.split(":")[0] for address in mine})
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "report.py"
-    path.write_text(REPORT)
-    return path
+def joined(*variables_by_rank: dict[str, str]) -> tuple[list[Seen], set[str]]:
+    """What processes with these variables see of their world, and where they listen."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "RANK", "WORLD", "MASTER", "LOCAL"))
+    }
+
+    def body() -> tuple[tuple[object, ...], list[str]]:
+        mine = variables_by_rank[int(os.environ["RANK"])]
+        os.environ.clear()
+        os.environ.update(clean | mine)
+        return join()
+
+    found = paceline.launch(body, workers=len(variables_by_rank), threads=1)
+    return [Seen(*seen) for seen, _ in found], {address for _, each in found for address in each}
 
 
-def test_without_a_launcher_the_world_is_one_process(script: Path) -> None:
-    [[rank, size, _, source, total, listening]] = lines([start(script)])
-    assert (rank, size, source, total) == ("0", "1", "alone", "1.0")
-    assert listening in {LOOPBACK, "none"}
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
 
 
-def test_torchruns_variables_are_read(script: Path) -> None:
-    port = str(free_port())
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    found = lines([start(script, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(2)])
-    assert [line[:5] for line in found] == [
-        ["0", "2", "0", "environment", "3.0"],
-        ["1", "2", "1", "environment", "3.0"],
-    ]
-    assert {line[5] for line in found} == {LOOPBACK}
+def test_without_a_launcher_and_in_a_slurm_batch_script_the_world_is_one_process() -> None:
+    for variables in ({}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}):
+        seen, addresses = joined(variables)
+        assert seen == [Seen(0, 1, 0, "alone", 1.0)]
+        assert addresses <= {LOOPBACK}
 
 
-def test_a_slurm_step_is_read(script: Path) -> None:
-    port = str(free_port())
+def test_torchruns_variables_are_read() -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    seen, addresses = joined(*({"RANK": r, "LOCAL_RANK": r, **shared} for r in "01"))
+    assert seen == [Seen(rank, 2, rank, "environment", 3.0) for rank in (0, 1)]
+    assert addresses == {LOOPBACK}
+
+
+def test_a_slurm_step_is_read() -> None:
     shared = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-    processes = [
-        start(script, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), MASTER_PORT=port, **shared)
-        for r in range(2)
-    ]
-    found = lines(processes)
-    assert [line[:4] for line in found] == [["0", "2", "0", "slurm"], ["1", "2", "1", "slurm"]]
-    assert {line[5] for line in found} == {LOOPBACK}
+    shared |= {"MASTER_PORT": free_port()}
+    seen, addresses = joined(*({"SLURM_PROCID": r, "SLURM_LOCALID": r, **shared} for r in "01"))
+    assert seen == [Seen(rank, 2, rank, "slurm", 3.0) for rank in (0, 1)]
+    assert addresses == {LOOPBACK}
 
 
-def test_a_slurm_batch_script_is_one_process(script: Path) -> None:
-    found = lines([start(script, SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0")])
-    assert found[0][1] == "1"
+def test_a_missing_rank_0_and_a_taken_port_are_said_in_our_words() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [str(taken.getsockname()[1]), free_port()]
 
+        def body() -> str:
+            os.environ["MASTER_PORT"] = ports[int(os.environ["RANK"])]
+            for name in ("PACELINE_RUN_ID", "PACELINE_STORE_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+                os.environ.pop(name)
+            try:
+                paceline.init_process_group(timeout=timedelta(seconds=1))
+            except PacelineError as error:
+                return f"{type(error).__name__}: {error}"
+            return "joined"
 
-def test_a_missing_rank_0_and_a_taken_port_are_said_in_our_words(tmp_path: Path) -> None:
-    impatient = tmp_path / "impatient.py"
-    impatient.write_text(
-        "import datetime, paceline\n"
-        "paceline.init_process_group(timeout=datetime.timedelta(seconds=1))\n"
-    )
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        blocked = start(impatient, RANK="0", MASTER_PORT=port, **shared)
-        alone = start(impatient, RANK="1", MASTER_PORT=str(free_port()), **shared)
-        _, said_by_blocked = blocked.communicate(timeout=60)
-        _, said_by_alone = alone.communicate(timeout=60)
-    assert f"Cannot listen on 127.0.0.1, port {port}" in said_by_blocked
+        said_by_blocked, said_by_alone = paceline.launch(body, workers=2)
+    assert f"Cannot listen on 127.0.0.1, port {ports[0]}" in said_by_blocked
     assert "PeerError: Rank 1 of 2 found no store" in said_by_alone
-    assert (blocked.returncode, alone.returncode) == (1, 1)

@@ -94,33 +94,28 @@ def optional(read: Callable[[Setting], Any]) -> Callable[[Setting], Any]:
 
 
 def matching(
-    pattern: str, problem: str, advice: str, convert: Callable[[str], Any] = str
+    pattern: str, advice: str, convert: Callable[[str], Any] = str
 ) -> Callable[[Setting], Any]:
-    """A reader of text that matches a pattern as a whole."""
+    """A reader of text that matches a pattern as a whole; `advice` says what is possible."""
 
     def read(setting: Setting) -> Any:
         text = setting.value.strip()
         if re.fullmatch(pattern, text) is None:
-            raise setting.error(problem, advice)
+            raise setting.error("not possible", advice)
         return convert(text)
 
     return read
 
 
-def whole(at_least: int, at_most: int = 2**63) -> Callable[[Setting], int]:
+def whole(at_least: int, at_most: float = float("inf")) -> Callable[[Setting], int]:
     """A reader of whole numbers."""
 
     def read(setting: Setting) -> int:
-        advice = f"Use a whole number from {at_least} " + (
-            "up." if at_most > 2**16 else f"to {at_most}."
-        )
-        try:
-            number = int(setting.value)
-        except ValueError:
-            raise setting.error("not a whole number", advice) from None
-        if not at_least <= number <= at_most:
-            raise setting.error("too small" if number < at_least else "too large", advice)
-        return number
+        is_number = re.fullmatch(r"-?\d+", setting.value) is not None
+        if not is_number or not at_least <= int(setting.value) <= at_most:
+            upto = "up" if at_most == float("inf") else f"to {at_most}"
+            raise setting.error("not possible", f"Use a whole number from {at_least} {upto}.")
+        return int(setting.value)
 
     return read
 
@@ -185,7 +180,6 @@ def signals(setting: Setting) -> tuple[signal.Signals, ...]:
 
 read_streams = matching(
     r"[0-3]|\d+:[0-3](,\d+:[0-3])*",
-    "not a choice of streams",
     "Use 0 none, 1 stdout, 2 stderr or 3 both; by local rank as in 0:3,1:2.",
     streams,
 )
@@ -210,7 +204,6 @@ class LaunchOptions:
         "how many workers to start here: a number, or auto, gpu or cpu for as many as there are",
         matching(
             r"[1-9]\d*|auto|gpu|cpu",
-            "not a number of workers",
             "Pass a whole number from 1 up, or auto, gpu or cpu; XPUs are not supported yet.",
         ),
         default="1",
@@ -236,7 +229,6 @@ class LaunchOptions:
         "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
         matching(
             "|node|socket|exclusive|core-complex",
-            "not a way of binding",
             "Use node, socket, exclusive or core-complex.",
         ),
     )
@@ -250,7 +242,6 @@ class LaunchOptions:
         "how many machines take part, or MIN:MAX",
         matching(
             r"[1-9]\d*(:[1-9]\d*)?",
-            "not a number of machines",
             "Pass a whole number from 1 up, or MIN:MAX.",
             lambda text: (int(text.partition(":")[0]), int(text.rpartition(":")[2])),
         ),
@@ -275,7 +266,6 @@ class LaunchOptions:
         "they arrive at --rdzv-endpoint)",
         matching(
             "static|c10d",
-            "not supported",
             "Use static with --node-rank, or c10d with --rdzv-endpoint.",
         ),
         default="static",
@@ -290,7 +280,6 @@ class LaunchOptions:
         "a name for this run, the same on all machines",
         matching(  # it becomes part of a folder's name
             r"[A-Za-z0-9._-]{0,64}",
-            "not a name for a run",
             "Use up to 64 letters, digits, dots, dashes and underscores.",
         ),
     )
@@ -368,7 +357,6 @@ class LaunchOptions:
         optional(
             matching(
                 r"\d+(,\d+)*",
-                "not a list of local ranks",
                 "Write it as 0,1,2.",
                 lambda text: frozenset(map(int, text.split(","))),
             )
