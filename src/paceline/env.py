@@ -31,21 +31,21 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 32 MiB; with these they are at least paged in 2 MiB at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One worker's place in the world, as its launcher told it."""
 
-    rank: int
+    rank: int = 0
     size: int
-    local_rank: int
+    local_rank: int = 0
     local_size: int
-    node: int
-    nodes: int
+    node: int = 0
+    nodes: int = 1
     master_addr: str
     master_port: int
-    agent_has_store: bool
+    agent_has_store: bool = True
     """The launcher already serves the store, so no worker may."""
-    source: str
+    source: str = "paceline run"
     """Where this was read: `torchrun`, `paceline run`, `slurm` or `environment`."""
 
     def __post_init__(self) -> None:
@@ -75,6 +75,10 @@ class Placement:
     @property
     def is_single_node(self) -> bool:
         return self.local_size == self.size
+
+    @property
+    def is_on_loopback(self) -> bool:
+        return self.nodes == 1 or is_loopback(self.master_addr)
 
     def as_variables(self) -> dict[str, str]:
         """What a launcher of ours sets: torchrun's variables, and a port to know its store by."""

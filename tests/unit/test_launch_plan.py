@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from paceline.env import read_observation, read_placement
+from paceline.env import Placement, read_observation, read_placement
 from paceline.errors import SettingError
 from paceline.launcher.flags import FLAGS, LaunchOptions, read_options, read_settings
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
     WORKER_FILE,
-    Assignment,
     Route,
     WorkerSpec,
     count_workers,
@@ -38,10 +37,10 @@ def plan(
     interface: str | None = "lo",
     **given: str,
 ) -> list[WorkerSpec]:
-    where = {"host": "127.0.0.1", "port": 4567, "size": size, "local_size": size} | (where or {})
+    first = {"master_addr": "127.0.0.1", "master_port": 4567, "size": size, "local_size": size}
     return plan_workers(
         options_of(**given),
-        Assignment(**where),
+        Placement(**first | (where or {})),
         run_id="r1",
         folder="/logs/attempt_1",
         environ={"PATH": "/bin"} if environ is None else environ,
@@ -61,7 +60,7 @@ def test_every_worker_knows_its_place(size: int) -> None:
 
 
 def test_ranks_continue_where_the_machines_before_end() -> None:
-    where = {"host": "node0", "size": 5, "local_size": 2, "first_rank": 3, "node": 1, "nodes": 2}
+    where = {"master_addr": "node0", "rank": 3, "size": 5, "local_size": 2, "node": 1, "nodes": 2}
     specs = plan(2, where=where, interface=None, nnodes="2", node_rank="1", master_addr="node0")
     assert [(spec.rank, spec.local_rank) for spec in specs] == [(3, 0), (4, 1)]
     assert specs[0].environment["GROUP_RANK"] == "1"

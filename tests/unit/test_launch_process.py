@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PeerError
 from paceline.launcher.process import Ending, ErrorRecord, WorkerEnd, read_error, report
-from paceline.launcher.worker import describe, is_secondary, write_record
+from paceline.launcher.worker import is_secondary, write_error
 
 
 def end(rank: int, code: int = 0, *, at: int = 0, **more: object) -> WorkerEnd:
@@ -86,7 +86,7 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     try:
         raise ValueError("boom: ü")
     except ValueError as error:
-        write_record(path, describe(error, rank=1))
+        write_error(path, error)
     found = read_error(path)
     assert found is not None
     assert found.summary == "ValueError: boom: ü"

@@ -30,7 +30,6 @@ from paceline.launcher.output import Pipes, text_console
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
-    Assignment,
     WorkerSpec,
     count_cores,
     plan_workers,
@@ -69,7 +68,7 @@ def launch(
         forks = stack.enter_context(closing(_Forks(partial(fn, *args), store, guard)))
         specs = plan_workers(
             options,
-            Assignment(host=store.host, port=store.port, size=workers, local_size=workers),
+            store.first_place(workers),
             run_id=secrets.token_hex(8),
             folder=folder,
             environ=os.environ,

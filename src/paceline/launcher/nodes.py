@@ -19,10 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.comm.sockets import listen
-from paceline.env import is_loopback
+from paceline.env import Placement, is_loopback
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.launcher.flags import LaunchOptions
-from paceline.launcher.plan import Assignment
 from paceline.launcher.process import Ending, describe_exit, report, signal_name
 from paceline.launcher.run import LocalRun, say
 from paceline.launcher.store import open_store
@@ -75,8 +74,8 @@ def run_with_others(run: LocalRun) -> int:
 
 def _run_attempts(run: LocalRun, rendezvous: Rendezvous) -> int:
     for attempt in range(run.options.max_restarts + 1):
-        assignment = rendezvous.meet(attempt)
-        ending = run.run(assignment, attempt, look_elsewhere=rendezvous.look)
+        first = rendezvous.meet(attempt)
+        ending = run.run(first, attempt, look_elsewhere=rendezvous.look)
         if ending.succeeded:
             ending = replace(ending, elsewhere=rendezvous.wait_for_the_others())
         else:
@@ -84,7 +83,7 @@ def _run_attempts(run: LocalRun, rendezvous: Rendezvous) -> int:
         say(report(ending))
         if rendezvous.is_over or not run.may_restart(ending, attempt):
             break
-        run.say_restart(attempt, assignment.size)
+        run.say_restart(attempt, first.size)
     return ending.exit_code
 
 
@@ -151,8 +150,8 @@ class Rendezvous:
             self._wait(f"workers/{node}", f"machine {node}")
         self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(most)]
 
-    def meet(self, attempt: int) -> Assignment:
-        """Wait until every machine is ready for this attempt; which ranks are ours."""
+    def meet(self, attempt: int) -> Placement:
+        """Wait until every machine is ready for this attempt; the place of our first worker."""
         self.attempt = attempt
         self.deadline_s = time.monotonic() + self.join_timeout_s
         self.heard = (-1, 0.0)
@@ -165,14 +164,14 @@ class Rendezvous:
         self.store.set(f"ready/{attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
             self._wait(f"ready/{attempt}/{node}", f"machine {node}")
-        return Assignment(
-            host=self.host,
-            port=port,
+        return Placement(
+            rank=sum(self.sizes[: self.node]),
             size=sum(self.sizes),
             local_size=self.sizes[self.node],
-            first_rank=sum(self.sizes[: self.node]),
             node=self.node,
             nodes=len(self.sizes),
+            master_addr=self.host,
+            master_port=port,
         )
 
     def look(self) -> str:

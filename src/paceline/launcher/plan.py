@@ -12,10 +12,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import env
+from paceline.env import Placement
 from paceline.errors import DeviceError, SettingError
 from paceline.launcher.flags import LaunchOptions
 
@@ -24,23 +25,6 @@ STDOUT, STDERR = 1, 2
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Where the workers of one attempt meet, and which of them this machine starts."""
-
-    host: str
-    port: int
-    size: int
-    local_size: int
-    first_rank: int = 0
-    node: int = 0
-    nodes: int = 1
-
-    @property
-    def is_on_loopback(self) -> bool:
-        return self.nodes == 1 or env.is_loopback(self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +64,7 @@ class WorkerSpec:
 
 def plan_workers(
     options: LaunchOptions,
-    assignment: Assignment,
+    first: Placement,
     *,
     run_id: str,
     folder: str,
@@ -89,26 +73,15 @@ def plan_workers(
     interface: str | None = None,
     attempt: int = 0,
 ) -> list[WorkerSpec]:
-    """One spec for each worker of this machine, by local rank.
+    """One spec for each worker of this machine, by local rank; `first` is the first one's place.
 
     `folder` takes the attempt's error and log files; `interface` is the one Gloo should use.
     """
     argv = (*python_argv(environ), WORKER_FILE, options.program, *options.arguments)
-    defaults = _defaults(environ, assignment.local_size, cores, interface)
+    defaults = _defaults(environ, first.local_size, cores, interface)
     specs = []
-    for local_rank in range(assignment.local_size):
-        place = env.Placement(
-            rank=assignment.first_rank + local_rank,
-            size=assignment.size,
-            local_rank=local_rank,
-            local_size=assignment.local_size,
-            node=assignment.node,
-            nodes=assignment.nodes,
-            master_addr=assignment.host,
-            master_port=assignment.port,
-            agent_has_store=True,
-            source="paceline run",
-        )
+    for local_rank in range(first.local_size):
+        place = replace(first, rank=first.rank + local_rank, local_rank=local_rank)
         error_file = os.path.join(folder, str(local_rank), "error.json")
         ours = place.as_variables() | {
             "TORCHELASTIC_RESTART_COUNT": str(attempt),

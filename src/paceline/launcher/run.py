@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from paceline import env
 from paceline.comm.sockets import interface_towards
+from paceline.env import Placement
 from paceline.errors import UsageError
 from paceline.launcher.flags import (
     FLAGS,
@@ -34,7 +35,6 @@ from paceline.launcher.output import LineCopy, Pipes, file_console, write_all
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
-    Assignment,
     WorkerSpec,
     count_cores,
     count_workers,
@@ -132,33 +132,32 @@ class LocalRun:
         """Run one attempt whose workers are all on this machine."""
         patience_s = 0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S
         claim_file = os.path.join(self.folder, f"store-claimed-{attempt}")
-        size = self.local_size
         with closing(StoreSocket(claim_file, *self.options.meeting_point, patience_s)) as store:
-            assignment = Assignment(host=store.host, port=store.port, size=size, local_size=size)
-            return self.run(assignment, attempt, store=store, look_elsewhere=look_elsewhere)
+            first = store.first_place(self.local_size)
+            return self.run(first, attempt, store=store, look_elsewhere=look_elsewhere)
 
     def run(
         self,
-        assignment: Assignment,
+        first: Placement,
         attempt: int,
         *,
         store: StoreSocket | None = None,
         look_elsewhere: Callable[[], str] | None = None,
     ) -> Ending:
-        """Start this machine's workers and watch them to the end."""
+        """Start this machine's workers, from the one at `first` on, and watch them to the end."""
         options = self.options
         folder = os.path.join(self.log_root or self.folder, f"attempt_{attempt}")
         specs = plan_workers(
             options,
-            assignment,
+            first,
             run_id=self.run_id,
             folder=folder,
             environ={"PACELINE_STALL_S": f"{env.DEFAULT_STALL_S:g}", **os.environ},
             cores=count_cores(),
             interface=(
                 env.loopback_interface()
-                if assignment.is_on_loopback
-                else interface_towards(assignment.host)
+                if first.is_on_loopback
+                else interface_towards(first.master_addr)
             ),
             attempt=attempt,
         )

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from paceline.comm.sockets import listen
-from paceline.env import LOOPBACK
+from paceline.env import LOOPBACK, Placement
 from paceline.launcher.worker import Instructions, claim_store, die_with
 
 # A rank 0 that is still importing torch must not lose the store to another process.
@@ -37,6 +37,10 @@ class StoreSocket:
         """How long the first caller waits for a rank 0 that may serve."""
         self.linger_reader, self.linger_writer = os.pipe()
         self.server: subprocess.Popen[bytes] | None = None
+
+    def first_place(self, size: int) -> Placement:
+        """The place of the first of `size` workers that meet here, all on this machine."""
+        return Placement(size=size, local_size=size, master_addr=self.host, master_port=self.port)
 
     @property
     def instructions(self) -> dict[str, Any]:

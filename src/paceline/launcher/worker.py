@@ -26,10 +26,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
@@ -137,9 +137,9 @@ class Worker:
                 traceback.print_exception(_without_launcher_frames(error))
                 return 1
             self.failed = True
-            self.record(error)
+            self.record(_without_launcher_frames(error))
             if sys.excepthook is not _say_nothing:
-                sys.excepthook(type(error), error, _first_user_frame(error))
+                sys.excepthook(type(error), error, error.__traceback__)
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         return 0
 
@@ -147,9 +147,9 @@ class Worker:
         """Write the error where the launcher looks for it, then say so."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         if path:
-            write_record(path, describe(error, int(os.environ.get("RANK", "-1"))))
+            write_error(path, error)
         else:
-            traceback.print_exception(_without_launcher_frames(error))
+            traceback.print_exception(error)
         self.tell(FAILED)
 
     def tell(self, word: bytes) -> None:
@@ -291,24 +291,22 @@ class _ImportListener:
         loader.exec_module = exec_module
 
 
-def describe(error: BaseException, rank: int) -> dict[str, Any]:
-    """The error as JSON data: torch's format, so that its tools read it, plus what we need."""
-    shown = _without_launcher_frames(error)
-    text = "".join(traceback.format_exception(shown))
-    return {
+def write_error(path: str, error: BaseException) -> None:
+    """Write the error as JSON: torch's format, so that its tools read it, plus what we need.
+
+    All of it is there or nothing: the launcher may read at any moment.
+    """
+    text = "".join(traceback.format_exception(error))
+    record = {
         "message": {
             "message": f"{type(error).__name__}: {error}",
             "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         },
-        "rank": rank,
+        "rank": int(os.environ.get("RANK", "-1")),
         "time_ns": time.monotonic_ns(),
         "type": type(error).__name__,
         "is_secondary": is_secondary(error),
     }
-
-
-def write_record(path: str, record: Mapping[str, Any]) -> None:
-    """Write all of it or nothing: the launcher may read at any moment."""
     temporary = f"{path}.{os.getpid()}"
     with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record, file)
@@ -325,21 +323,15 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
 
 
-def _first_user_frame(error: BaseException) -> TracebackType | None:
+def _without_launcher_frames(error: BaseException) -> BaseException:
     ours = (os.path.dirname(__file__) + os.sep, runpy.__file__, "<frozen runpy>")
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next
-    return frame
+    return error.with_traceback(frame)
 
 
-def _without_launcher_frames(error: BaseException) -> BaseException:
-    return error.with_traceback(_first_user_frame(error))
-
-
-def _say_nothing(
-    kind: type[BaseException], error: BaseException, frames: TracebackType | None
-) -> None:
+def _say_nothing(*_: object) -> None:
     """Stands for Python's own hook, which prints."""
 
 
