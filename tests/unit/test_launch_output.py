@@ -57,26 +57,18 @@ def test_binary_garbage_and_endless_lines_pass_in_bounded_memory() -> None:
 
 def test_labels_carry_the_rank_and_colour_only_the_label() -> None:
     written: list[bytes] = []
-    console = Console({1: written.append, 2: written.append}, {1: False, 2: True})
-    console.show(1, 3, b"text")
-    console.show(1, None, b"bare")
-    console.show(2, 3, b"text")
-    assert written[:2] == [b"[rank 3] text\n", b"bare\n"]
-    assert written[2].startswith(b"\x1b[")
-    assert written[2].endswith(b"[rank 3] \x1b[0mtext\n")
+    writes = {1: written.append, 2: written.append}
+    console = Console(writes, live=frozenset({2}), has_colour=True)
+    console.show(1, [(3, b"text"), (None, b"bare")])
+    console.show(2, [(3, b"text")])
+    assert written[0] == b"[rank 3] text\nbare\n"
+    assert written[1].startswith(b"\x1b[")
+    assert written[1].endswith(b"[rank 3] \x1b[0mtext\n")
 
 
 @pytest.mark.parametrize(
-    ("is_terminal", "environ", "colour"),
-    [
-        (True, {}, True),
-        (True, {"NO_COLOR": ""}, True),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-        (False, {}, False),
-    ],
+    ("environ", "colour"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
-def test_colour_is_for_terminals_that_want_it(
-    is_terminal: bool, environ: dict[str, str], colour: bool
-) -> None:
-    assert wants_colour(is_terminal, environ) is colour
+def test_colour_is_for_those_who_want_it(environ: dict[str, str], colour: bool) -> None:
+    assert wants_colour(environ) is colour

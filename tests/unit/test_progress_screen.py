@@ -50,7 +50,7 @@ class Desk:
 
     def console(self) -> Console:
         writes = {1: self.screen.write, 2: self.write}
-        return Console(writes, {1: False, 2: False}, self.screen, frozenset({1, 2}))
+        return Console(writes, screen=self.screen, on_screen=frozenset({1, 2}))
 
     def close(self) -> None:
         os.close(self.keyboard)
@@ -126,21 +126,21 @@ def test_the_line_is_drawn_in_place_and_cleared_without_a_trace(desk: Desk) -> N
 
 def test_what_is_written_above_the_line_is_whole_and_in_order(desk: Desk) -> None:
     console = desk.console()
-    console.show(1, 0, b"before")
+    console.show(1, [(0, b"before")])
     desk.screen.receive(HALF)
     for number in range(100):
-        console.show(1 + number % 2, number % 3, b"line %d" % number)
+        console.show(1 + number % 2, [(number % 3, b"line %d" % number)])
     *above, line = desk.glass.lines
     assert above == ["[rank 0] before", *(f"[rank {n % 3}] line {n}" for n in range(100))]
     assert line.endswith("loss 0.5000")
     desk.screen.clear()
-    console.show(1, 0, b"after")
+    console.show(1, [(0, b"after")])
     assert desk.glass.lines == [*above, "[rank 0] after"]
 
 
 def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
     desk.screen.receive(HALF)
-    desk.console().show(1, None, b"x" * 250)
+    desk.console().show(1, [(None, b"x" * 250)])
     assert [len(row) for row in desk.glass.lines[:-1]] == [100, 100, 50]
     assert desk.glass.bottom.endswith("loss 0.5000")
 
@@ -160,9 +160,9 @@ def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
 
 def test_output_that_would_move_the_cursor_moves_nothing_while_there_is_a_line(desk: Desk) -> None:
     console = desk.console()
-    console.show(1, None, b"first")
+    console.show(1, [(None, b"first")])
     desk.screen.receive(HALF)
-    console.show(1, None, b"\x1b[1A\x1b[2Ksecond \x1b[31mred\x1b[0m\x1b[K\x1b[?25l\x1b[H")
+    console.show(1, [(None, b"\x1b[1A\x1b[2Ksecond \x1b[31mred\x1b[0m\x1b[K\x1b[?25l\x1b[H")])
     assert desk.glass.lines[:-1] == ["first", "second red"]
     assert b"\x1b[31mred" in desk.written[-1], "colours stay"
     assert desk.glass.has_cursor
@@ -170,7 +170,7 @@ def test_output_that_would_move_the_cursor_moves_nothing_while_there_is_a_line(d
 
 def test_a_colour_that_is_left_on_does_not_reach_the_line(desk: Desk) -> None:
     desk.screen.receive(HALF)
-    desk.console().show(1, None, b"\x1b[31mred for ever")
+    desk.console().show(1, [(None, b"\x1b[31mred for ever")])
     desk.screen.receive(HALF)
     assert desk.written[-1].startswith(b"\r\x1b[0m")
 
@@ -178,10 +178,10 @@ def test_a_colour_that_is_left_on_does_not_reach_the_line(desk: Desk) -> None:
 def test_a_stream_that_is_not_on_the_screen_is_left_alone(desk: Desk) -> None:
     other: list[bytes] = []
     writes = {1: desk.screen.write, 2: other.append}
-    console = Console(writes, {1: False, 2: False}, desk.screen, frozenset({1}))
+    console = Console(writes, screen=desk.screen, on_screen=frozenset({1}))
     desk.screen.receive(HALF)
     before = list(desk.written)
-    console.show(2, 0, b"\x1b[2Kto a file")
+    console.show(2, [(0, b"\x1b[2Kto a file")])
     assert other == [b"[rank 0] \x1b[2Kto a file\n"]
     assert desk.written == before
 

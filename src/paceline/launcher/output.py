@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import BinaryIO, TextIO
 
-from paceline.env import screen_environment
+from paceline.env import read_terminal, screen_environment
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec
 from paceline.progress.live import Screen, StatusLine, can_draw, read_record
 from paceline.progress.painters import terminal_of
@@ -93,29 +93,27 @@ class Console:
     def __init__(
         self,
         write_by_stream: Mapping[int, Callable[[bytes], object]],
-        colours: Mapping[int, bool],
+        *,
+        live: frozenset[int] = frozenset({1, 2}),
+        has_colour: bool = False,
         screen: Screen | None = None,
-        streams_on_screen: frozenset[int] = frozenset(),
-        patience_s_by_stream: Mapping[int, float] = MappingProxyType({}),
+        on_screen: frozenset[int] = frozenset(),
     ) -> None:
         self.write_by_stream = write_by_stream
-        self.colours = colours
+        self.live = live
+        """Streams that somebody watches; the others are logs."""
+        self.has_colour = has_colour
         self.screen = screen
         """The terminal's bottom line, where there is a terminal that can have one."""
-        self.streams_on_screen = streams_on_screen
-        """Those that lead to the same terminal; whichever a line came from, it is written there."""
-        self.patience_s_by_stream = patience_s_by_stream
+        self.on_screen = on_screen
+        """Streams that lead to that terminal; whichever a line came from, it is written there."""
         # Terminals ignore a string of this kind, should one ever be shown.
         self.mark = f"\x1b_{secrets.token_hex(8)}\x1b\\"
 
-    def show(self, stream: int, rank: int | None, line: bytes) -> None:
-        """Write one line, with its rank unless `rank` is None."""
-        self.show_all(stream, [(rank, line)])
-
-    def show_all(self, stream: int, lines: Sequence[tuple[int | None, bytes]]) -> None:
-        """Write lines, each with its rank, at once."""
+    def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
+        """Write lines at once, each with its rank unless that is None."""
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
-        screen = self.screen if stream in self.streams_on_screen else None
+        screen = self.screen if stream in self.on_screen else None
         if screen is not None and screen.is_drawn:
             screen.write_above(data)
         else:
@@ -125,18 +123,18 @@ class Console:
         if rank is None:
             return b""
         label = f"[rank {rank}] ".encode()
-        if self.colours[stream]:
+        if self.has_colour and stream in self.live:
             label = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
         return label
 
 
 def file_console(environ: Mapping[str, str]) -> Console:
     """The launcher's own standard streams, coloured where they are terminals."""
-    colours = {fd: wants_colour(os.isatty(fd), environ) for fd in (1, 2)}
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    patience_s = {fd: TERMINAL_PATIENCE_S if os.isatty(fd) else LOG_PATIENCE_S for fd in (1, 2)}
     writes = {fd: partial(write_all, fd) for fd in (1, 2)}
-    return _console(writes, colours, (1, 2), encoding, environ, patience_s)
+    screen, on_screen = _screen(writes[1], (1, 2), sys.stdout.encoding or "utf-8", environ)
+    live = frozenset(filter(os.isatty, (1, 2)))
+    has_colour = wants_colour(environ)
+    return Console(writes, live=live, has_colour=has_colour, screen=screen, on_screen=on_screen)
 
 
 def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> Console:
@@ -148,23 +146,21 @@ def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> 
 
     writes = {1: partial(write, stdout), 2: partial(write, stderr)}
     fds = terminal_of(stdout), terminal_of(stderr)
-    return _console(writes, {1: False, 2: False}, fds, "utf-8", environ, {})
+    screen, on_screen = _screen(writes[1], fds, "utf-8", environ)
+    return Console(writes, screen=screen, on_screen=on_screen)
 
 
-def _console(
-    writes: Mapping[int, Callable[[bytes], object]],
-    colours: Mapping[int, bool],
+def _screen(
+    write: Callable[[bytes], object],
     fds: tuple[int, int],
     encoding: str,
     environ: Mapping[str, str],
-    patience_s: Mapping[int, float],
-) -> Console:
-    screen = None
-    if can_draw(fds[0], environ):
-        has_colour = wants_colour(True, environ)
-        screen = Screen(writes[1], fd=fds[0], encoding=encoding, has_colour=has_colour)
-    on_screen = frozenset(n for n, fd in enumerate(fds, 1) if _are_same(fd, fds[0]))
-    return Console(writes, colours, screen, on_screen, patience_s)
+) -> tuple[Screen | None, frozenset[int]]:
+    """The bottom line of the terminal behind standard output, and the streams that lead there."""
+    if not can_draw(fds[0], environ):
+        return None, frozenset()
+    screen = Screen(write, fd=fds[0], encoding=encoding, has_colour=wants_colour(environ))
+    return screen, frozenset(n for n, fd in enumerate(fds, 1) if _are_same(fd, fds[0]))
 
 
 def _are_same(fd: int, other: int) -> bool:
@@ -178,8 +174,9 @@ def _are_same(fd: int, other: int) -> bool:
         return False
 
 
-def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
-    return is_terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+def wants_colour(environ: Mapping[str, str]) -> bool:
+    settings = read_terminal(environ)
+    return settings.has_colour and not settings.is_dumb
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -306,7 +303,7 @@ class Stream(Source):
             return
         ranked = [pair for line in lines for pair in self._unmarked(line)]
         if self.console is not None:
-            self.console.show_all(self.number, ranked)
+            self.console.show(self.number, ranked)
         if self.copy is not None:
             self.copy.write(line for _, line in ranked)
 
@@ -372,7 +369,7 @@ class Pipes:
                 console=console if route.on_console else None,
                 log=open(route.log_file, "wb", buffering=0) if route.log_file else None,  # noqa: SIM115
                 copy=copy,
-                patience_s=console.patience_s_by_stream.get(number, TERMINAL_PATIENCE_S),
+                patience_s=TERMINAL_PATIENCE_S if number in console.live else LOG_PATIENCE_S,
                 mark=console.mark if spec.may_mark(number) else "",
             )
             self.sources.append(stream)
