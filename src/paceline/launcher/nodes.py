@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline.comm.sockets import listen
@@ -52,8 +53,9 @@ def run_with_others(run: LocalRun) -> int:
     rendezvous: Rendezvous | None = None
     try:
         rendezvous = Rendezvous(run.options, run.run_id, run.inbox)
-        rendezvous.arrive(run.local_size)
-        return _run_attempts(run, rendezvous)
+        size = rendezvous.arrive(run.local_size)
+        run_attempt = partial(_run_attempt, run, rendezvous)
+        return run.run_attempts(run_attempt, size, lambda: rendezvous.is_over)
     except Interrupted as interrupted:
         stopped = Ending(workers=(), signal=interrupted.number)
         if rendezvous is not None:
@@ -72,19 +74,12 @@ def run_with_others(run: LocalRun) -> int:
             rendezvous.close()
 
 
-def _run_attempts(run: LocalRun, rendezvous: Rendezvous) -> int:
-    for attempt in range(run.options.max_restarts + 1):
-        first = rendezvous.meet(attempt)
-        ending = run.run(first, attempt, look_elsewhere=rendezvous.look)
-        if ending.succeeded:
-            ending = replace(ending, elsewhere=rendezvous.wait_for_the_others())
-        else:
-            rendezvous.tell_failure(ending)
-        say(report(ending))
-        if rendezvous.is_over or not run.may_restart(ending, attempt):
-            break
-        run.say_restart(attempt, first.size)
-    return ending.exit_code
+def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> Ending:
+    ending = run.run(rendezvous.meet(attempt), attempt, look_elsewhere=rendezvous.look)
+    if ending.succeeded:
+        return replace(ending, elsewhere=rendezvous.wait_for_the_others())
+    rendezvous.tell_failure(ending)
+    return ending
 
 
 class Rendezvous:
@@ -123,8 +118,8 @@ class Rendezvous:
             f"paceline/{run_id}", self._connect(server)
         )
 
-    def arrive(self, local_size: int) -> None:
-        """Take a number, and wait until everybody has one."""
+    def arrive(self, local_size: int) -> int:
+        """Take a number, and wait until everybody has one; the number of workers on all."""
         _, most = self.nnodes
         if self.number is None:
             self.node = self.store.add("arrived", 1) - 1
@@ -149,6 +144,7 @@ class Rendezvous:
         for node in range(most):
             self._wait(f"workers/{node}", f"machine {node}")
         self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(most)]
+        return sum(self.sizes)
 
     def meet(self, attempt: int) -> Placement:
         """Wait until every machine is ready for this attempt; the place of our first worker."""

@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
         if run.log_root:
             say(f"paceline: log files are in {run.log_root}\n")
         if options.is_single_node:
-            return run_alone(run)
+            return run.run_attempts(run.run_alone, run.local_size)
         from paceline.launcher.nodes import run_with_others
 
         return run_with_others(run)
@@ -127,6 +127,27 @@ class LocalRun:
         self.log_root = (
             _make_log_folder(options.log_dir, self.run_id) if options.writes_logs else ""
         )
+
+    def run_attempts(
+        self,
+        run_attempt: Callable[[int], Ending],
+        size: int,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Run all `size` workers again while they fail and restarts are left; the exit code."""
+        restarts = self.options.max_restarts
+        for attempt in range(restarts + 1):
+            ending = run_attempt(attempt)
+            say(report(ending))
+            self.inbox.read()
+            # Not after a signal, even one that came while a failure ended.
+            if ending.succeeded or self.inbox.seen or is_over() or attempt == restarts:
+                break
+            say(
+                f"paceline: restarting all {size} workers (restart {attempt + 1} of {restarts}). "
+                "What was not in a checkpoint is lost.\n"
+            )
+        return ending.exit_code
 
     def run_alone(self, attempt: int, look_elsewhere: Callable[[], str] | None = None) -> Ending:
         """Run one attempt whose workers are all on this machine."""
@@ -186,18 +207,6 @@ class LocalRun:
                 look_every_s=options.monitor_interval,
             ).run()
 
-    def may_restart(self, ending: Ending, attempt: int) -> bool:
-        """Whether to try again: not after a signal, even one that came while a failure ended."""
-        self.inbox.read()
-        is_last = attempt == self.options.max_restarts
-        return not (ending.succeeded or self.inbox.seen or is_last)
-
-    def say_restart(self, attempt: int, size: int) -> None:
-        say(
-            f"paceline: restarting all {size} workers (restart {attempt + 1} of "
-            f"{self.options.max_restarts}). What was not in a checkpoint is lost.\n"
-        )
-
     def _show_stopping(self) -> None:
         if self.console.screen is not None:
             self.console.screen.note(STOPPING)
@@ -250,17 +259,6 @@ def start_program(spec: WorkerSpec, instructions: Instructions, pipes: Pipes) ->
     return WorkerProcess(
         spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
     )
-
-
-def run_alone(run: LocalRun) -> int:
-    """All workers are on this machine."""
-    for attempt in range(run.options.max_restarts + 1):
-        ending = run.run_alone(attempt)
-        say(report(ending))
-        if not run.may_restart(ending, attempt):
-            break
-        run.say_restart(attempt, run.local_size)
-    return ending.exit_code
 
 
 def say(text: str) -> None:
