@@ -49,8 +49,8 @@ class DDPOptions:
     torch.distributed, "auto" the first where it is possible; or an object that has the methods
     of `paceline.transport.Transport`."""
 
-    compression: str | compress.Spec | None = None
-    """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a spec of `compress`."""
+    compression: str | compress.PowerSGD | None = None
+    """Send gradients in fewer bytes: "bf16", "fp16", "powersgd" or a `compress.PowerSGD(...)`."""
 
     def __post_init__(self) -> None:
         check_transport(self.transport)
@@ -341,7 +341,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if self._ddp_options.compression is None:
             return None
         known: compress.Compression | None = self.__dict__.get("_compression")
-        state = known or compress.make(self._ddp_options.compression, self.process_group)
+        state = known or compress.Compression(self._ddp_options.compression, self.membership)
         weight = reducer.weight
         state.weight = lambda: weight.value
         if reducer.size > 1:
