@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from paceline import DistributedDataParallel, World
+from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.comm import tree
 from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
 from paceline.testing import gradients, run_ranks, seeded
@@ -458,3 +458,9 @@ def test_rank_local_buffers_may_differ_where_nobody_copies_them() -> None:
 def test_something_that_is_no_module_is_refused(thing: Any) -> None:
     with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
         DistributedDataParallel(thing)
+
+
+@pytest.mark.parametrize("options", [{"check_every": "1"}, {"transport": "shm"}])
+def test_options_that_make_no_sense_are_refused(options: Any) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        DDPOptions(**options)

@@ -13,7 +13,8 @@ from paceline.dp import DataParallel, DPOptions
 from paceline.errors import UsageError
 from paceline.testing import seeded
 
-THREE = ["cpu:0", "cpu:1", "cpu:2"]
+TWO = ["cpu:0", "cpu:1"]
+THREE = [*TWO, "cpu:2"]
 WHOLE = DPOptions(batch_norm="whole")
 
 
@@ -123,6 +124,60 @@ def test_whole_passes_on_the_error_of_a_replica_and_not_its_echo() -> None:
     model(torch.rand(6, 3))
 
 
-def test_an_unknown_way_to_normalise_is_refused() -> None:
-    with pytest.raises(UsageError, match="'first' or 'whole'"):
-        DPOptions(batch_norm="all")  # type: ignore[arg-type]
+def whole(module: nn.Module, devices: list[str]) -> DataParallel:
+    return DataParallel(module, devices, options=WHOLE)
+
+
+def test_whole_uses_the_statistics_of_the_whole_batch_where_none_were_tracked() -> None:
+    module = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    x = torch.rand(5, 3)
+    torch.testing.assert_close(whole(module, TWO)(x), module(x))
+
+
+def test_whole_takes_an_empty_batch_and_refuses_a_single_row_as_the_bare_module_does() -> None:
+    model = whole(nn.BatchNorm2d(3), TWO)
+    assert model(torch.rand(0, 3, 2, 2)).shape == (0, 3, 2, 2)
+    assert model(torch.rand(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        whole(nn.BatchNorm1d(3), TWO)(torch.rand(1, 3))
+
+
+def test_whole_continues_where_one_replica_has_no_rows_left_for_a_layer() -> None:
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x[x[:, 0] > 0])
+            return y
+
+    module = Selects().double()
+    x = torch.cat([torch.rand(3, 3) + 1, -torch.rand(3, 3), torch.rand(3, 3) + 1]).double()
+    alone, together = (copy.deepcopy(module) for _ in range(2))
+    expected = alone(x)
+    output = whole(together, THREE)(x)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(together.norm.running_var, alone.norm.running_var)
+    (output.square() * output).sum().backward()
+    (expected.square() * expected).sum().backward()
+    torch.testing.assert_close(together.norm.weight.grad, alone.norm.weight.grad)
+
+
+@pytest.mark.parametrize("batch_norm", ["first", "whole"])
+def test_statistics_are_kept_where_the_first_device_gets_no_rows(batch_norm: Any) -> None:
+    norm = nn.BatchNorm1d(3)
+    options = DPOptions(batch_norm=batch_norm)
+    model = DataParallel(norm, TWO, split=[1, 9], options=options)
+    alone = nn.BatchNorm1d(3)
+    few, many = torch.rand(3, 3), torch.rand(30, 3)
+    model(few)
+    alone(few)
+    torch.testing.assert_close(norm.running_mean, alone.running_mean)
+    model(many)
+    alone(many if batch_norm == "whole" else many[:3])
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+    model.backward(lambda output: output.sum(), few)
+    alone(few)
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+    assert norm.num_batches_tracked == 3

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from paceline.dp import DataParallel
+from paceline.dp import DataParallel, DPOptions
 from paceline.errors import DeviceError, UsageError
 
 TWO = ["cpu:0", "cpu:1"]
@@ -29,6 +31,22 @@ class Picky(nn.Module):
 
     def complain(self) -> None:
         raise ArithmeticError("negative rows")
+
+
+class Function(nn.Module):
+    """A module that does what it is told, with a parameter so that it can learn."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def parallel(function: Any, **kwargs: Any) -> DataParallel:
+    return DataParallel(Function(function), TWO, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +74,10 @@ def test_an_output_device_that_does_not_exist_is_refused() -> None:
         DataParallel(nn.Linear(1, 1), device_ids=TWO, output_device="nowhere")
 
 
-@pytest.mark.parametrize("split", [[1], [1, 2, 3], [0, 0], [-1, 2], [float("nan"), 1]])
-def test_a_split_that_makes_no_sense_is_refused(split: list[float]) -> None:
+@pytest.mark.parametrize(
+    "split", [[1], [1, 2, 3], [0, 0], [-1, 2], [float("nan"), 1], "31", 2, [None, 1]]
+)
+def test_a_split_that_makes_no_sense_is_refused(split: Any) -> None:
     with pytest.raises(UsageError, match="split"):
         DataParallel(nn.Linear(1, 1), device_ids=TWO, split=split)
 
@@ -131,3 +151,90 @@ def test_a_replica_may_exit_the_program() -> None:
 
     with pytest.raises(SystemExit):
         DataParallel(Exits(), device_ids=TWO)(torch.zeros(4))
+
+
+def test_a_model_that_calls_its_own_wrapper_is_refused_instead_of_waiting_forever() -> None:
+    def again(_module: Any, x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return y
+
+    model = parallel(again)
+    with pytest.raises(UsageError, match="from inside one of its replicas"):
+        model(torch.rand(4, 3))
+
+
+def test_a_wrapper_inside_the_module_is_refused() -> None:
+    inner = DataParallel(nn.Linear(3, 3), TWO)
+    with pytest.raises(UsageError, match=r"'1' is a DataParallel itself"):
+        DataParallel(nn.Sequential(nn.ReLU(), inner), TWO)(torch.rand(4, 3))
+
+
+def test_a_layer_that_is_not_initialised_yet_is_refused_and_works_once_it_is() -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    model = DataParallel(module, TWO)
+    with pytest.raises(UsageError, match=r"'0\.weight' has no shape yet"):
+        model(torch.rand(4, 3))
+    module(torch.rand(4, 3))
+    assert model(torch.rand(4, 3)).shape == (4, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "make",
+    [
+        Tensor.to_sparse_coo,
+        Tensor.to_sparse_csr,
+        lambda x: torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged),
+    ],
+    ids=["sparse", "csr", "nested"],
+)
+def test_inputs_that_cannot_be_cut_are_named(make: Any) -> None:
+    model = parallel(lambda _module, x: x)
+    with pytest.raises(UsageError, match=r"inputs\[0\]"):
+        model(make(torch.rand(4, 3)))
+    assert model(torch.rand(4, 3)).shape == (4, 3)
+
+
+def packed() -> PackedSequence:
+    return pack_padded_sequence(torch.rand(4, 5, 3), torch.tensor([5, 4, 3, 2]), batch_first=True)
+
+
+def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
+    model = parallel(lambda module, x: packed() if x.dim() == 2 else x)
+    with pytest.raises(UsageError, match=r"inputs\[0\] is a packed sequence"):
+        model(packed())
+    with pytest.raises(UsageError, match="output is a packed sequence"):
+        model(torch.rand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: DataParallel(lambda x: x, TWO), "is not a module"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim is 'a'"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim is 0.0"),  # type: ignore[arg-type]
+        (lambda: DPOptions(cpu_threads=0), "cpu_threads is 0"),
+        (lambda: DPOptions(cpu_threads=1.5), "cpu_threads is 1.5"),  # type: ignore[arg-type]
+        (lambda: DPOptions(cpu_threads=True), "cpu_threads is True"),
+        (lambda: DPOptions(batch_norm="all"), "'first' or 'whole'"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(build: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
+def test_transforms_that_do_not_reach_threads_are_refused_instead_of_giving_zeros(
+    transform: Any,
+) -> None:
+    model = parallel(lambda module, x: (x * module.weight).square())
+    with pytest.raises(UsageError, match="do not reach the replicas"):
+        transform(lambda x: model(x).sum())(torch.rand(4, 3))
+
+
+def test_tangents_are_refused_too() -> None:
+    model = parallel(lambda module, x: x * module.weight)
+    with forward_ad.dual_level(), pytest.raises(UsageError, match="do not reach the replicas"):
+        model(forward_ad.make_dual(torch.rand(4, 3), torch.ones(4, 3)))
+    assert model(torch.rand(4, 3)).shape == (4, 3)

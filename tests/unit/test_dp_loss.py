@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -202,6 +207,71 @@ def test_what_is_no_loss_is_refused() -> None:
         model.backward(lambda output, target: output.detach().mean(), x, y)
     with pytest.raises(UsageError, match="reduction is 'max'"):
         model.backward(F.cross_entropy, x, y, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"count returned a tensor of shape \(2,\)"):
+        model.backward(F.cross_entropy, x, y, count=lambda target: target)
     with torch.no_grad(), pytest.raises(UsageError, match="gradients are switched off"):
         model.backward(F.cross_entropy, x, y)
     model.backward(F.cross_entropy, x, y)
+
+
+class Gated(nn.Module):
+    """Waits at a gate in the middle of its forward pass, while the gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+        self.gate.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.arrived.set()
+        self.gate.wait(20)
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
+@pytest.mark.parametrize("batch_norm", ["first", "whole"])
+def test_a_call_that_ctrl_c_interrupted_leaves_nothing_in_the_next_ones_gradients(
+    batch_norm: Any,
+) -> None:
+    module = Gated()
+    model = DataParallel(module, cpus(2), options=DPOptions(batch_norm=batch_norm))
+    x = torch.rand(6, 3)
+
+    def gradient() -> Tensor:
+        module.zero_grad()
+        model.backward(lambda output: output[:, 0].square().mean(), x)
+        assert module.norm.weight.grad is not None
+        return module.norm.weight.grad
+
+    expected = gradient()
+    module.gate.clear()
+    module.arrived.clear()
+
+    def interrupt() -> None:
+        module.arrived.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        gradient()
+    # The replicas of that call continue while the next one has already begun.
+    opener = threading.Timer(0.1, module.gate.set)
+    opener.start()
+    torch.testing.assert_close(gradient(), expected)
+    opener.join()
+
+
+def test_targets_reach_the_loss_of_a_model_without_inputs() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    loss = DataParallel(Constant(), cpus(2)).backward(F.mse_loss, (), torch.tensor([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(loss, torch.tensor(5 / 3))

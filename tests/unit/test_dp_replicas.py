@@ -6,6 +6,7 @@ import contextvars
 import copy
 import io
 import threading
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.dp import DataParallel, DPOptions
+from paceline.errors import UsageError
 from paceline.testing import seeded
 
 TWO = ["cpu:0", "cpu:1"]
@@ -41,9 +43,20 @@ class Probe(nn.Module):
         return self.linear(x)
 
 
-def test_a_linear_layer_gives_sixteen_rows_for_sixteen() -> None:
-    model = DataParallel(nn.Linear(10, 5), device_ids=TWO)
-    assert model(torch.zeros(16, 10)).shape == (16, 5)
+class Function(nn.Module):
+    """A module that does what it is told, with a parameter so that it can learn."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def parallel(function: Any, **kwargs: Any) -> DataParallel:
+    return DataParallel(Function(function), TWO, **kwargs)
 
 
 def test_replicas_run_in_threads_of_their_own_with_their_share_of_the_cores() -> None:
@@ -402,3 +415,83 @@ def test_the_same_batch_gives_the_same_bits_every_time() -> None:
         runs.append([output, *(param.grad for param in model.parameters())])
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def test_buffers_registered_in_forward_are_the_first_replicas() -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    class Caches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "seen"):
+                together.wait()  # both have looked before either registers
+                self.register_buffer("seen", x[:1].clone())
+            return x - self.seen
+
+    module = Caches()
+    x = torch.arange(4.0).reshape(4, 1)
+    output = DataParallel(module, TWO)(x)
+    assert output.flatten().tolist() == [0, 1, 0, 1]
+    assert torch.equal(module.seen, x[:1])
+
+
+def test_buffers_registered_after_the_first_call_are_written_to_once() -> None:
+    def count(module: Any, x: Tensor) -> Tensor:
+        if hasattr(module, "calls"):
+            module.calls += 1
+        return x
+
+    model = parallel(count)
+    model(torch.rand(4, 3))
+    model.module.register_buffer("calls", torch.zeros(()))
+    model(torch.rand(4, 3))
+    assert model.module.calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("convert", [Tensor.to_sparse_coo, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("training", [True, False])
+def test_sparse_buffers_are_copied(convert: Any, training: bool) -> None:
+    model = parallel(lambda module, x: (module.graph @ (x * module.weight).T).T)
+    model.module.register_buffer("graph", convert(torch.eye(3) * 2))
+    model.train(training)
+    x = torch.rand(4, 3)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), 2 * x)
+
+
+def test_a_method_that_replaces_forward_later_runs_on_the_replicas() -> None:
+    model = parallel(lambda module, x: x)
+    model(torch.rand(4, 3))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.scratch = x
+        return self.scratch * 2
+
+    model.module.forward = MethodType(forward, model.module)
+    model(torch.rand(4, 3))
+    assert not hasattr(model.module, "scratch")
+
+
+def test_an_input_with_several_rows_for_each_row_of_the_batch_is_split_with_it() -> None:
+    model = parallel(lambda _module, a, b: a * b.reshape(len(a), 3).sum(1))
+    a, b = torch.rand(4), torch.rand(12)
+    torch.testing.assert_close(model(a, b), a * b.reshape(4, 3).sum(1))
+
+
+def test_sets_are_joined_only_where_they_hold_no_tensor() -> None:
+    forwards, backwards = [0, 8, 16], [16, 8, 0]
+    x = torch.tensor([[1.0], [2.0]])
+    plain = parallel(lambda _module, x: set(forwards if x < 2 else backwards))
+    assert plain(x) == {0, 8, 16}
+    with pytest.raises(UsageError, match="set of tensors"):
+        parallel(lambda _module, x: {x, x + 1})(x)
+
+
+def test_a_number_that_is_nan_everywhere_agrees() -> None:
+    output = parallel(lambda _module, x: (x * torch.nan).sum().item())(torch.rand(4, 3))
+    assert output != output
+
+
+def test_devices_may_come_from_a_generator() -> None:
+    model = DataParallel(nn.Linear(3, 3), (f"cpu:{number}" for number in range(2)))  # type: ignore[arg-type]
+    assert len(model.device_ids) == 2

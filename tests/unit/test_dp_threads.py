@@ -56,7 +56,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_thread_each")
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
-def test_a_thousand_steps_leak_no_thread_and_no_memory(share: bool) -> None:
+def test_hundreds_of_steps_leak_no_thread_and_no_memory(share: bool) -> None:
     model = DataParallel(network(), device_ids=TWO, options=DPOptions(share_parameters=share))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = torch.rand(6, 8), torch.arange(6) % 4
@@ -67,11 +67,11 @@ def test_a_thousand_steps_leak_no_thread_and_no_memory(share: bool) -> None:
         optimizer.step()
         model.backward(F.cross_entropy, x, y)
 
-    for _ in range(50):
+    for _ in range(30):
         step()
     gc.collect()
     threads, tensors, memory = threading.active_count(), count_tensors(), resident_bytes()
-    for _ in range(1000):
+    for _ in range(300):
         step()
     gc.collect()
     assert threading.active_count() == threads
@@ -120,7 +120,7 @@ def test_threads_end_after_an_error_too() -> None:
     assert wait_until(lambda: replica_threads() == before)
 
 
-def test_a_call_broken_off_by_ctrl_c_does_not_confuse_the_next() -> None:
+def test_a_call_interrupted_by_ctrl_c_does_not_confuse_the_next() -> None:
     pool = ThreadPool(["paceline replica a", "paceline replica b"], cpu_threads=1)
     may_end = threading.Event()
     done = []
@@ -174,6 +174,7 @@ def test_openmp_threads_go_and_come_back_when_they_are_wanted() -> None:
     use_two_threads()
     with_helper = threads()
     stop_idle_openmp_threads()
+    stop_idle_openmp_threads()  # there are none now
     assert threads() == with_helper - 1
     assert torch.get_num_threads() == 2
     use_two_threads()
@@ -208,8 +209,3 @@ def test_a_forked_process_does_not_wait_for_threads_it_does_not_have() -> None:
         stop_idle_openmp_threads()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_thread_without_openmp_threads_has_none_to_stop() -> None:
-    stop_idle_openmp_threads()
-    stop_idle_openmp_threads()

@@ -47,38 +47,22 @@ class WithLoss(nn.Module):
 
 @each_case
 @each_memory
-def test_loss_and_gradients_are_the_bare_models(case: Case, share: bool) -> None:
-    bare, wrapped = case.build(), case.build()
+def test_losses_and_gradients_are_the_bare_models(case: Case, share: bool) -> None:
+    bare, wrapped, on_replicas = case.build(), case.build(), WithLoss(case)
     options = DPOptions(share_parameters=share)
     model = DataParallel(wrapped, device_ids=cpus(REPLICAS), options=options)
+    losses = DataParallel(on_replicas, device_ids=cpus(REPLICAS), options=options)
     inputs = case.batch(ROWS)
     for _ in range(2):  # the second time with replicas that were used before
         expected, loss = case.loss(bare, inputs), case.loss(model, inputs)
         expected.backward()
         loss.backward()
+        total = losses.backward(lambda output: output, inputs)
+        grads = dense_gradients(bare)
         torch.testing.assert_close(loss, expected, **tolerance(case))
-        torch.testing.assert_close(
-            dense_gradients(wrapped), dense_gradients(bare), **tolerance(case)
-        )
-
-
-@each_case
-@each_memory
-def test_loss_on_the_replicas_gives_the_bare_models_loss_and_gradients(
-    case: Case, share: bool
-) -> None:
-    bare, wrapped = WithLoss(case), WithLoss(case)
-    options = DPOptions(share_parameters=share)
-    model = DataParallel(wrapped, device_ids=cpus(REPLICAS), options=options)
-    inputs = case.batch(ROWS)
-    for _ in range(2):
-        expected = bare(*inputs)
-        expected.backward()
-        loss = model.backward(lambda output: output, inputs)
-        torch.testing.assert_close(loss, expected.detach(), **tolerance(case))
-        torch.testing.assert_close(
-            dense_gradients(wrapped), dense_gradients(bare), **tolerance(case)
-        )
+        torch.testing.assert_close(total, expected.detach(), **tolerance(case))
+        torch.testing.assert_close(dense_gradients(wrapped), grads, **tolerance(case))
+        torch.testing.assert_close(dense_gradients(on_replicas.body), grads, **tolerance(case))
 
 
 @each_case
