@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.run_folder import EventReader, RunFolder, read_events, read_info, still_valid
+from paceline.observe.run_folder import RunFolder, read_events, read_info, still_valid
 
 SCRIPT = """
 import sys, time, torch
@@ -66,16 +66,14 @@ def folder(tmp_path: Path) -> Path:
 
 def wait_for_steps(folder: Path, last: int, ranks: int = 1) -> None:
     """Until every rank has applied step `last` in this start, which is the newest one."""
-    readers = [EventReader(RunFolder(folder / "run"), rank) for rank in range(ranks)]
     seen = [0] * ranks
     deadline = time.monotonic() + 90
     while min(seen) < last:
         assert time.monotonic() < deadline, f"step {last} did not come"
-        for rank, reader in enumerate(readers):
-            for event in reader.read():
-                is_start = event["kind"] == "start"
-                seen[rank] = 0 if is_start else max(seen[rank], event.get("step", 0))
         time.sleep(0.01)
+        for event in read_events(RunFolder(folder / "run")):
+            rank, is_start = event["rank"], event["kind"] == "start"
+            seen[rank] = 0 if is_start else max(seen[rank], event.get("step", 0))
 
 
 def stopped_at(
@@ -127,9 +125,8 @@ def test_a_run_that_is_killed_terminated_and_interrupted_loses_nothing(folder: P
 
 def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
     with started(folder, "train.py", 3, 600, 0, 0) as process:
-        events = EventReader(RunFolder(folder / "run"), 0)
         deadline = time.monotonic() + 90
-        while not events.read():
+        while not read_events(RunFolder(folder / "run")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)

@@ -15,7 +15,6 @@ import pytest
 
 from paceline.errors import UsageError, WireError
 from paceline.observe.run_folder import (
-    EventReader,
     EventWriter,
     RunFolder,
     RunInfo,
@@ -79,25 +78,14 @@ def test_a_fifo_in_place_of_a_file_does_not_block_a_reader(folder: RunFolder) ->
         read_info(folder)
 
 
-def test_events_are_read_as_they_come(folder: RunFolder) -> None:
-    writer, reader = EventWriter(folder, 2), EventReader(folder, 2)
-    assert reader.read() == []
-    writer.write("step", step=1, metrics={"loss": [3.0, 4]})
-    (first,) = reader.read()
-    assert (first["kind"], first["rank"], first["metrics"]) == ("step", 2, {"loss": [3.0, 4]})
-    writer.write("step", step=2)
-    assert [event["step"] for event in reader.read()] == [2]
-    assert reader.read() == []
-    writer.close()
-
-
-def test_half_a_line_waits_for_its_other_half(folder: RunFolder) -> None:
-    folder.events.mkdir()
-    path, reader = folder.events_of(0), EventReader(folder, 0)
-    path.write_text('{"kind":"stop","t":1,"ra')
-    assert reader.read() == []
-    path.write_text('{"kind":"stop","t":1,"rank":0,"step":3}\n')
-    assert [event["step"] for event in reader.read()] == [3]
+def test_events_are_read_while_they_are_written(folder: RunFolder) -> None:
+    assert read_events(folder) == []
+    with EventWriter(folder, 2) as writer:
+        writer.write("step", step=1, metrics={"loss": [3.0, 4]})
+        (first,) = read_events(folder)
+        assert (first["kind"], first["rank"], first["metrics"]) == ("step", 2, {"loss": [3.0, 4]})
+        writer.write("step", step=2)
+        assert [event["step"] for event in read_events(folder)] == [1, 2]
 
 
 def test_events_are_streamed_with_a_gap_for_every_line_that_is_not_one(folder: RunFolder) -> None:

@@ -11,12 +11,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.observe.units import bytes_text, table_lines
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
 WARM_UP = 3
 """Steps before the first that is timed: memory is allocated and libraries are set up in them."""
 
+BARE = "bare"
+DP = "DataParallel"
+DP_LOSSES = "DataParallel, loss on replicas"
+DDP = "DistributedDataParallel"
 COLUMNS = ("", "processes", "outputs gathered on", "through main device", "step", "memory")
 
 
@@ -85,16 +88,6 @@ class _Task:
         torch.autograd.backward(loss)
 
 
-class _Contestant(NamedTuple):
-    """One way to train, ready to."""
-
-    model: nn.Module
-    forward_and_backward: Callable[[], Any]
-    device: Any
-    gathered_on: str
-    main_device_bytes: int = 0
-
-
 def compare(
     module: nn.Module,
     batch: Any,
@@ -132,16 +125,7 @@ def compare(
         gpus = _count_accelerators()
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
     task = _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
-    return EngineComparison(
-        [
-            _measure("bare", task, 1, _bare),
-            _measure("DataParallel", task, 1, partial(_replicas, on_replicas=False)),
-            _measure(
-                "DataParallel, loss on replicas", task, 1, partial(_replicas, on_replicas=True)
-            ),
-            _measure("DistributedDataParallel", task, len(device_ids), _rank),
-        ]
-    )
+    return EngineComparison([_measure(name, task) for name in (BARE, DP, DP_LOSSES, DDP)])
 
 
 def _count_accelerators() -> int:
@@ -167,103 +151,84 @@ def _mean_square(output: Any, *_targets: Any) -> Tensor:
     return torch.stack([value.to(found[0].device) for value in found]).sum()
 
 
-def _measure(
-    name: str, task: _Task, processes: int, prepare: Callable[[_Task, ExitStack], _Contestant]
-) -> EngineCost:
+def _measure(name: str, task: _Task) -> EngineCost:
     from paceline.launcher import count_cores, launch
 
-    def train() -> dict[str, Any]:
-        with ExitStack() as stack:
-            return _time(prepare(task, stack), task.steps)
-
+    processes = len(task.device_ids) if name == DDP else 1
     threads = max(1, count_cores() // processes)
+    train = partial(_train_rank, task) if name == DDP else partial(_train_here, task, name)
     ranks = launch(train, workers=processes, threads=threads, label=False)
     memory = {
-        name if processes == 1 else f"{name} of rank {number}": used
+        device if processes == 1 else f"{device} of rank {number}": used
         for number, rank in enumerate(ranks)
-        for name, used in rank["memory_bytes"].items()
+        for device, used in rank["memory_bytes"].items()
     }
+    step_s = max(rank["step_s"] for rank in ranks)
+    first = ranks[0]
     return EngineCost(
-        name=name,
-        processes=processes,
-        gathered_on=ranks[0]["gathered_on"],
-        main_device_bytes=ranks[0]["main_device_bytes"],
-        step_s=max(rank["step_s"] for rank in ranks),
-        memory_bytes=memory,
+        name, processes, first["gathered_on"], first["main_device_bytes"], step_s, memory
     )
 
 
-def _bare(task: _Task, _stack: ExitStack) -> _Contestant:
-    from paceline.dp.devices import find_devices
-
-    device = find_devices(task.device_ids)[0].device
-    args, targets = _on(device, (task.args, task.targets))
-    model = task.module.to(device)
-    return _Contestant(model, lambda: task.backward(model(*args), targets), device, "-")
-
-
-def _replicas(task: _Task, _stack: ExitStack, *, on_replicas: bool) -> _Contestant:
+def _train_here(task: _Task, name: str) -> dict[str, Any]:
+    """Without an engine, or with replicas in threads."""
     from paceline.dp import DataParallel
     from paceline.dp.devices import find_devices
 
     first = find_devices(task.device_ids)[0]
     args, targets = _on(first.device, (task.args, task.targets))
-    model = DataParallel(task.module.to(first.device), task.device_ids)
-    moved = _count_moved_bytes(task, model, on_replicas=on_replicas)
-
-    def forward_and_backward() -> None:
-        if on_replicas:
-            model.backward(task.loss_fn, args, targets)
-        else:
-            task.backward(model(*args), targets)
-
-    where = "none, only losses" if on_replicas else first.name
-    return _Contestant(model, forward_and_backward, first.device, where, moved)
+    module = task.module.to(first.device)
+    if name == BARE:
+        return _time(task, module, lambda: task.backward(module(*args), targets), "-")
+    model = DataParallel(module, task.device_ids)
+    moved = _count_moved_bytes(task, model, on_replicas=name == DP_LOSSES)
+    if name == DP_LOSSES:
+        step = partial(model.backward, task.loss_fn, args, targets)
+        return _time(task, model, step, "none, only losses", moved)
+    return _time(task, model, lambda: task.backward(model(*args), targets), first.name, moved)
 
 
-def _rank(task: _Task, stack: ExitStack) -> _Contestant:
+def _train_rank(task: _Task) -> dict[str, Any]:
     import paceline
     from paceline.dp.devices import ReplicaDevice
     from paceline.dp.scatter import scatter
 
-    world = stack.enter_context(paceline.init_process_group())
-    devices = [ReplicaDevice(str(world.device), world.device)] * world.size
-    chunks = scatter(task.args, {}, devices, targets=task.targets)
-    own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
-    model = paceline.DistributedDataParallel(task.module.to(world.device))
-    return _Contestant(
-        model,
-        lambda: task.backward(model(*own.args), own.targets),
-        world.device,
-        "none, each rank keeps its own",
-    )
+    with paceline.init_process_group() as world:
+        devices = [ReplicaDevice(str(world.device), world.device)] * world.size
+        chunks = scatter(task.args, {}, devices, targets=task.targets)
+        own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
+        model = paceline.DistributedDataParallel(task.module.to(world.device))
+        where = "none, each rank keeps its own"
+        return _time(task, model, lambda: task.backward(model(*own.args), own.targets), where)
 
 
-def _time(contestant: _Contestant, steps: int) -> dict[str, Any]:
+def _time(
+    task: _Task, model: nn.Module, step: Callable[[], Any], where: str, moved: int = 0
+) -> dict[str, Any]:
     """Take the steps, and report what they cost as plain data."""
     import torch
 
-    device = contestant.device
     before = _private_bytes()
-    trained = [param for param in contestant.model.parameters() if param.requires_grad]
+    trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-6)
+    kind = next((param.device.type for param in trained), "cpu")
     times = []
-    for _ in range(WARM_UP + steps):
+    for _ in range(WARM_UP + task.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        contestant.forward_and_backward()
+        step()
         optimizer.step()
-        if device.type != "cpu":
+        if kind != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
     memory = {"cpu": max(0, _private_bytes() - before)}
-    if device.type == "cuda":
+    if kind == "cuda":
         used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
         memory = {f"cuda:{i}": number for i, number in enumerate(used) if number}
     return {
         "step_s": statistics.median(times[WARM_UP:]),
-        "gathered_on": contestant.gathered_on,
-        "main_device_bytes": contestant.main_device_bytes,
+        "gathered_on": where,
+        "main_device_bytes": moved,
         "memory_bytes": memory,
     }
 

@@ -137,10 +137,9 @@ class Observer:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
 
 
-def begin(membership: Any, device: torch.device) -> Observer | None:
+def begin(membership: Membership, device: torch.device) -> Observer | None:
     """Observe a model of this rank, as far as anybody wants to know."""
     wishes = env.read_observation()
-    membership = Membership.of(membership)
     rank, size = membership.rank, membership.size
     if wishes.trace_step and rank == 0 and not _asked_in_vain:
         _asked_in_vain.append(True)

@@ -30,8 +30,6 @@ SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 INFO_LIMIT_BYTES = 2**20
 LINE_LIMIT_BYTES = 2**20
-READ_LIMIT_BYTES = 16 * 2**20
-"""The most one call of `EventReader.read` takes from a file; the next call goes on there."""
 
 Event = dict[str, Any]
 """A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
@@ -128,7 +126,8 @@ def write_info(folder: RunFolder, info: RunInfo) -> None:
 def read_info(folder: RunFolder) -> RunInfo | None:
     """What `run.json` says, or None where there is none; keys it should not have are ignored."""
     try:
-        value = json.loads(_read_file(folder.info, INFO_LIMIT_BYTES))
+        with open_plain(folder.info) as file:
+            value = json.loads(file.read(INFO_LIMIT_BYTES))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
@@ -192,26 +191,6 @@ class EventWriter:
         return self._file
 
 
-class EventReader:
-    """Reads the events of one rank as they come; remembers where it stopped."""
-
-    def __init__(self, folder: RunFolder, rank: int) -> None:
-        self._path = folder.events_of(rank)
-        self._offset = 0
-
-    def read(self) -> list[Event]:
-        """The events since the last call. Half a line at the end waits for its other half."""
-        try:
-            data = _read_file(self._path, READ_LIMIT_BYTES, self._offset)
-        except FileNotFoundError:
-            return []
-        end = data.rfind(b"\n") + 1
-        if end == 0 and len(data) > LINE_LIMIT_BYTES:
-            end = len(data)  # no line of ours is so long
-        self._offset += end
-        return [event for line in data[:end].splitlines() if (event := parse_event(line))]
-
-
 def parse_event(line: bytes) -> Event | None:
     """One line as an event, or None where it is torn, foreign or too long."""
     if len(line) > LINE_LIMIT_BYTES:
@@ -243,11 +222,8 @@ def stream_events(folder: RunFolder, rank: int) -> Iterator[Event | None]:
 
 def read_events(folder: RunFolder) -> list[Event]:
     """All events of all ranks so far, in the order of their times."""
-    found: list[Event] = []
-    for rank in folder.event_ranks():
-        reader = EventReader(folder, rank)
-        while events := reader.read():
-            found += events
+    streams = [stream_events(folder, rank) for rank in folder.event_ranks()]
+    found = [event for stream in streams for event in stream if event is not None]
     return sorted(found, key=lambda event: event["t"])
 
 
@@ -310,12 +286,6 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(file, "rb")
 
 
-def _read_file(path: Path, limit: int, offset: int = 0) -> bytes:
-    with open_plain(path) as file:
-        file.seek(offset)
-        return file.read(limit)
-
-
 def _plain(value: Any) -> Any:
     """A value as strict JSON can say it."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -339,6 +309,6 @@ def _restored(value: Any) -> Any:
 
 
 # Note [What a restart undoes]
-# A run that was killed goes on from its last checkpoint, which may be some steps back. Those steps
-# are trained again, and their events are written again behind the old ones. So an event `start` of
-# rank 0 with step s undoes every earlier event of any rank whose step is above s.
+# A run that was killed continues from its last checkpoint, some steps back. Those steps are trained
+# again, and their events are written again behind the old ones. So an event `start` of rank 0 with
+# step s undoes every earlier event of any rank whose step is above s.

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.errors import UsageError
 from paceline.observe.phases import Phase
@@ -120,14 +120,8 @@ def mark(name: str, at_ns: int | None = None, **facts: Any) -> None:
         _recorder.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
 
 
-class _Span(NamedTuple):
-    """One span, or an instant where `end_ns` is None."""
-
-    name: str
-    begin_ns: int
-    end_ns: int | None
-    lane: int
-    facts: Facts | None
+_Span = tuple[str, int, int | None, int, Facts | None]
+"""Name, begin, end (None for an instant), lane, facts."""
 
 
 class SpanRecorder:
@@ -150,7 +144,7 @@ class SpanRecorder:
         self._queue_limit = queue_limit
         self._count = 0
         self._begun_ns = now_ns()
-        self._call_ns = _measure_call_ns()
+        self._call_ns = self._measure_call_ns()
         self._writer_ns = 0
         self._bytes = 0
         self._file: int | None = open_for_appending(self.path)
@@ -161,7 +155,7 @@ class SpanRecorder:
 
     def add(self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None) -> None:
         """Queue one span of the engine; the writer turns it into text later."""
-        self._put(_Span(name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
+        self._put((name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
 
     def add_own(
         self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None
@@ -174,13 +168,22 @@ class SpanRecorder:
             trains = thread == self._thread_id
             label = OWN_SPANS if trains else threading.current_thread().name
             self._note("thread_name", {"name": label}, lane)
-        self._put(_Span(name, begin_ns, end_ns, lane, facts))
+        self._put((name, begin_ns, end_ns, lane, facts))
 
     def _put(self, span: _Span) -> None:
         if len(self._queue) < self._queue_limit:
             self._queue.append(span)
         else:
             self._dropped += 1
+
+    def _measure_call_ns(self) -> int:
+        """What one `add` costs the thread that calls it, here and now."""
+        before = now_ns()
+        for _ in range(_CALIBRATION_CALLS):
+            self.add(Phase.FORWARD, now_ns(), now_ns())
+        self._queue.clear()
+        self._dropped = 0
+        return (now_ns() - before) // _CALIBRATION_CALLS
 
     def set_clock(self, offset_ns: int, error_ns: int) -> None:
         """Say that rank 0's clock shows this much more, give or take `error_ns`."""
@@ -300,17 +303,6 @@ def open_for_appending(path: Path) -> int:
     os.lseek(fd, end, os.SEEK_SET)
     os.write(fd, b",\n" if whole else b"[\n")
     return fd
-
-
-def _measure_call_ns() -> int:
-    """What one `add` costs the thread that calls it, here and now."""
-    queue: deque[_Span] = deque()
-    before = now_ns()
-    for _ in range(_CALIBRATION_CALLS):
-        lane = LANE_BY_NAME["forward"]
-        if len(queue) < _QUEUE_LIMIT:
-            queue.append(_Span("forward", now_ns(), now_ns(), lane, None))
-    return (now_ns() - before) // _CALIBRATION_CALLS
 
 
 def _text(span: _Span, rank: int) -> str:

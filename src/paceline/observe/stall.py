@@ -1,9 +1,9 @@
 """A rank that makes no progress says so, says where it is, and finds out whom it waits for.
 
-Each process has one thread that looks at its stopwatches now and then. When one has stood still for
-too long, the thread prints step, bucket and the line of Python the rank is at, leaves the same in
-the group's store, and reads there what the others left. Whoever waits for a sum waits for the
-ranks that do not: those say where they are, and one that says nothing is stopped or gone.
+A thread looks at the rank's stopwatch now and then. When that has stood still for too long, it
+prints step, bucket and the line of Python the rank is at, leaves the same in the group's store, and
+reads there what the others left. Whoever waits for a sum waits for the ranks that do not: those say
+where they are, and one that says nothing is stopped or gone.
 """
 
 from __future__ import annotations
@@ -141,6 +141,13 @@ class StallWatch:
         self._clock = clock
         self._said_at_ns: int | None = None
 
+    def run(self) -> None:
+        """Look now and then, as long as there is something to look at."""
+        pause = threading.Event()
+        while self.watch() is not None:
+            self.look()
+            pause.wait(min(1.0, max(0.02, self.timeout_s / 8)))
+
     def look(self) -> None:
         """Speak if there has been no progress, or if there is some again."""
         watch = self.watch()
@@ -237,49 +244,11 @@ def _describe(awaited: Awaited, rank: int) -> str:
 def begin(
     watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
 ) -> None:
-    """Watch this rank's progress from now on, on the one thread for all stopwatches."""
-    global _thread
-    with _lock:
-        if any(each.watch() is watch for each in _watched):
-            return
-        _watched.append(StallWatch(watch, timeout_s, print_line=print_line))
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_run, name="paceline stalls", daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    """Look at all that is watched; end when nothing is left."""
-    global _thread
-    pause = threading.Event()
-    while True:
-        with _lock:
-            _watched[:] = [each for each in _watched if each.watch() is not None]
-            current = list(_watched)
-            if not current:
-                _thread = None
-                return
-        for each in current:
-            each.look()
-        period = min(each.timeout_s for each in current) / 8
-        del current
-        pause.wait(min(1.0, max(0.02, period)))
-
-
-_lock = threading.Lock()
-_watched: list[StallWatch] = []
-_thread: threading.Thread | None = None
-
-
-def _forget() -> None:
-    """In a forked child nobody trains, and the thread is not there."""
-    global _lock, _thread
-    _lock = threading.Lock()
-    _thread = None
-    _watched.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+    """Look after a stopwatch from now on, on a thread that ends with it."""
+    if watch.stalls is None:
+        watch.stalls = StallWatch(watch, timeout_s, print_line=print_line)
+        thread = threading.Thread(target=watch.stalls.run, name="paceline stalls", daemon=True)
+        thread.start()
 
 
 def _print_to_stderr(line: str) -> None:

@@ -71,7 +71,9 @@ class Stopwatch:
         self.membership: Callable[[], Membership | None] = lambda: None
         """In which group it is now; a weak reference, because the group keeps the stopwatch."""
         self.detector: Any = None
-        """The `StragglerDetector` that compares it with the other ranks', if there is one."""
+        """The `StragglerDetector` that compares it with the other ranks', if there is one, ..."""
+        self.stalls: Any = None
+        """... and the `StallWatch` that notices when it stands still."""
         self.finished: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self._clock = clock
         self._accounted_ns = self.since_ns
