@@ -11,6 +11,7 @@ import pytest
 
 from paceline.checkpoint.directory import (
     Entry,
+    Manifest,
     _hash,
     find_entry,
     list_entries,
@@ -36,11 +37,13 @@ def kept(
     metrics: list[float | None], *, keep: int = 2, best: int = 1, better: Any = "lower"
 ) -> list[int]:
     """Which of the saves with these metrics stay; "damaged" ones are given as -1."""
-    entries = {Entry(Path(f"{i}"), i, i): metric for i, metric in enumerate(metrics)}
-    damaged = [entry for entry, metric in entries.items() if metric == -1]
-    sound = {entry: metric for entry, metric in [*entries.items()][::-1] if metric != -1}
-    gone = plan_removals(sound, damaged, keep=keep, keep_best=best, better=better)
-    return [entry.step for entry in entries if entry not in gone]
+    found = [
+        (Entry(Path(f"{i}"), i, i), Manifest(i, 0.0, metric, {}, {}))
+        for i, metric in enumerate(metrics)
+    ]
+    damaged = [entry.name for entry, manifest in found if manifest.metric == -1]
+    gone = plan_removals(found[::-1], damaged, keep=keep, keep_best=best, better=better)
+    return [entry.step for entry, _ in found if entry not in gone]
 
 
 @pytest.mark.parametrize(

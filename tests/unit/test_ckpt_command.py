@@ -18,7 +18,7 @@ from torch import nn
 from paceline.checkpoint import Checkpoints, load_weights
 from paceline.checkpoint.command import VERBS
 from paceline.checkpoint.directory import list_entries
-from paceline.checkpoint.safetensors import read_tensors, write_tensors
+from paceline.checkpoint.formats import read_tensors, write_tensors
 from paceline.cli import main
 
 # Change this on purpose only: scripts of users depend on it.

@@ -19,7 +19,7 @@ import paceline
 from paceline import load_weights
 from paceline.checkpoint import Checkpoints, CheckpointWarning
 from paceline.checkpoint.directory import list_entries
-from paceline.checkpoint.safetensors import write_tensors
+from paceline.checkpoint.formats import write_tensors
 from paceline.errors import CheckpointError, UsageError, WeightsError
 
 

@@ -16,23 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import directory
-from paceline.checkpoint.directory import (
-    SKELETON,
-    TEMPORARY,
-    TENSORS,
-    Entry,
-    Manifest,
-    find_entry,
-    find_folder,
-    finite_json,
-    list_entries,
-    list_manifests,
-    open_checkpoint,
-)
-from paceline.checkpoint.files import open_file
+from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_folder
+from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
-from paceline.checkpoint.safetensors import Header, Place, read_header
 from paceline.comm.codec import put_together
+from paceline.comm.safetensors import Header, Place, read_header
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.units import bytes_text, count_text, table_lines
 
@@ -107,8 +95,8 @@ def ls(args: argparse.Namespace) -> int:
     folder = find_folder(Path(args.folder))
     if not folder.is_dir():
         raise UsageError(f"There is no folder {args.folder!r}.")
-    found = list_manifests(folder)[::-1]
-    unfinished = sum(path.name.startswith(TEMPORARY) for path in folder.iterdir())
+    found = directory.list_manifests(folder)[::-1]
+    unfinished = sum(path.name.startswith(directory.TEMPORARY) for path in folder.iterdir())
     if args.json:
         rows = [_row(entry, manifest) for entry, manifest in found]
         print_json({"folder": str(folder), "checkpoints": rows, "unfinished": unfinished})
@@ -186,14 +174,14 @@ def show(args: argparse.Namespace) -> int:
 
 def _look(entry: Entry) -> tuple[Manifest, Header, dict[str, Any]]:
     """A checkpoint's descriptions, a few kilobytes whatever its size; its files must agree."""
-    with open_checkpoint(entry) as checkpoint:
+    with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()
-        with checkpoint.open(TENSORS) as (file, path):
-            header, _ = read_header(file, path)
+        with checkpoint.open(directory.TENSORS) as (file, path):
+            header, _ = read_header(file, size_of(file), path, CheckpointError)
     state = put_together(
         skeleton,
         header.places,
-        entry.path / SKELETON,
+        entry.path / directory.SKELETON,
         CheckpointError,
         lambda kind, parts: parts[0] if kind == "bytes" else f"{kind} {str(parts)[1:-1]}",
     )
@@ -205,7 +193,7 @@ def _header_of(path: Path) -> Header:
     """A safetensors file's header, or what it would be for a file that only torch can read."""
     if format_of(path) is SAFETENSORS:
         with open_file(path) as file:
-            return read_header(file, path)[0]
+            return read_header(file, size_of(file), path, CheckpointError)[0]
     from paceline.checkpoint.convert import header_of_torch_file
 
     return header_of_torch_file(path)
@@ -220,7 +208,8 @@ def verify(args: argparse.Namespace) -> int:
     path = Path(args.path)
     problem_by_path: dict[str, str | None] = {}
     if path.is_dir():
-        entries = [] if (path / directory.MANIFEST).exists() else list_entries(find_folder(path))
+        is_one = (path / directory.MANIFEST).exists()
+        entries = [] if is_one else directory.list_entries(find_folder(path))
         for entry in entries or [find_entry(path)]:
             problem_by_path[str(entry.path)] = None
             try:
@@ -247,7 +236,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(finite_json(value), indent=2, allow_nan=False))
+    print(json.dumps(directory.finite_json(value), indent=2, allow_nan=False))
 
 
 def print_table(rows: Sequence[Sequence[str]], limit: int = sys.maxsize) -> None:

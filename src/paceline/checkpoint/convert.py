@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoint import formats, weights
 from paceline.checkpoint.command import (
     SHOWN,
     add_json,
@@ -21,23 +22,8 @@ from paceline.checkpoint.command import (
     print_table,
     printable,
 )
-from paceline.checkpoint.formats import (
-    SAFETENSORS,
-    flatten,
-    format_to_write,
-    is_state_dict,
-    read_state,
-    write_state,
-)
-from paceline.checkpoint.safetensors import Header, plan_file
-from paceline.checkpoint.weights import (
-    clean_names,
-    describe_renames,
-    find_weights,
-    find_wrappers,
-    without_wrappers,
-)
-from paceline.comm.codec import dtype_name, is_storable
+from paceline.checkpoint.formats import flatten, read_state
+from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
 from paceline.errors import UsageError
 from paceline.observe.units import count_text
 
@@ -120,9 +106,9 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     out = Path(args.out)
     _check_out(out, args.force)
-    weights, renamed, where = _clean_weights(Path(args.path), args.step)
-    write_state(out, weights)
-    print(f"{count_text(len(weights), 'tensor')} from {args.path}{where} written to {out}")
+    tensors, renamed, where = _clean_weights(Path(args.path), args.step)
+    formats.write_state(out, tensors)
+    print(f"{count_text(len(tensors), 'tensor')} from {args.path}{where} written to {out}")
     _print_renames(renamed)
     return 0
 
@@ -153,11 +139,12 @@ def clean(args: argparse.Namespace) -> int:
     out = path if args.in_place else Path(args.out or path.with_suffix(f".clean{path.suffix}"))
     _check_out(out, args.force or args.in_place)
     state = read_state(path)
-    find_weights(state, path)  # an error where there are none
+    weights.find_weights(state, path)  # an error where there are none
     renamed: dict[str, str] = {}
     cleaned = _cleaned(state, args.keep, renamed)
-    is_weights_alone = format_to_write(out) is SAFETENSORS
-    write_state(out, find_weights(cleaned, path)[0] if is_weights_alone else cleaned)
+    if formats.format_to_write(out) is formats.SAFETENSORS:  # has room for weights alone
+        cleaned, _ = weights.find_weights(cleaned, path)
+    formats.write_state(out, cleaned)
     print(f"{count_text(len(renamed), 'name')} changed, written to {out}")
     _print_renames(renamed)
     if not renamed:
@@ -173,37 +160,37 @@ def header_of_torch_file(path: Path) -> Header:
 
 def _clean_weights(path: Path, step: int | None) -> tuple[Any, dict[str, str], str]:
     """A file's weights under bare names, what was renamed, and where in the file they were."""
-    weights, where = find_weights(read_state(path, step), path)
+    tensors, where = weights.find_weights(read_state(path, step), path)
     renamed: dict[str, str] = {}
     if not path.is_dir():  # in our own checkpoints a `module` is the model's
-        weights = _cleaned(weights, (), renamed)
-    return weights, renamed, where
+        tensors = _cleaned(tensors, (), renamed)
+    return tensors, renamed, where
 
 
 def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
     """The same nested state with bare names in every state dict of it; notes what it renames."""
-    if not is_state_dict(value):
+    if not formats.is_state_dict(value):
         if not isinstance(value, Mapping):
             return value
         return {key: _cleaned(each, keep, renamed) for key, each in value.items()}
-    names = clean_names(value.keys(), keep)
+    names = weights.clean_names(value.keys(), keep)
     renamed.update({old: new for old, new in names.items() if old != new})
     cleaned: Any = type(value)((names[old], each) for old, each in value.items())
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
-        wrappers = find_wrappers(value.keys(), keep)
+        wrappers = weights.find_wrappers(value.keys(), keep)
         cleaned._metadata = OrderedDict(
-            (without_wrappers(old, wrappers), each) for old, each in versions.items()
+            (weights.without_wrappers(old, wrappers), each) for old, each in versions.items()
         )
     return cleaned
 
 
 def _print_renames(renamed: Mapping[str, str]) -> None:
-    for line in describe_renames(renamed):
+    for line in weights.describe_renames(renamed):
         print(printable(f"  {line}"))
 
 
 def _check_out(out: Path, may_replace: bool) -> None:
-    format_to_write(out)
+    formats.format_to_write(out)
     if out.exists() and not may_replace:
         raise UsageError(f"{out} is there already.", advice="Name another file, or pass --force.")

@@ -25,18 +25,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.files import (
-    CREATE_FLAGS,
-    FOLDER_FLAGS,
-    open_file,
-    open_folder,
-    read_bounded,
-    sync_folder,
-    write_fully,
-)
+from paceline.checkpoint import files
+from paceline.checkpoint.files import open_file, open_folder, read_bounded, size_of
 from paceline.comm.codec import MAX_SKELETON_BYTES
 from paceline.errors import CheckpointError, UsageError
 
@@ -46,7 +40,6 @@ SKELETON = "state.json"
 TEMPORARY = ".tmp-"
 FORMAT, VERSION = "paceline checkpoint", 1
 MAX_MANIFEST_BYTES = 4 * 2**20
-_HASH_BYTES = 4 * 2**20
 # Where locks do not work, as on some network drives, only age tells the dead from the living.
 _ABANDONED_AFTER_S = 24 * 3600
 
@@ -78,7 +71,7 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Entry:
     """One published checkpoint, whether sound or not."""
 
@@ -158,13 +151,14 @@ class OpenCheckpoint:
             )
 
     @contextmanager
-    def open(self, name: str) -> Iterator[tuple[int, Path]]:
+    def open(self, name: str) -> Iterator[tuple[BufferedIOBase, Path]]:
         """One of its files, if it has the size that the manifest states."""
         path, stated = self.entry.path / name, self.manifest.files[name].bytes
         with open_file(path, self._folder) as file:
-            size = os.fstat(file).st_size
-            if size != stated:
-                raise CheckpointError(f"{path} has {size:,} bytes; it was written with {stated:,}.")
+            if size_of(file) != stated:
+                raise CheckpointError(
+                    f"{path} has {size_of(file):,} bytes; it was written with {stated:,}."
+                )
             yield file, path
 
     def read_skeleton(self) -> bytes:
@@ -199,9 +193,7 @@ def verify(entry: Entry) -> Manifest:
     with open_checkpoint(entry) as checkpoint:
         for name in checkpoint.manifest.files:
             with checkpoint.open(name) as (file, _):
-                digest = hashlib.sha256()
-                while data := os.read(file, _HASH_BYTES):
-                    digest.update(data)
+                digest = hashlib.file_digest(file, "sha256")
             checkpoint.compare(name, digest.hexdigest())
         return checkpoint.manifest
 
@@ -209,7 +201,7 @@ def verify(entry: Entry) -> Manifest:
 def publish(
     folder: Path,
     step: int,
-    files: Mapping[str, Sequence[bytes | memoryview]],
+    contents: Mapping[str, Sequence[bytes | memoryview]],
     *,
     metric: float | None,
     facts: dict[str, Any],
@@ -217,11 +209,11 @@ def publish(
     """Write a checkpoint so that it is there as a whole or not at all."""
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
-        sync_folder(folder.parent)
-    _check_room(folder, sum(len(piece) for pieces in files.values() for piece in pieces))
+        files.sync_folder(folder.parent)
+    _check_room(folder, sum(len(piece) for pieces in contents.values() for piece in pieces))
     temporary, inside = _make_temporary(folder)
     try:
-        written = {name: _write(inside, name, pieces) for name, pieces in files.items()}
+        written = {name: _write(inside, name, pieces) for name, pieces in contents.items()}
         manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
         _write(inside, MANIFEST, [_write_manifest(manifest)])
         os.fsync(inside)
@@ -231,7 +223,7 @@ def publish(
         raise
     finally:
         os.close(inside)
-    sync_folder(folder)
+    files.sync_folder(folder)
     return entry, manifest
 
 
@@ -265,26 +257,36 @@ def sweep(folder: Path) -> None:
 
 
 def plan_removals(
-    metrics: Mapping[Entry, float | None],
-    damaged: Collection[Entry],
+    found: Sequence[tuple[Entry, Manifest | CheckpointError]],
+    damaged: Collection[str],
     *,
     keep: int,
     keep_best: int,
     better: Literal["lower", "higher"],
 ) -> list[Entry]:
-    """Which checkpoints go: not the newest sound ones, nor the best of them.
+    """Which of the checkpoints found go: not the newest sound ones, nor the best of them.
 
-    `metrics` has the sound ones, newest first. Damaged ones count for nothing, so they never push
-    a sound one out; those among the kept newest ones stay, for somebody to look at.
+    Damaged ones, also those named in `damaged`, count for nothing, so they never push a sound one
+    out; those among the kept newest ones stay, for somebody to look at.
     """
+    metric_by_entry = {
+        entry: manifest.metric
+        for entry, manifest in found
+        if isinstance(manifest, Manifest) and entry.name not in damaged
+    }
     sign = 1 if better == "lower" else -1
-    rated = [e for e, metric in metrics.items() if metric is not None and not math.isnan(metric)]
-    rated.sort(key=lambda entry: (sign * (metrics[entry] or 0.0), -entry.serial))
-    newest = list(metrics)[:keep]
-    stay = {*newest, *rated[:keep_best]}
+    rated = [
+        (sign * metric, -entry.serial, entry)
+        for entry, metric in metric_by_entry.items()
+        if metric is not None and not math.isnan(metric)
+    ]
+    newest = list(metric_by_entry)[:keep]
+    stay = {*newest, *(entry for _, _, entry in sorted(rated)[:keep_best])}
     oldest = newest[-1].serial if newest else 0
-    return [entry for entry in metrics if entry not in stay] + [
-        entry for entry in damaged if entry.serial < oldest
+    return [
+        entry
+        for entry, _ in found
+        if entry not in stay and (entry in metric_by_entry or entry.serial < oldest)
     ]
 
 
@@ -301,7 +303,7 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
         path = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.mkdir(path, 0o700)
         with suppress(FileNotFoundError):  # another saver has swept it already
-            inside = os.open(path, FOLDER_FLAGS)
+            inside = os.open(path, files.FOLDER_FLAGS)
             # The kernel drops the lock when this process dies: then `sweep` removes the folder.
             with suppress(OSError):
                 fcntl.flock(inside, fcntl.LOCK_EX)
@@ -312,10 +314,10 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
 
 def _write(folder: int, name: str, pieces: Sequence[bytes | memoryview]) -> FileFacts:
     digest, size = hashlib.sha256(), 0
-    file = os.open(name, CREATE_FLAGS, 0o600, dir_fd=folder)
+    file = os.open(name, files.CREATE_FLAGS, 0o600, dir_fd=folder)
     try:
         for piece in pieces:
-            write_fully(file, piece)
+            files.write_fully(file, piece)
             # Both calls let other threads run for as long as they take.
             digest.update(piece)
             size += len(piece)

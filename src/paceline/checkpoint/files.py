@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from pathlib import Path
 
 from paceline.errors import CheckpointError
@@ -31,7 +32,7 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
-def open_file(path: Path, folder: int | None = None) -> Iterator[int]:
+def open_file(path: Path, folder: int | None = None) -> Iterator[BufferedIOBase]:
     """An open file. What is not a plain file, such as a pipe, is refused.
 
     With the open `folder` it lies in, a link is refused too; without, the user has named it.
@@ -43,12 +44,15 @@ def open_file(path: Path, folder: int | None = None) -> Iterator[int]:
             file = os.open(path.name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
         raise _unreadable(path, error, refuses_links=folder is not None) from error
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise CheckpointError(f"{path} is not a plain file.")
-        yield file
-    finally:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
+        raise CheckpointError(f"{path} is not a plain file.")
+    with open(file, "rb") as stream:
+        yield stream
+
+
+def size_of(file: BufferedIOBase) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 @contextmanager
@@ -70,24 +74,14 @@ def _unreadable(path: Path, error: OSError, refuses_links: bool) -> CheckpointEr
     return CheckpointError(f"{path} cannot be read: {reason}.")
 
 
-def read_bounded(file: int, limit_bytes: int, path: Path) -> bytes:
+def read_bounded(file: BufferedIOBase, limit_bytes: int, path: Path) -> bytes:
     """All bytes of an open file, unless they are more than allowed."""
-    size = os.fstat(file).st_size
-    if size > limit_bytes:
+    if size_of(file) > limit_bytes:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, more than the {limit_bytes:,} allowed.",
+            f"{path} has {size_of(file):,} bytes, more than the {limit_bytes:,} allowed.",
             advice="It is damaged, or it was not written by paceline.",
         )
-    return read_up_to(file, size)
-
-
-def read_up_to(file: int, count: int) -> bytes:
-    """The next `count` bytes of an open file, or what is left of it."""
-    parts = []
-    while count > 0 and (part := os.read(file, count)):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+    return file.read(limit_bytes)
 
 
 def write_fully(file: int, data: bytes | memoryview) -> None:

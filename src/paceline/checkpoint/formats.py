@@ -13,12 +13,16 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from paceline.checkpoint.directory import find_entry, find_folder
-from paceline.checkpoint.files import open_file, read_up_to, replace_file
-from paceline.checkpoint.safetensors import LENGTH_BYTES, read_tensors, write_tensors
+from paceline.checkpoint.files import open_file, replace_file, size_of, write_fully
+from paceline.comm import safetensors
+from paceline.comm.safetensors import LENGTH_BYTES, as_plain, is_storable, memory_of, plan_file
 from paceline.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ def read_state(path: Path, step: int | None = None) -> Any:
 def format_of(path: Path) -> Format:
     """Which format a file has; one that we cannot read is refused."""
     with open_file(path) as file:
-        start = read_up_to(file, LENGTH_BYTES + 1)
+        start = file.read(LENGTH_BYTES + 1)
     for each in FORMATS:
         if each.begins(start):
             return each
@@ -103,11 +107,30 @@ def _read_checkpoint(path: Path, step: int | None) -> Any:
     return None if saved is None else saved.state
 
 
-def _write_safetensors(path: Path, state: Any) -> None:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file."""
+    with open_file(path) as file:
+        return safetensors.read_tensors(file, size_of(file), path, CheckpointError)
+
+
+def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the tensors of a state dict as a safetensors file, as a whole or not at all."""
     from torch import Tensor
 
     tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
-    write_tensors(path, tensors, {"format": "pt"})
+    for name, tensor in tensors.items():
+        if not is_storable(tensor):
+            raise UsageError(
+                f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which "
+                "cannot be written.",
+                advice="Use a dense tensor with memory.",
+            )
+    plan = plan_file(tensors, {"format": "pt"})
+    with replace_file(path) as file:
+        write_fully(file, plan.prefix)
+        for tensor in plan.tensors:
+            plain = as_plain(tensor)
+            write_fully(file, memory_of(plain))
 
 
 def _read_zip(path: Path) -> Any:
@@ -194,7 +217,7 @@ SAFETENSORS = Format(
     (".safetensors",),
     lambda start: start[LENGTH_BYTES:] == b"{",
     read_tensors,
-    _write_safetensors,
+    write_tensors,
 )
 FORMATS = [
     Format(

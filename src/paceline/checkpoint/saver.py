@@ -23,24 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.directory import (
-    SKELETON,
-    TENSORS,
-    Entry,
-    Manifest,
-    find_entry,
-    list_entries,
-    list_manifests,
-    open_checkpoint,
-    plain_facts,
-    plan_removals,
-    publish,
-    remove,
-    sweep,
-)
-from paceline.checkpoint.files import BLOCK_BYTES
-from paceline.checkpoint.safetensors import FilePlan, plan_file, read_open_file
-from paceline.comm.codec import memory_of, put_together, take_apart
+from paceline.checkpoint import directory
+from paceline.checkpoint.directory import SKELETON, TENSORS, Entry
+from paceline.checkpoint.files import BLOCK_BYTES, size_of
+from paceline.comm.codec import put_together, take_apart
+from paceline.comm.safetensors import FilePlan, memory_of, plan_file, read_tensors
 from paceline.errors import CheckpointError, UsageError
 
 FEWEST_KEPT = 2
@@ -131,7 +118,7 @@ class Checkpoints:
         step = operator.index(step)
         if not 0 <= step <= LARGEST_STEP:
             raise UsageError(f"The step {step} cannot be saved.", advice="Steps count from 0.")
-        said = plain_facts(facts)
+        said = directory.plain_facts(facts)
         self.wait()
         tensors, skeleton = take_apart(state, "state", UsageError)
         try:
@@ -173,9 +160,9 @@ class Checkpoints:
         """
         self.wait()
         if step is not None:
-            return read_entry(find_entry(self.folder, step))
+            return read_entry(directory.find_entry(self.folder, step))
         for _ in range(_LISTINGS):
-            entries = list_entries(self.folder)
+            entries = directory.list_entries(self.folder)
             for entry in entries:
                 try:
                     return read_entry(entry)
@@ -224,8 +211,10 @@ class Checkpoints:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             with suppress(OSError):
-                sweep(self.folder)
-            entry, manifest = publish(self.folder, step, files, metric=metric, facts=facts)
+                directory.sweep(self.folder)
+            entry, manifest = directory.publish(
+                self.folder, step, files, metric=metric, facts=facts
+            )
         except Exception as error:
             self._note_failure(step, _reason(error))
             return
@@ -235,24 +224,18 @@ class Checkpoints:
         )
         self.problem = None
         try:
-            self._remove_old()
+            for old in directory.plan_removals(
+                directory.list_manifests(self.folder),
+                self._damaged,
+                keep=self._keep,
+                keep_best=self._keep_best,
+                better=self._better,
+            ):
+                directory.remove(old)
         except Exception as error:
             self.problem = f"Old checkpoints in {self.folder} cannot be removed: {_reason(error)}."
         else:
             self._has_complained = False
-
-    def _remove_old(self) -> None:
-        metrics: dict[Entry, float | None] = {}
-        damaged = []
-        for entry, manifest in list_manifests(self.folder):
-            if isinstance(manifest, Manifest) and entry.name not in self._damaged:
-                metrics[entry] = manifest.metric
-            else:
-                damaged.append(entry)
-        for entry in plan_removals(
-            metrics, damaged, keep=self._keep, keep_best=self._keep_best, better=self._better
-        ):
-            remove(entry)
 
     def _note_failure(self, step: int, reason: str) -> None:
         self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
@@ -270,11 +253,11 @@ class Checkpoints:
 
 def read_entry(entry: Entry) -> Saved:
     """Load one checkpoint. Nothing of it is used before every hash has been compared."""
-    with open_checkpoint(entry) as checkpoint:
+    with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()
         digest = hashlib.sha256()
         with checkpoint.open(TENSORS) as (file, path):
-            tensors = read_open_file(file, path, digest)
+            tensors = read_tensors(file, size_of(file), path, CheckpointError, digest)
         checkpoint.compare(TENSORS, digest.hexdigest())
     state = put_together(skeleton, tensors, entry.path / SKELETON, CheckpointError)
     said = checkpoint.manifest

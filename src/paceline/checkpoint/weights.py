@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.checkpoint.formats import is_state_dict, read_state
-from paceline.comm.codec import dtype_name
+from paceline.comm.safetensors import dtype_name
 from paceline.ddp.wrapper import Wrapper
 from paceline.errors import CheckpointError, UsageError, WeightsError
 from paceline.observe.units import count_text

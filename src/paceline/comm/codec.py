@@ -5,25 +5,21 @@ for themselves in it; everything else is a list that begins with its kind, such 
 `["tensor", "model/head.weight"]` or `["dict", [0, ...], ["lr", 0.1]]`. What has no kind is refused
 with its path. A tensor that occurs twice is kept once and comes back as one tensor.
 
-`encode` puts skeleton and tensors into one message:
-
-    magic (4) | two lengths (4 each) | skeleton | types and shapes, JSON | raw bytes of the tensors
-
-Readers compare every size with the bytes that are really there before they allocate, so bad input
-costs an error and not the memory it claims. torch is loaded with the first tensor.
+A message is a safetensors file in memory, with the skeleton as one more tensor. torch is loaded
+with the first tensor.
 """
 
 from __future__ import annotations
 
-import ctypes
+import io
 import json
 import math
 import re
-import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.safetensors import as_plain, is_storable, memory_of, plan_file, read_tensors
 from paceline.errors import PacelineError, WireError
 
 if TYPE_CHECKING:
@@ -31,19 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SKELETON_BYTES = 64 * 2**20
 MAX_DEPTH = 64
-MAX_DIMENSIONS = 64
-MAGIC = b"PLW2"
-DTYPES = frozenset(
-    [
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
-    ]
-)
-"""The names of torch's types whose tensors can be written."""
-
-_LENGTHS = struct.Struct("<II")
+_SKELETON = "__skeleton__"
 _MAX_NAME_LENGTH = 200
 _FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DICT_BY_KIND: dict[str, type[dict[Any, Any]]] = {
@@ -57,29 +41,19 @@ _KIND_BY_DICT = {dict: "dict", defaultdict: "dict", OrderedDict: "ordered", Coun
 def encode(value: Any) -> bytes:
     """One message with a value made of plain Python data and dense tensors."""
     tensors, skeleton = take_apart(value)
-    layout = [[name, dtype_name(each), list(each.shape)] for name, each in tensors.items()]
-    text = json.dumps(layout).encode()
-    plain = [as_plain(each) for each in tensors.values()]
-    lengths = _LENGTHS.pack(len(skeleton), len(text))
-    return b"".join([MAGIC, lengths, skeleton, text, *map(memory_of, plain)])
+    plan = plan_file({**tensors, _SKELETON: _flat(skeleton)})
+    plain = [as_plain(tensor) for tensor in plan.tensors]
+    return b"".join([plan.prefix, *map(memory_of, plain)])
 
 
 def decode(data: bytes) -> Any:
     """The value that `encode` wrote; anything malformed is a WireError before it costs memory."""
-    view = memoryview(data)
-    begin = len(MAGIC) + _LENGTHS.size
-    if len(view) < begin or view[: len(MAGIC)] != MAGIC:
-        raise WireError(f"{len(view):,} bytes do not begin like a message of ours.")
-    lengths = _LENGTHS.unpack_from(view, len(MAGIC))
-    if sum(lengths) > len(view) - begin or max(lengths) > MAX_SKELETON_BYTES:
-        raise WireError(
-            f"The message claims a header of {sum(lengths):,} bytes; {len(view) - begin:,} are "
-            f"there and at most {MAX_SKELETON_BYTES:,} are allowed."
-        )
-    middle, end = begin + lengths[0], begin + sum(lengths)
-    layout = _parse(bytes(view[middle:end]), "The message", WireError)
-    tensors = _read_tensors(layout, view[end:])
-    return put_together(bytes(view[begin:middle]), tensors, "The message")
+    tensors = read_tensors(io.BytesIO(data), len(data), "The message")
+    try:
+        skeleton = revive("bytes", [tensors.pop(_SKELETON, None)])
+    except ValueError:
+        raise WireError("The message has no skeleton.") from None
+    return put_together(skeleton, tensors, "The message")
 
 
 def take_apart(
@@ -146,89 +120,13 @@ def put_together(
     return value
 
 
-def is_storable(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, has memory, and has a type that we write."""
-    import torch
-
-    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    return is_dense and dtype_name(tensor) in DTYPES and tensor.dim() <= MAX_DIMENSIONS
-
-
-def is_shape(extents: list[Any]) -> bool:
-    """Whether torch could have a tensor of this shape, were there memory for it."""
-    return (
-        len(extents) <= MAX_DIMENSIONS
-        and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
-        and math.prod(max(1, extent) for extent in extents) < 2**63
-    )
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def as_plain(tensor: Tensor) -> Tensor:
-    """The values of a tensor in contiguous memory of the CPU; a copy only where one is needed."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; valid as long as the tensor lives.
-
-    Not `.numpy()`: torch alone must be enough, and NumPy knows no bfloat16.
-    """
-    size = tensor.numel() * tensor.itemsize
-    if size == 0:
-        return memoryview(b"")
-    array: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    return memoryview(array).cast("B")
-
-
-def from_memory(flat: Tensor, dtype: str, shape: Iterable[int]) -> Tensor:
-    """Plain bytes as a tensor of another type; ValueError where the bytes mean nothing."""
-    import torch
-
-    if dtype == "bool" and flat.gt(1).any():
-        raise ValueError("has a bool that is neither 0 nor 1")
-    return flat.view(getattr(torch, dtype)).reshape(tuple(shape))
-
-
-def _flat(data: bytes | memoryview) -> Tensor:
+def _flat(data: bytes) -> Tensor:
     """A copy of bytes as a tensor."""
     import torch
 
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _read_tensors(layout: Any, payload: memoryview) -> dict[str, Tensor]:
-    import torch
-
-    tensors: dict[str, Tensor] = {}
-    begin = 0
-    for entry in layout if isinstance(layout, list) else [layout]:
-        match entry:
-            case [str(name), str(dtype), list(shape)] if (
-                dtype in DTYPES and is_shape(shape) and name not in tensors
-            ):
-                pass
-            case _:
-                raise WireError(f"The message has an impossible tensor: {str(entry)[:80]}.")
-        end = begin + math.prod(shape) * getattr(torch, dtype).itemsize
-        if end > len(payload):
-            raise WireError(
-                f"The tensor {name!r:.80} claims {end - begin:,} bytes; {len(payload) - begin:,} "
-                "are left."
-            )
-        try:
-            tensors[name] = from_memory(_flat(payload[begin:end]), dtype, shape)
-        except ValueError as error:
-            raise WireError(f"The tensor {name!r:.80} {error}.") from None
-        begin = end
-    if begin != len(payload):
-        raise WireError(f"{len(payload) - begin:,} bytes follow the last tensor.")
-    return tensors
 
 
 class _Taker:

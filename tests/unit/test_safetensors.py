@@ -3,6 +3,7 @@ believed only where the bytes bear it out."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -16,15 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint.safetensors import (
-    MAX_HEADER_BYTES,
-    Header,
-    plan_file,
-    read_header,
-    read_tensors,
-    write_tensors,
-)
-from paceline.errors import CheckpointError, UsageError
+from paceline.checkpoint.formats import read_tensors, write_tensors
+from paceline.comm.safetensors import MAX_HEADER_BYTES, Header, plan_file, read_header
+from paceline.errors import CheckpointError, UsageError, WireError
 
 NATIVE = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -97,7 +92,7 @@ def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
     tensors = {f"layer.{i}.{dtype}": example(dtype, (i, 3)) for i, dtype in enumerate(NATIVE)}
     tensors["naïve ⚡ name"] = torch.tensor(1.5)
 
-    write_tensors(tmp_path / "ours.safetensors", tensors, {"format": "pt"})
+    write_tensors(tmp_path / "ours.safetensors", tensors)
     package.save_file(tensors, str(tmp_path / "theirs.safetensors"), {"format": "pt"})
     theirs = package.load_file(str(tmp_path / "ours.safetensors"))
     ours = read_tensors(tmp_path / "theirs.safetensors")
@@ -160,14 +155,7 @@ def test_a_pipe_and_a_folder_are_refused_without_waiting(tmp_path: Path) -> None
 
 def read(data: bytes, size: int | None = None) -> Header:
     """The header of a file that begins with these bytes and is `size` long."""
-    file = os.memfd_create("file")
-    try:
-        os.write(file, data)
-        os.ftruncate(file, len(data) if size is None else size)
-        os.lseek(file, 0, os.SEEK_SET)
-        return read_header(file, Path("a file"))[0]
-    finally:
-        os.close(file)
+    return read_header(io.BytesIO(data), len(data) if size is None else size, "a file")[0]
 
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -230,25 +218,25 @@ def test_what_is_planned_and_written_is_what_is_read(facts: dict[str, Any]) -> N
     ids=lambda entries: str(entries)[:50],
 )
 def test_an_impossible_header_is_a_typed_error(entries: Any) -> None:
-    with pytest.raises(CheckpointError, match="impossible header"):
+    with pytest.raises(WireError, match="impossible header"):
         read_entries(entries)
 
 
 def test_bytes_behind_the_last_tensor_are_refused() -> None:
     assert list(read_entries({"a": F32}).places) == ["a"]
-    with pytest.raises(CheckpointError, match="take 8 bytes, and 9 are there"):
+    with pytest.raises(WireError, match="take 8 bytes, and 9 are there"):
         read_entries({"a": F32}, data_bytes=9)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])
 def test_a_header_longer_than_its_file_or_the_limit_is_refused_unread(length: int) -> None:
-    with pytest.raises(CheckpointError, match="claims a header of"):
+    with pytest.raises(WireError, match="claims a header of"):
         read(length.to_bytes(8, "little"), 50 if length < 200 else 2**42)
 
 
 @pytest.mark.parametrize("start", [b"", b"1234567"])
 def test_a_file_without_a_header_length_is_refused(start: bytes) -> None:
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(WireError, match="not a safetensors file"):
         read(start)
 
 
@@ -265,7 +253,7 @@ def test_a_file_without_a_header_length_is_refused(start: bytes) -> None:
 def test_a_bomb_of_a_header_costs_little_memory_and_time(bomb: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(WireError) as caught:
         read_entries(bomb)
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 12 * MAX_HEADER_BYTES / 2**20

@@ -1,4 +1,4 @@
-"""The safetensors format, read and written with torch alone.
+"""The safetensors format, in files and in messages, with torch alone.
 
     header length (8 bytes, little endian) | header, JSON | raw bytes of the tensors, without gaps
 
@@ -9,24 +9,15 @@ stored as a view of another, named in the metadata. Headers are read without tor
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from io import BufferedIOBase
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.files import open_file, read_up_to, replace_file, write_fully
-from paceline.comm.codec import (
-    as_plain,
-    dtype_name,
-    from_memory,
-    is_shape,
-    is_storable,
-    memory_of,
-)
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import PacelineError, UsageError, WireError
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -34,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_HEADER_BYTES = 16 * 2**20
+MAX_DIMENSIONS = 64
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
 VIEWS = "paceline.views"
@@ -124,81 +116,90 @@ def plan_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
     return FilePlan(_write_header(header), header, [plain[name] for name in places])
 
 
-def write_tensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file as a whole or not at all."""
-    for name, tensor in tensors.items():
-        if not is_storable(tensor):
-            raise UsageError(
-                f"{name!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which "
-                "cannot be written.",
-                advice="Use a dense tensor with memory.",
-            )
-    plan = plan_file(tensors, metadata)
-    with replace_file(Path(path)) as file:
-        write_fully(file, plan.prefix)
-        for tensor in plan.tensors:
-            on_cpu = as_plain(tensor)
-            write_fully(file, memory_of(on_cpu))
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, has memory, and has a type that we write."""
+    import torch
+
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    is_known = dtype_name(tensor) in _NAME_BY_DTYPE or dtype_name(tensor) in _VIEW_BY_DTYPE
+    return is_dense and is_known and tensor.dim() <= MAX_DIMENSIONS
 
 
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, each in memory of its own."""
-    with open_file(Path(path)) as file:
-        return read_open_file(file, Path(path))
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def read_open_file(file: int, path: Path, digest: _Hash | None = None) -> dict[str, Tensor]:
-    """All tensors of an open file, every byte of it passing through `digest` on the way.
+def as_plain(tensor: Tensor) -> Tensor:
+    """The values of a tensor in contiguous memory of the CPU; a copy only where one is needed."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
-    The caller compares the digest before it uses a tensor: what is checked is what is used.
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid as long as the tensor lives.
+
+    Not `.numpy()`: torch alone must be enough, and NumPy knows no bfloat16.
     """
-    header, start = read_header(file, path)
+    size = tensor.numel() * tensor.itemsize
+    if size == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def read_tensors(
+    file: BufferedIOBase,
+    size: int,
+    path: object,
+    error: type[PacelineError] = WireError,
+    digest: _Hash | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of a file of `size` bytes, each in memory of its own.
+
+    `path` and `error` are what messages say and what they are raised as. Every byte passes through
+    `digest`, which the caller compares before it uses a tensor: what is checked is what is used.
+    """
+    header, start = read_header(file, size, path, error)
     if digest is not None:
-        digest.update(memoryview(start))
+        digest.update(start)
     try:
         views = dict(json.loads(header.metadata.get(VIEWS, "{}")))
         is_ours = all(dtype in _VIEW_BY_DTYPE for dtype in views.values())
     except (ValueError, TypeError, RecursionError):
         is_ours = False
     if not is_ours:
-        raise CheckpointError(f"{path} has metadata {VIEWS!r} that we did not write.")
+        raise error(f"{path} has metadata {VIEWS!r} that we did not write.")
     tensors = {}
     for name, place in header.places.items():
         try:
             tensor = _read_one(file, place, digest)
             tensors[name] = _restored(tensor, views[name]) if name in views else tensor
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {name!r:.100} {error}.") from None
+        except ValueError as problem:
+            raise error(f"{path}: {name!r:.100} {problem}.") from None
     return tensors
 
 
-def read_header(file: int, path: Path) -> tuple[Header, bytes]:
-    """The checked header of an open file, and the bytes it stands in."""
-    size = os.fstat(file).st_size
-    prefix = read_up_to(file, LENGTH_BYTES)
+def read_header(
+    file: BufferedIOBase, size: int, path: object, error: type[PacelineError] = WireError
+) -> tuple[Header, bytes]:
+    """The checked header of a file of `size` bytes, and the bytes it stands in."""
+    prefix = file.read(LENGTH_BYTES)
     if len(prefix) < LENGTH_BYTES:
-        raise CheckpointError(f"{path} has {size:,} bytes and is not a safetensors file.")
+        raise error(f"{path} has {size:,} bytes and is not a safetensors file.")
     length = int.from_bytes(prefix, "little")
     if length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES) or length < 2:
-        raise CheckpointError(
-            f"{path} claims a header of {length:,} bytes; the file has {size:,}, and at most "
+        raise error(
+            f"{path} claims a header of {length:,} bytes; there are {size:,}, and at most "
             f"{MAX_HEADER_BYTES:,} are allowed.",
             advice="It is not a safetensors file, or it is damaged.",
         )
-    text = read_up_to(file, length)
+    text = file.read(length)
     try:
-        places, metadata = _parse(text)
-        _check_places(places, size - LENGTH_BYTES - length)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} has an impossible header: {str(error)[:200]}.",
+        return _parse(text, size - LENGTH_BYTES - length), prefix + text
+    except (ValueError, RecursionError) as problem:
+        raise error(
+            f"{path} has an impossible header: {str(problem)[:200]}.",
             advice="The file is damaged or was made to do harm; nothing of it was used.",
         ) from None
-    return Header(places, metadata), prefix + text
 
 
 def _write_header(header: Header) -> bytes:
@@ -213,7 +214,7 @@ def _write_header(header: Header) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
+        raise UsageError(
             f"The header of {len(header.places):,} tensors takes {len(text):,} bytes, more than "
             f"the {MAX_HEADER_BYTES:,} allowed.",
             advice="Shorten the names, or save fewer and larger tensors.",
@@ -221,8 +222,8 @@ def _write_header(header: Header) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _parse(text: bytes) -> tuple[dict[str, Place], dict[str, str]]:
-    """Places in the order of their bytes, and metadata."""
+def _parse(text: bytes, data_bytes: int) -> Header:
+    """A header whose places, in order, cover every byte of the data once; else a ValueError."""
     if (text.count(b"{") + text.count(b"[")) * _BYTES_PER_BRACKET > len(text) + 100:
         raise ValueError("it is made of brackets")
     entries = json.loads(text, object_pairs_hook=_without_repeats)
@@ -231,8 +232,16 @@ def _parse(text: bytes) -> tuple[dict[str, Place], dict[str, str]]:
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not text by name")
-    places = {name: _place(name, entry) for name, entry in entries.items()}
-    return dict(sorted(places.items(), key=lambda item: (item[1].begin, item[1].end))), metadata
+    found = [(name, _place(name, entry)) for name, entry in entries.items()]
+    places = dict(sorted(found, key=lambda item: (item[1].begin, item[1].end)))
+    reached = 0
+    for name, place in places.items():
+        if place.begin != reached:
+            raise ValueError(f"{name[:80]!r} begins at {place.begin:,}, not at {reached:,}")
+        reached = place.end
+    if reached != data_bytes:
+        raise ValueError(f"its tensors take {reached:,} bytes, and {data_bytes:,} are there")
+    return Header(places, metadata)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,7 +259,7 @@ def _place(name: str, entry: Any) -> Place:
             raise ValueError(f"{name[:80]!r} has no dtype, shape and data_offsets")
     if dtype not in _TYPES:
         raise ValueError(f"{name[:80]!r} is of the type {dtype[:20]!r}, which torch does not have")
-    if not is_shape(shape):
+    if not _is_shape(shape):
         raise ValueError(f"{name[:80]!r} has the impossible shape {str(shape)[:80]}")
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 2**63:
         raise ValueError(f"{name[:80]!r} has impossible offsets: {str([begin, end])[:80]}")
@@ -262,34 +271,30 @@ def _place(name: str, entry: Any) -> Place:
     return Place(dtype, tuple(shape), begin, end)
 
 
-def _check_places(places: Mapping[str, Place], data_bytes: int) -> None:
-    """Every byte belongs to exactly one tensor: no overlap, no gap, nothing behind."""
-    reached = 0
-    for name, place in places.items():
-        if place.begin != reached:
-            raise ValueError(
-                f"{name[:80]!r} begins at byte {place.begin:,}, where {reached:,} comes next"
-            )
-        reached = place.end
-    if reached != data_bytes:
-        raise ValueError(f"its tensors take {reached:,} bytes, and {data_bytes:,} are there")
+def _is_shape(extents: list[Any]) -> bool:
+    """Whether torch could have a tensor of this shape, were there memory for it."""
+    return (
+        len(extents) <= MAX_DIMENSIONS
+        and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
+        and math.prod(max(1, extent) for extent in extents) < 2**63
+    )
 
 
-def _read_one(file: int, place: Place, digest: _Hash | None) -> Tensor:
+def _read_one(file: BufferedIOBase, place: Place, digest: _Hash | None) -> Tensor:
     """Read the next bytes of a file into a new tensor."""
     import torch
 
     flat = torch.empty(place.end - place.begin, dtype=torch.uint8)
     view = memory_of(flat)
-    done = 0
-    while done < len(view):
-        got = os.readv(file, [view[done : done + _CHUNK_BYTES]])
-        if got == 0:
+    for begin in range(0, len(view), _CHUNK_BYTES):
+        chunk = view[begin : begin + _CHUNK_BYTES]
+        if file.readinto(chunk) != len(chunk):
             raise ValueError("is cut off by the end of the file")
         if digest is not None:
-            digest.update(view[done : done + got])
-        done += got
-    return from_memory(flat, _TYPES[place.dtype][0], place.shape)
+            digest.update(chunk)
+    if place.dtype == "BOOL" and flat.gt(1).any():
+        raise ValueError("has a bool that is neither 0 nor 1")
+    return flat.view(getattr(torch, _TYPES[place.dtype][0])).reshape(place.shape)
 
 
 def _as_view(tensor: Tensor) -> Tensor:
