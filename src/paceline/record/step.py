@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from paceline import comm
 from paceline.comm import codec, tree
+from paceline.comm.safetensors import memory_of
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
@@ -296,7 +297,7 @@ def _gather_pieces(hooks: StepHooks, trouble: str) -> tuple[list[Piece], str]:
     if group.rank() != 0:
         return [], ""
     here = [part.cpu() for part in parts]  # must outlive the views of its memory
-    sent = [bytes(codec.memory_of(p)[:size]) for p, size in zip(here, sizes, strict=True)]
+    sent = [bytes(memory_of(p)[:size]) for p, size in zip(here, sizes, strict=True)]
     return [Piece(**piece) for each in sent for piece in codec.decode(each)], ""
 
 
