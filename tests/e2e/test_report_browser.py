@@ -15,6 +15,7 @@ import pytest
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
 from paceline.explain import report
+from paceline.observe.run_folder import EventWriter, RunFolder
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install playwright"
@@ -176,14 +177,21 @@ def test_the_timeline_zooms_and_moves_by_keyboard_and_says_what_is_under_the_poi
     assert readout.inner_text().startswith("Worker 0: backward, 14.9 ms")
 
 
-def test_without_javascript_every_stage_curve_and_number_is_there(open_page: Open) -> None:
+def test_without_javascript_every_stage_and_number_is_there_and_curves_are_told(
+    open_page: Open,
+) -> None:
     page = open_page(java_script_enabled=False)
     assert page.locator(".details:visible").count() == 9
-    assert page.locator("svg.chart:visible").count() == 4
     assert page.locator("button:visible").count() == 0
     assert page.locator("canvas").count() == 0
     shown = page.inner_text("main")
-    for words in ("holds the others up", "3.33 times as fast", "Epoch by epoch", "step00000120"):
+    for words in (
+        "holds the others up",
+        "3.33 times as fast",
+        "Epoch by epoch",
+        "step00000120",
+        "2,667 on",
+    ):
         assert words in shown
 
 
@@ -261,6 +269,26 @@ def test_every_picture_has_words_and_every_name_refers_to_something(open_page: O
         "[...document.querySelectorAll('h1,h2,h3,h4')].map((e) => Number(e.tagName[1]))"
     )
     assert levels.count(1) == 1
+
+
+def test_a_peak_is_cut_off_and_said_and_flat_or_single_curves_are_drawn(
+    open_page: Open, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "odd")
+    folder.create()
+    with EventWriter(folder, 0) as writer:
+        for step in range(1, 51):
+            loss = 1000.0 if step == 31 else 1 - step / 100
+            curves = {"loss": [loss, 1], "flat": [5.0, 1], "zero": [0.0, 1], "tiny": [1e-308, 1]}
+            single = {"single": [-3.0, 1]} if step == 9 else {}
+            writer.write("step", step=step, samples=1, seconds=1.0, metrics={**curves, **single})
+    page = open_page(report.write(folder.path))
+    assert page.locator("svg.chart").count() == 6
+    assert (
+        "A peak of 1,000 near step 31 is cut off" in page.locator(".chart-box").first.inner_text()
+    )
+    assert page.evaluate("document.querySelector('.charts').innerHTML.includes('NaN')") is False
+    assert page.locator(".chart-box", has_text="Single").locator("circle").count() == 1
 
 
 def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(

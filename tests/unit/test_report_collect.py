@@ -177,10 +177,10 @@ def test_a_line_or_a_document_that_is_too_long_is_left_out(tmp_path: Path) -> No
     folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1)
     with open(folder.events_of(0), "ab") as file:
         file.write(b'{"kind":"message","t":1,"rank":0,"text":"' + b"x" * 2**21 + b'"}\n')
-    folder.scaling.write_bytes(b" " * (8 * 2**20 + 1))
+    folder.scaling.write_bytes(b" " * (16 * 2**20 + 1))
     story = collect(folder.path)
     assert story.message_count == 0
-    assert any("larger than 8 MiB" in each for each in story.missing)
+    assert any("larger than 16 MiB" in each for each in story.missing)
 
 
 def story_of(tmp_path: Path, **options: Any) -> Story:

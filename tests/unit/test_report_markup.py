@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.explain.report.charts import Chart, Curve, draw, ticks, value_range
 from paceline.explain.report.markup import (
     Html,
     as_number,
@@ -160,30 +159,3 @@ def test_values_that_are_no_numbers_are_remembered_and_not_averaged() -> None:
     column.add(4, 1.0, 1)
     assert column.first_bad == 3
     assert [p.mean for p in column.points(9)] == [1.0]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (-3, 17.5), (1e-9, 2e-9), (0, 1e12)])
-def test_ticks_are_few_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 1 <= len(found) <= 8
-    margin = (high - low) * 1e-6 + 1e-12
-    assert all(low - margin <= mark <= high + margin for mark in found)
-
-
-def test_one_wild_peak_is_cut_off_and_said() -> None:
-    points = [Point(step, 1 - step / 100, 1 - step / 100, 1 - step / 100) for step in range(50)]
-    points[30] = Point(30, 1000.0, 1000.0, 1000.0)
-    chart = Chart(title="Loss", lines=[Curve("training", "train", points)])
-    _, high, cut = value_range(chart)
-    assert high < 3
-    assert cut == points[30]
-    assert "A peak of 1,000 near step 30 is cut off" in draw(chart)
-
-
-@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [5.0, 5.0, 5.0], [-1.0, -2.0]])
-def test_flat_and_single_curves_can_be_drawn(values: list[float]) -> None:
-    points = [Point(step, value, value, value) for step, value in enumerate(values)]
-    lines = [Curve("training", "train", points)]
-    shown = draw(Chart(title="Loss", lines=lines, from_zero=True))
-    assert "nan" not in shown
-    assert "not a number" not in shown

@@ -55,15 +55,19 @@ def write(trace: Trace, path: Path) -> None:
 
 def read(path: Path) -> Trace:
     """The step that a file holds."""
+    return from_json(read_document(path))
+
+
+def read_document(path: Path) -> Any:
+    """The JSON of a whole file, none of which is read if it is too large."""
     with open_plain(path) as file:
         data = file.read(FILE_LIMIT_BYTES + 1)
     if len(data) > FILE_LIMIT_BYTES:
-        raise WireError(f"{path} is too large for a recorded step.")
+        raise WireError(f"{path} is larger than {FILE_LIMIT_BYTES // 2**20} MiB.")
     try:
-        document = json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise WireError(f"{path} is not JSON: {error}.") from error
-    return from_json(document)
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:

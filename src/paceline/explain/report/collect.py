@@ -7,7 +7,6 @@ remembered as a sentence, because a reader must know what the page does not show
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import socket
@@ -27,12 +26,11 @@ from paceline.observe.run_folder import (
     Event,
     RunFolder,
     RunInfo,
-    open_plain,
     read_info,
     stream_events,
 )
 from paceline.record.schema import read as read_trace
-from paceline.record.schema import read_value
+from paceline.record.schema import read_document, read_value
 from paceline.record.stages import Trace
 
 METRICS_LIMIT = 12
@@ -41,7 +39,6 @@ ROWS_LIMIT = 2000
 """The most epochs, checkpoints and so on that are kept; the oldest leave first."""
 MESSAGES_LIMIT = 200
 TRACES_LIMIT = 4
-STUDY_LIMIT_BYTES = 8 * 2**20
 STEP_LIMIT = 2**53
 COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
@@ -243,20 +240,8 @@ def _take_documents(story: Story) -> None:
         with _saying(story, f"The recording of step {step}"):
             story.traces.append(read_trace(story.folder.pipeline_of(step)))
     with _saying(story, "The scaling study"):
-        story.study = _read_study(story.folder.scaling)
-
-
-def _read_study(path: Path) -> StudyFile:
-    with open_plain(path) as file:
-        data = file.read(STUDY_LIMIT_BYTES + 1)
-    if len(data) > STUDY_LIMIT_BYTES:
-        raise WireError(f"{path.name} is larger than {STUDY_LIMIT_BYTES // 2**20} MiB.")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"{path.name} is damaged: it is not JSON.") from error
-    study: StudyFile = read_value(StudyFile, document, path.name)
-    return study
+        document = read_document(story.folder.scaling)
+        story.study = read_value(StudyFile, document, "scaling.json")
 
 
 def _take_info(story: Story) -> None:

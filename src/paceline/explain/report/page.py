@@ -44,90 +44,66 @@ MISSING_LIMIT = 20
 class Section(NamedTuple):
     """One part of the page, drawn from the story; `otherwise` says why it is not there."""
 
-    identity: str
-    title: str
-    short: str
-    lead: str
     draw: Callable[[Story], Html | None]
+    """Its name is the section's address and its entry in the list of sections."""
+    title: str
     otherwise: str = ""
+    lead: str = ""
 
 
 SECTIONS = (
     Section(
-        "learning",
-        "How it learned",
-        "Learning",
-        "Every curve counts each sample once, whichever worker had it.",
         sections.learning,
+        "How it learned",
         "nothing was recorded step by step, so there are no curves.",
+        "Every curve counts each sample once, whichever worker had it.",
     ),
     Section(
-        "pipeline",
+        pipeline,
         "One batch, step by step",
-        "Pipeline",
+        "no batch was recorded; <code>paceline run --trace-step 12</code> does that.",
         "Data parallelism: every worker has a copy of the model, computes on its part of the "
         "batch, and all copies get the same update.",
-        pipeline,
-        "no batch was recorded; <code>paceline run --trace-step 12</code> does that.",
     ),
     Section(
-        "workers",
-        "Who worked, who waited",
-        "Workers",
-        "All workers finish a step together, so each step takes as long as the slowest one.",
         sections.workers,
+        "Who worked, who waited",
         "none has finished a step.",
+        "All workers finish a step together, so each step takes as long as the slowest one.",
     ),
     Section(
-        "timeline",
-        "When it happened",
-        "Timeline",
-        "",
         sections.timeline,
-        "when each worker did what was not recorded; <code>paceline run --timeline</code> "
-        "does that.",
+        "When it happened",
+        "when each worker did what was not recorded; <code>paceline run --timeline</code> does.",
     ),
     Section(
-        "scaling",
-        "What more workers bring",
-        "Scaling",
-        "",
         sections.scaling,
-        "the job was not measured on several numbers of workers; <code>paceline scale</code> "
-        "does that.",
+        "What more workers bring",
+        "the job was not measured on several numbers of workers; <code>paceline scale</code> does.",
     ),
-    Section(
-        "checkpoints",
-        "What was saved",
-        "Checkpoints",
-        "",
-        sections.checkpoints,
-        "none was written.",
-    ),
-    Section("details", "Settings and messages", "Details", "", sections.details),
+    Section(sections.checkpoints, "What was saved", "none was written."),
+    Section(sections.details, "Settings and messages"),
 )
 
 
 def render(story: Story) -> Html:
     """The document."""
-    shown, links, absent = [_overview(story)], [], []
+    shown, links, absent = [_overview(story)], list[Html](), list[Html]()
+    frame = (
+        '<section id="{0}" aria-labelledby="{0}-title"><h2 id="{0}-title">{1}</h2>'
+        '<p class="lead">{2}</p>{3}</section>'
+    )
     for part in SECTIONS:
+        name = part.draw.__name__
         content = part.draw(story)
         if content:
-            frame = (
-                '<section id="{0}" aria-labelledby="{0}-title"><h2 id="{0}-title">{1}</h2>'
-                '<p class="lead">{2}</p>{3}</section>'
-            )
-            shown.append(html(frame, part.identity, part.title, part.lead, content))
-            links.append(html('<li><a href="#{}">{}</a></li>', part.identity, part.short))
+            shown.append(html(frame, name, part.title, part.lead, content))
+            links.append(html('<li><a href="#{}">{}</a></li>', name, name.capitalize()))
         elif part.otherwise:
-            absent.append(html("<li><b>{}</b>: {}</li>", part.short, Html(part.otherwise)))
+            absent.append(html("<li><b>{}</b>: {}</li>", name.capitalize(), Html(part.otherwise)))
     if absent:
-        frame = (
-            '<section aria-labelledby="absent"><h2 id="absent">What was not recorded</h2>'
-            "<ul>{}</ul></section>"
-        )
-        shown.append(html(frame, absent))
+        content = html("<ul>{}</ul>", absent)
+        shown.append(html(frame, "absent", "What was not recorded", "", content))
     style, script = _style(), _asset("page.js")
     return html(
         _asset("page.html"),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.explain.report.charts import Chart, Curve, bars, draw, legend
+from paceline.explain.report.charts import bars, curve, legend, line_chart
 from paceline.explain.report.collect import Advice, Rank, Story, StudySize
 from paceline.explain.report.markup import (
     Html,
@@ -64,11 +64,9 @@ def learning(story: Story) -> Html | None:
     names = sorted(story.metrics, key=lambda name: (order.get(name, 2), name))
     charts = [_metric_chart(story, name) for name in names if story.metrics[name]]
     if story.rate:
-        speed = Curve("samples per second", "look-rate", story.rate.points(POINTS_LIMIT))
-        (whole,) = story.rate.points(1)
-        summary = f"{figure(whole.mean)} on average, all workers together."
-        title = "Samples per second"
-        charts.append(draw(Chart(title=title, lines=[speed], from_zero=True, summary=summary)))
+        speed = [curve("samples per second", "look-rate", story.rate.points(POINTS_LIMIT))]
+        summary = f"{figure(story.rate.points(1)[0].mean)} on average, all workers together."
+        charts.append(line_chart("Samples per second", speed, summary=summary, zero=True))
     curves = html('<div class="charts">{}</div>', charts) if charts else None
     return join([curves, _epochs(story)]) or None
 
@@ -84,7 +82,7 @@ def _say_of(story: Story, name: str) -> Callable[[float | None], str]:
 def _metric_chart(story: Story, name: str) -> Html:
     column, say = story.metrics[name], _say_of(story, name)
     points = column.points(POINTS_LIMIT)
-    lines = [Curve("training", "look-train", points)]
+    curves = [curve("training", "look-train", points)]
     held_out = [
         Point(event["step"], value, value, value)
         for event in story.events["evaluation"]
@@ -92,24 +90,18 @@ def _metric_chart(story: Story, name: str) -> Html:
     ]
     if held_out:
         held_out.sort(key=lambda point: point.x)
-        lines.append(Curve("held-out data", "look-test", held_out, has_dots=True))
+        curves.append(curve("held-out data", "look-test", held_out, dots=True))
     means = [point.mean for point in points]
     best = f"highest {say(max(means))}" if say is percent else f"lowest {say(min(means))}"
     summary = f"From {say(means[0])} to {say(means[-1])}; {best}."
     if any(point.high > point.low for point in points):
         summary += " The pale band holds the lowest and highest steps."
-    bad = column.first_bad
-    return draw(
-        Chart(
-            title=sentence(text(name, 60)),
-            lines=lines,
-            say=say,
-            from_zero=name == "loss" and min(p.low for p in points) >= 0,
-            ceiling=1.0 if say is percent else None,
-            summary=summary,
-            notes=[] if bad is None else [f"Values that are not numbers, first at step {bad:,}."],
-        )
-    )
+    if column.first_bad is not None:
+        summary += f" Values that are not numbers, first at step {column.first_bad:,}."
+    is_share = say is percent
+    zero = is_share or (name == "loss" and min(p.low for p in points) >= 0)
+    title = sentence(text(name, 60))
+    return line_chart(title, curves, summary=summary, zero=zero, unit="%" if is_share else "")
 
 
 def _epochs(story: Story) -> Html | None:
@@ -313,27 +305,23 @@ def _speedup_chart(by_how: dict[str, list[StudySize]]) -> Html:
         return [Point(each.workers, each.speedup, each.speedup, each.speedup) for each in sizes]
 
     measured, *predicted = by_how.items()
-    lines = [Curve("measured (solid)", "look-measured", points(measured[1]), has_dots=True)]
+    curves = [curve("measured (solid)", "look-measured", points(measured[1]), dots=True)]
     for how, sizes in predicted:
         begin = measured[1][-1:] if sizes[0].workers > measured[1][-1].workers else []
-        joined = points([*begin, *sizes])
-        lines.append(Curve(how, "look-predicted", joined, has_dots=True, is_named=True))
-    marks = sorted({point.x for line in lines for point in line.points})
-    ideal = [Point(mark, mark, mark, mark) for mark in sorted({1, 2, *marks})]
-    lines.append(Curve("ideal: n workers, n times as fast (dotted)", "look-ideal", ideal))
-    return draw(
-        Chart(
-            title="How many times as fast as one worker",
-            lines=lines,
-            x_label="workers",
-            x_marks=marks,
-            say=lambda value: f"{figure(value)} \N{MULTIPLICATION SIGN}",
-            is_log=marks[-1] > 16,
-            from_zero=marks[-1] <= 16,
-            width=560,
-            height=300,
-            summary="Dashed lines are predicted, not measured." if predicted else "",
-        )
+        curves.append(curve(how, "look-predicted", points([*begin, *sizes]), dots=True, named=True))
+    marks = sorted({1, 2, *(each.workers for sizes in by_how.values() for each in sizes)})
+    ideal = [Point(mark, mark, mark, mark) for mark in marks]
+    curves.append(curve("ideal: n workers, n times as fast (dotted)", "look-ideal", ideal))
+    return line_chart(
+        "How many times as fast as one worker",
+        curves,
+        summary="Dashed lines are predicted, not measured." if predicted else "",
+        x="workers",
+        unit="\N{MULTIPLICATION SIGN}",
+        marks=marks,
+        log=marks[-1] > 16,
+        zero=marks[-1] <= 16,
+        size=[560, 300],
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.errors import UsageError
 from paceline.explain.report.markup import as_number, text
@@ -37,8 +38,7 @@ LATEST_US = 1e18
 """No clock shows more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """Some neighbouring steps of a curve: their mean, lowest and highest value."""
 
     x: float

@@ -56,13 +56,110 @@ themeButton.addEventListener("click", () => {
 });
 systemDark.addEventListener("change", showTheme);
 
-// Charts: the points nearby, under the pointer or by arrow keys.
-const NEAR = 40;
+// Numbers as people read them.
+function figure(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-4 || size >= 1e12)) return value.toExponential(2);
+  return (size >= 1000 ? Math.round(value) : Number(value.toPrecision(3))).toLocaleString("en", { maximumFractionDigits: 12 });
+}
 
-function setUpChart(box) {
-  const picture = box.querySelector("svg.chart");
-  const cross = box.querySelector(".crosshair");
-  const { x: unit, frame, lines } = dataOf(box);
+function say(value, unit) {
+  if (unit === "%") return (100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0) + "\u00a0%";
+  return figure(value) + (unit ? "\u00a0" + unit : "");
+}
+
+function ticks(low, high, log, about = 4) {
+  const found = [];
+  if (log) {
+    for (let power = Math.ceil(Math.log2(low)); power <= Math.log2(high); power++) found.push(2 ** power);
+    return found.filter((_, i) => i % (1 + (found.length >> 3)) === 0);
+  }
+  const rough = (high - low) / about, power = 10 ** Math.floor(Math.log10(rough));
+  const unit = [1, 2, 2.5, 5, 10].map((u) => u * power).find((u) => u >= rough * 0.999);
+  for (let k = Math.ceil(low / unit - 1e-9); k <= high / unit + 1e-9; k++) found.push(k * unit);
+  return found;
+}
+
+// The lowest and highest value drawn, and the peak that is cut off so that the rest can be seen.
+// A loss may fall from high up in its first steps: that is not a peak.
+function rangeOf(points, zero) {
+  const means = points.map((p) => p[1]), peak = points.reduce((a, b) => (b[3] > a[3] ? b : a));
+  const begin = means.slice(0, means.length / 10 + 1).sort((a, b) => a - b);
+  const usual = Math.max(begin[begin.length >> 1], [...means].sort((a, b) => a - b)[Math.floor((means.length - 1) * 0.97)]);
+  let low = Math.min(...points.map((p) => p[2])), high = peak[3], cut = null;
+  if (high > usual + 3 * Math.max(usual - low, Math.abs(usual) * 1e-3) && points.length > 20) {
+    high = Math.max(usual + 0.5 * (usual - low), usual * 1.1);
+    cut = peak;
+  }
+  if (zero) low = Math.min(0, low);
+  if (high <= low) {
+    const margin = Math.abs(low) * 0.1 || 1;
+    if (!zero) low -= margin;
+    high += margin;
+  }
+  return [low, high, cut];
+}
+
+// Charts: curves with bands, drawn once; the points nearby under the pointer or by arrow keys.
+const NEAR = 40, TOP = 12, RIGHT = 12, BOTTOM = 34;
+
+function drawChart(box) {
+  const { title, curves, x: xLabel = "step", unit = "", zero = false, log = false, marks = null, size = [360, 212] } = dataOf(box);
+  const [width, height] = size, floor = height - BOTTOM;
+  const every = curves.flatMap((curve) => curve.points);
+  let [low, high, cut] = rangeOf(every, zero);
+  if (unit === "%" && high <= 1 && high > 0.75) high = 1;
+  const yMarks = ticks(low, high, log), labels = yMarks.map((mark) => (mark ? say(mark, unit) : "0"));
+  const left = Math.max(46, 8 + 6.4 * Math.max(...labels.map((each) => each.length)));
+  low = Math.min(low, yMarks[0]);
+  high = Math.max(high, yMarks[yMarks.length - 1]);
+  const first = Math.min(...every.map((p) => p[0])), last = Math.max(...every.map((p) => p[0]));
+  const scale = (a, b, from, to) => (value) => {
+    const of = log ? Math.log2 : Number, share = b > a ? (of(value) - of(a)) / (of(b) - of(a)) : 0.5;
+    return Math.round(10 * (from + share * (to - from))) / 10;
+  };
+  const x = scale(first, last, left, width - RIGHT), y = scale(low, high, floor, TOP);
+  const said = box.querySelector(".said");
+  const picture = make("svg", { viewBox: "0 0 " + size.join(" "), class: "chart", role: "img", "aria-label": title + ". " + said.textContent });
+  const put = (name, attributes, text) => picture.appendChild(make(name, attributes, text));
+  yMarks.forEach((mark, i) => {
+    put("line", { x1: left, x2: width - RIGHT, y1: y(mark), y2: y(mark), class: "grid" });
+    put("text", { x: left - 6, y: y(mark) + 4, class: "tick end" }, labels[i]);
+  });
+  let reached = -Infinity;
+  for (const mark of marks || ticks(first, Math.max(last, first + 1)).filter(Number.isInteger)) {
+    if (mark > last || x(mark) - reached < 26) continue;
+    reached = x(mark);
+    put("text", { x: reached, y: height - 18, class: "tick middle" }, figure(mark));
+  }
+  put("text", { x: (left + width - RIGHT) / 2, y: height - 3, class: "tick middle" }, xLabel);
+  const path = (pairs) => "M" + pairs.map((pair) => pair.join(" ")).join("L");
+  const capped = (value) => Math.max(TOP - 2, y(value));
+  for (const { look, label, points, dots, named } of curves) {
+    const group = picture.appendChild(make("g", { class: look }));
+    const draw = (name, attributes, text) => group.appendChild(make(name, attributes, text));
+    const middle = points.map((p) => [x(p[0]), capped(p[1])]);
+    if (points.some((p) => p[3] > p[2])) {
+      const lower = [...points].reverse().map((p) => [x(p[0]), y(p[2])]);
+      draw("path", { d: path([...points.map((p) => [x(p[0]), capped(p[3])]), ...lower]) + "z", class: "band fill" });
+    }
+    if (middle.length > 1) draw("path", { d: path(middle), class: "line stroke" });
+    if (dots || middle.length === 1) middle.forEach(([cx, cy]) => draw("circle", { cx, cy, r: 3, class: "dot fill" }));
+    const [endX, endY] = middle[middle.length - 1];
+    if (named) draw("text", { x: endX + 4, y: endY + 20, class: "tick end" }, label);
+  }
+  if (cut) {
+    put("path", { d: "M" + x(cut[0]) + " " + (TOP - 9) + "l4 7h-8z", class: "cut" });
+    add(box, "p", { class: "note" }, "A peak of " + say(cut[3], unit) + " near " + xLabel + " " + figure(Math.round(cut[0])) + " is cut off, so that the rest can be seen.");
+  }
+  const lines = curves.map(({ look, label, points }) => ({
+    look, label, points: points.map((p) => [x(p[0]), capped(p[1]), Math.round(p[0]), say(p[1], unit)]),
+  }));
+  box.insertBefore(picture, said);
+  setUpChart(box, picture, put("g", { class: "crosshair" }), xLabel, [width, TOP, floor], lines);
+}
+
+function setUpChart(box, picture, cross, unit, frame, lines) {
   const main = lines.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
   const tip = add(box, "div", { class: "tip", role: "status" });
   tip.hidden = true;
@@ -364,7 +461,7 @@ addEventListener("afterprint", () => { if (chosen) root.dataset.theme = chosen; 
 setStops();
 addEventListener("resize", setStops);
 document.querySelectorAll(".stepper").forEach(setUpStepper);
-document.querySelectorAll(".chart-box").forEach(setUpChart);
+document.querySelectorAll(".chart-box").forEach(drawChart);
 document.querySelectorAll(".timeline").forEach(setUpTimeline);
 showTheme();
 root.dataset.ready = "true";
