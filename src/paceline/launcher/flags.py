@@ -88,14 +88,15 @@ class Flag:
         return setting.value if self.metavar else setting.value not in {"", "0"}
 
 
-def optional(read: Callable[[Setting], Any]) -> Callable[[Setting], Any]:
+Reader = Callable[[Setting], Any]
+
+
+def optional(read: Reader) -> Reader:
     """Read nothing as None."""
     return lambda setting: read(setting) if setting.value else None
 
 
-def matching(
-    pattern: str, advice: str, convert: Callable[[str], Any] = str
-) -> Callable[[Setting], Any]:
+def matching(pattern: str, advice: str, convert: Callable[[str], Any] = str) -> Reader:
     """A reader of text that matches a pattern as a whole; `advice` says what is possible."""
 
     def read(setting: Setting) -> Any:
@@ -107,7 +108,7 @@ def matching(
     return read
 
 
-def whole(at_least: int, at_most: float = float("inf")) -> Callable[[Setting], int]:
+def whole(at_least: int, at_most: float = float("inf")) -> Reader:
     """A reader of whole numbers."""
 
     def read(setting: Setting) -> int:
@@ -185,7 +186,7 @@ read_streams = matching(
 )
 
 
-def flag(usage: str, help: str, read: Callable[[Setting], Any] | None = None, **more: Any) -> Any:
+def flag(usage: str, help: str, read: Reader | None = None, **more: Any) -> Any:
     """Declare a field of `LaunchOptions` that is also a flag."""
     made = Flag(usage, help, read, **more)
     default = made.value(made.setting(None, {}))

@@ -14,7 +14,6 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -341,7 +340,7 @@ class Rendezvous:
             raise Interrupted(numbers[0])
 
 
-def _bind_address(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str:
+def _bind_address(host: str) -> str:
     """The address to listen on: the one given, so that no other interface is open.
 
     A machine's own name often resolves to loopback on that machine, where nobody else could
@@ -350,6 +349,6 @@ def _bind_address(host: str, resolve: Callable[[str], str] = socket.gethostbynam
     if is_loopback(host):
         return host
     try:
-        return "0.0.0.0" if is_loopback(resolve(host)) else host
+        return "0.0.0.0" if is_loopback(socket.gethostbyname(host)) else host
     except OSError:
         return host

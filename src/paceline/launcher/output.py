@@ -14,6 +14,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import BinaryIO, TextIO
 
@@ -229,15 +230,9 @@ class Records(Source):
         *whole, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
             self.rest = b""
-        newest: StatusLine | None = None
-        for record in map(read_record, whole):
-            if isinstance(record, StatusLine):
-                newest = record
-            elif record is not None:
-                newest = None
-                self.screen.receive(record)
-        if newest is not None:
-            self.screen.receive(newest)
+        for record, following in pairwise([*map(read_record, whole), None]):
+            if not (isinstance(record, StatusLine) and isinstance(following, StatusLine)):
+                self.screen.receive(record)  # of several lines, only the newest is worth drawing
 
     def tick(self, now_s: float) -> None:
         self.screen.refresh()
