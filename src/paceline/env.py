@@ -54,17 +54,11 @@ class Placement:
                 f"{self.source}: rank {self.rank} of {self.size} workers is impossible.",
                 advice="Ranks count from 0, and WORLD_SIZE counts the workers of all machines.",
             )
-        if self.local_size < 1 or not 0 <= self.local_rank < self.local_size:
+        if self.local_size > self.size or not 0 <= self.local_rank < self.local_size:
             raise SettingError(
-                f"{self.source}: local rank {self.local_rank} of {self.local_size} workers "
-                f"on this machine is impossible (rank {self.rank}).",
+                f"{self.source}: local rank {self.local_rank} of {self.local_size} workers on this "
+                f"machine is impossible (rank {self.rank} of {self.size}).",
                 advice="Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`.",
-            )
-        if self.local_size > self.size:
-            raise SettingError(
-                f"{self.source}: {self.local_size} workers on this machine are more than "
-                f"the {self.size} in the world.",
-                advice="WORLD_SIZE counts the workers of all machines together.",
             )
         if not 0 < self.master_port < 2**16:
             raise SettingError(

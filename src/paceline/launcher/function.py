@@ -27,13 +27,7 @@ from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, text_console
-from paceline.launcher.plan import (
-    STDERR,
-    STDOUT,
-    WorkerSpec,
-    count_cores,
-    plan_workers,
-)
+from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
 from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, describe_exit, end_now
 from paceline.launcher.store import StoreSocket
 from paceline.launcher.supervise import Supervisor

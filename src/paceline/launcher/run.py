@@ -149,13 +149,12 @@ class LocalRun:
             )
         return ending.exit_code
 
-    def run_alone(self, attempt: int, look_elsewhere: Callable[[], str] | None = None) -> Ending:
+    def run_alone(self, attempt: int) -> Ending:
         """Run one attempt whose workers are all on this machine."""
         patience_s = 0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S
         claim_file = os.path.join(self.folder, f"store-claimed-{attempt}")
         with closing(StoreSocket(claim_file, *self.options.meeting_point, patience_s)) as store:
-            first = store.first_place(self.local_size)
-            return self.run(first, attempt, store=store, look_elsewhere=look_elsewhere)
+            return self.run(store.first_place(self.local_size), attempt, store=store)
 
     def run(
         self,
