@@ -223,7 +223,7 @@ class Engine:
         def work(chunk: Chunk, module: nn.Module) -> Any:
             return module(*chunk.args, **chunk.kwargs)
 
-        with self._turn(chunks) as params:
+        with self._turn() as params:
             tables = self._parameters.link(params, [chunk.replica for chunk in chunks])
             return self._run(chunks, tables, work)
 
@@ -246,7 +246,7 @@ class Engine:
             torch.autograd.backward(loss, factor_by_replica[chunk.replica].to(loss.dtype))
             return loss.detach()
 
-        with self._turn(chunks) as params:
+        with self._turn() as params:
             tables, leaves = self._parameters.detach(params, [chunk.replica for chunk in chunks])
             losses = self._run(chunks, tables, work)
             if is_joint:
@@ -256,8 +256,8 @@ class Engine:
         return losses
 
     @contextmanager
-    def _turn(self, chunks: Sequence[Chunk]) -> Iterator[list[Tensor]]:
-        """One call's time with the replicas, to itself; the parameters that it is about."""
+    def _turn(self) -> Iterator[list[Tensor]]:
+        """One call's time with the replicas, to itself; gives the module's parameters."""
         pool = self._apply.pool
         if pool is not None:
             refuse_transforms()
@@ -271,23 +271,11 @@ class Engine:
         with self._lock:
             if pool is not None:
                 pool.wait()  # for a call that Ctrl-C interrupted
-            self._share_buffers([chunk.replica for chunk in chunks])
-            yield self._check_home()
-
-    def _share_buffers(self, used: Sequence[int]) -> None:
-        """Let the first replica that has rows, in the module's memory, write to its buffers."""
-        home = self._devices[0].device
-        writer = next((number for number in used if self._devices[number].device == home), None)
-        for number in used:
-            self._replicas[number].has_own_buffers = number != writer
-
-    def _check_home(self) -> list[Tensor]:
-        """The parameters, which all lie where the first replica is, or it is an error."""
-        params = self._replicas[0].parameters()
-        tensors = [*params, *self._replicas[0].buffers()]
-        if any(tensor.device != self._devices[0].device for tensor in tensors):
-            raise away_from_home(self._source, self._devices[0])
-        return params
+            params = self._replicas[0].parameters()
+            tensors = [*params, *self._replicas[0].buffers()]
+            if any(tensor.device != self._devices[0].device for tensor in tensors):
+                raise away_from_home(self._source, self._devices[0])
+            yield params
 
     def _run(
         self,
@@ -300,8 +288,12 @@ class Engine:
         exchange = self._exchange
         if exchange is not None:
             exchange.open(list(chunk_by_replica))
+        # The first replica that has rows, in the module's memory, writes to the module's buffers.
+        home = self._devices[0].device
+        at_home = (number for number in chunk_by_replica if self._devices[number].device == home)
+        writer = next(at_home, None)
         for number, table in tables.items():
-            self._replicas[number].refresh(table)
+            self._replicas[number].refresh(table, copy_buffers=number != writer)
 
         def run(number: int) -> Any:
             try:

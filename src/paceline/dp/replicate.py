@@ -42,8 +42,6 @@ class Replica:
         exchange: StatisticsExchange | None = None,
     ) -> None:
         self.device = device.device
-        self.has_own_buffers = True
-        """Whether it gets copies of the source's buffers, from the next refresh on."""
         self._links = _link(source, number, exchange)
         self._buffers_seen: list[tuple[str, object]] | None = None
 
@@ -74,12 +72,12 @@ class Replica:
         """Whether the source still has the submodules that were copied."""
         return all(link.source._modules == link.children_seen for link in self._links)
 
-    def refresh(self, parameters: Parameters | None) -> None:
+    def refresh(self, parameters: Parameters | None, *, copy_buffers: bool) -> None:
         """Take over the source's attributes, buffers, and parameters or what stands for them."""
         for link in self._links:
             # One replica has the source's dictionary itself: what is assigned in forward counts.
-            link.refresh(parameters, {} if self.has_own_buffers else link.source._buffers)
-        if self.has_own_buffers:
+            link.refresh(parameters, {} if copy_buffers else link.source._buffers)
+        if copy_buffers:
             self._refresh_buffers(parameters or {})
         for link in self._links:
             if link.bound:
