@@ -57,11 +57,11 @@ def test_parts_are_never_negative_and_add_up_to_what_is_lost(
     many = profile(workers, after, others_cores=others)
     result = attribute(profile(1, before), many, mode, cores)
 
-    assert set(result.lost_s) == set(PARTS)
-    assert all(value >= 0 for value in result.lost_s.values())
+    assert set(result.lost) == set(PARTS)
+    assert all(value >= 0 for value in result.lost.values())
     lost = max(0.0, result.step_s - result.ideal_s)
-    assert sum(result.lost_s.values()) == pytest.approx(lost, rel=1e-9, abs=1e-9)
-    assert sum(percentages(result.lost_s).values()) in ({100} if lost > 1e-9 else {0, 100})
+    assert sum(result.lost.values()) == pytest.approx(lost, rel=1e-9, abs=1e-9)
+    assert sum(percentages(result.lost).values()) in ({100} if lost > 1e-9 else {0, 100})
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_time_that_is_added_to_a_phase_is_lost_there(phase: str, part: str, work
     one, before = profile(1, JOB), profile(workers, usual)
     after = profile(workers, {**usual, phase: usual.get(phase, 0.0) + 5.0})
 
-    lost = attribute(one, before, "strong", CORES).lost_s
-    now = attribute(one, after, "strong", CORES).lost_s
+    lost = attribute(one, before, "strong", CORES).lost
+    now = attribute(one, after, "strong", CORES).lost
 
     assert {name: now[name] - lost[name] for name in PARTS} == pytest.approx(
         {name: 5.0 if name == part else 0.0 for name in PARTS}
@@ -93,10 +93,10 @@ def test_an_update_that_every_worker_repeats_is_lost_in_strong_scaling_only() ->
     strong = attribute(profile(1, JOB), profile(4, shrunk(1 / 4)), "strong", CORES)
     weak = attribute(profile(1, JOB), profile(4, shrunk(1.0)), "weak", CORES)
 
-    assert strong.lost_s["optimizer"] == pytest.approx(6.0)
-    assert sum(strong.lost_s.values()) == pytest.approx(6.0)
+    assert strong.lost["optimizer"] == pytest.approx(6.0)
+    assert sum(strong.lost.values()) == pytest.approx(6.0)
     assert weak.efficiency == pytest.approx(1.0)
-    assert sum(weak.lost_s.values()) == 0
+    assert sum(weak.lost.values()) == 0
 
 
 def test_work_that_takes_twice_as_long_on_shared_cores_is_lost_to_sharing() -> None:
@@ -104,14 +104,14 @@ def test_work_that_takes_twice_as_long_on_shared_cores_is_lost_to_sharing() -> N
 
     result = attribute(profile(1, JOB), profile(4, crowded), "strong", cores=2)
 
-    assert result.lost_s["sharing"] == pytest.approx(4 + 10 + 5 + 3 - 4 + 8)
-    assert result.lost_s["compute"] == pytest.approx(0.0)
+    assert result.lost["sharing"] == pytest.approx(4 + 10 + 5 + 3 - 4 + 8)
+    assert result.lost["compute"] == pytest.approx(0.0)
 
 
 def test_what_gets_faster_pays_for_the_rest() -> None:
     better = shrunk(1 / 2, data=1.0, forward=11.0, optimizer=4.0, transfer=3.0)
 
-    lost = attribute(profile(1, JOB), profile(2, better), "strong", CORES).lost_s
+    lost = attribute(profile(1, JOB), profile(2, better), "strong", CORES).lost
 
     # 1 and 3 are lost, 1 is gained: 3 in all.
     assert lost["compute"] == pytest.approx(0.75)

@@ -63,22 +63,11 @@ class SizeResult:
     workers: int
     step_s: float
     ideal_s: float
-    lost_s: Mapping[str, float]
-    """By part, none negative; together `step_s - ideal_s`, or nothing if that is negative."""
+    speedup: float
+    efficiency: float
+    lost: Mapping[str, float]
+    """Seconds by part, none negative: together `step_s - ideal_s`, or nothing if that is."""
     crowding: float = 1.0
-
-    @property
-    def efficiency(self) -> float:
-        return self.ideal_s / self.step_s
-
-    @property
-    def speedup(self) -> float:
-        return self.workers * self.efficiency
-
-    @property
-    def lost(self) -> float:
-        """The share of the step that the ideal would not have taken."""
-        return sum(self.lost_s.values()) / self.step_s
 
 
 def share_of_samples(one: Profile, many: Profile, mode: Mode) -> float:
@@ -122,7 +111,9 @@ def attribute(one: Profile, many: Profile, mode: Mode, cores: int) -> SizeResult
         workers=many.workers,
         step_s=many.step_s,
         ideal_s=ideal_s,
-        lost_s=without_gains(parts, many.step_s - ideal_s),
+        speedup=many.workers * ideal_s / many.step_s,
+        efficiency=ideal_s / many.step_s,
+        lost=without_gains(parts, many.step_s - ideal_s),
         crowding=crowding,
     )
 

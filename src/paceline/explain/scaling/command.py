@@ -123,14 +123,7 @@ def make_study(
 
 
 def _size(result: SizeResult, profile: Profile) -> dict[str, Any]:
-    return {
-        "workers": result.workers,
-        "step_s": result.step_s,
-        "ideal_s": result.ideal_s,
-        "speedup": result.speedup,
-        "efficiency": result.efficiency,
-        "lost": dict(result.lost_s),
-        "crowding": result.crowding,
+    return asdict(result) | {
         "others_cores": profile.others_cores,
         "samples": profile.samples,
         "steps": profile.steps,
