@@ -138,6 +138,16 @@ def test_arrow_keys_step_through_the_pipeline(open_page: Open) -> None:
     assert page.locator(".details:visible").count() == 1
 
 
+def test_boxes_are_joined_column_by_column_or_all_to_all(open_page: Open) -> None:
+    page = open_page()
+    # One dataset, then two workers each, one bucket for both, and two workers again.
+    joins = [stage.locator(".joins g").count() for stage in page.locator(".stage").all()]
+    assert joins == [0, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert [stage.locator(".rest path").count() for stage in page.locator(".stage").all()] == [
+        *(1, 2, 2, 2, 2, 2, 1, 2, 0)
+    ]
+
+
 def test_buttons_step_and_show_all_stages(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("button", name="Next").click()

@@ -149,14 +149,6 @@ def test_the_script_puts_text_in_as_text_only(page: str) -> None:
         assert way not in script
 
 
-def test_browsers_that_know_no_light_dark_get_every_light_colour(page: str) -> None:
-    style = Checker(page).blocks["style"][0]
-    choosing, _, plain = style.partition("@supports not")
-    names = re.findall(r"(--[\w-]+): light-dark", choosing)
-    assert len(names) > 20
-    assert [name for name in names if f"{name}: #" not in plain] == []
-
-
 def test_the_file_is_private_and_no_temporary_is_left(folder: RunFolder, tmp_path: Path) -> None:
     path = report.write(folder.path, tmp_path / "page.html")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

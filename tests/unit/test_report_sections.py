@@ -44,33 +44,13 @@ def study(folder: Path, **keys: Any) -> str | None:
     return sections.scaling(collect(folder))
 
 
-def with_workers(*workers: int) -> Trace:
-    stages = [
-        Stage(
-            name=f"stage {number}",
-            title="forward",
-            text="",
-            parts=[Part(title=f"worker {n}", worker=n) for n in range(each)],
-        )
-        for number, each in enumerate(workers)
-    ]
-    return replace(synthetic_trace(), stages=stages)
-
-
 @pytest.mark.parametrize("workers", [1, 3, 4, 64])
 def test_a_row_has_a_box_for_each_worker_or_counts_them_in_the_last(workers: int) -> None:
-    titles = re.findall(r"<b>(.*?)</b>", drawn(with_workers(workers)))
+    parts = [Part(title=f"worker {n}", worker=n) for n in range(workers)]
+    stage = Stage(name="forward", title="forward", text="", parts=parts)
+    titles = re.findall(r"<b>(.*?)</b>", drawn(replace(synthetic_trace(), stages=[stage])))
     shown = [f"worker {n}" for n in range(workers if workers <= 4 else 3)]
     assert titles[: len(shown) + 1] == shown + (["… 61 more"] if workers == 64 else [])
-
-
-@pytest.mark.parametrize(("before", "after", "lines"), [(1, 4, 4), (4, 1, 4), (3, 3, 3), (2, 3, 6)])
-def test_rows_are_joined_column_by_column_or_all_to_all(
-    before: int, after: int, lines: int
-) -> None:
-    below_the_first_row = before
-    joins = drawn(with_workers(before, after)).count('class="join stroke')
-    assert joins == lines + below_the_first_row
 
 
 @pytest.mark.parametrize(

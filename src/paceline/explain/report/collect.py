@@ -22,18 +22,13 @@ from paceline.errors import UsageError, WireError
 from paceline.explain.report.markup import as_number, count, text
 from paceline.explain.report.series import Column, Window, read_window
 from paceline.observe.phases import OWN, Phase, transfer_of
-from paceline.observe.run_folder import (
-    Event,
-    RunFolder,
-    RunInfo,
-    read_info,
-    stream_events,
-)
+from paceline.observe.run_folder import Event, RunFolder, RunInfo, read_info, stream_events
 from paceline.record.schema import read as read_trace
 from paceline.record.schema import read_document, read_value
 from paceline.record.stages import Trace
 
 METRICS_LIMIT = 12
+METRICS_LEFT_OUT = f"Only the first {METRICS_LIMIT} metrics are shown."
 RANKS_LIMIT = 1024
 ROWS_LIMIT = 2000
 """The most epochs, checkpoints and so on that are kept; the oldest leave first."""
@@ -139,8 +134,6 @@ class Story:
     """By step: the two shortest waits of any ranks."""
     read_t: float = field(default_factory=time.time)
     """When the folder was read."""
-    left_out: set[str] = field(default_factory=set)
-    """Metrics beyond the limit."""
     redone: int = 0
     """Steps of rank 0 that a restart has undone, and that were trained again."""
     restarts: int = 0
@@ -165,8 +158,7 @@ class Story:
 
     @property
     def status(self) -> str:
-        known = ("running", "finished", "stopped", "failed")
-        said = next((each for each in known if self.info and self.info.status == each), "unknown")
+        said = self.info.status if self.info else "unknown"
         return "silent" if said == "running" and self.is_silent else said
 
     @property
@@ -279,9 +271,6 @@ def _take_events(story: Story) -> None:
         if damaged:
             name = f"events/rank{rank}.jsonl"
             story.missing.append(f"{count(damaged, 'line')} of {name} could not be read.")
-    if story.left_out:
-        known = METRICS_LIMIT + len(story.left_out)
-        story.missing.append(f"Only the first {METRICS_LIMIT} of {known:,} metrics are shown.")
     expected = min(story.info.workers, RANKS_LIMIT) if story.info else 0
     if ranks and (lost := sorted(set(range(expected)) - set(ranks))):
         shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
@@ -334,16 +323,13 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
         waits[:] = sorted([*waits, waited])[:2]
         rank.compared_wait_s += waited
     for name, value in _items(event.get("metrics")):
-        if name not in story.metrics:
-            if len(story.metrics) >= METRICS_LIMIT:
-                if len(story.left_out) < ROWS_LIMIT:
-                    story.left_out.add(name)
-                continue
-            story.metrics[name] = Column()
         pair = [as_number(each) for each in value] if isinstance(value, list) else []
         match pair:
             case [float() as total, float() as weight] if not weight <= 0:
-                story.metrics[name].add(step, total, weight)
+                if name in story.metrics or len(story.metrics) < METRICS_LIMIT:
+                    story.metrics.setdefault(name, Column()).add(step, total, weight)
+                elif METRICS_LEFT_OUT not in story.missing:
+                    story.missing.append(METRICS_LEFT_OUT)
 
 
 _PHASES = set(Phase)

@@ -10,7 +10,6 @@ import argparse
 import base64
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable
 from importlib import resources
@@ -104,7 +103,7 @@ def render(story: Story) -> Html:
     if absent:
         content = html("<ul>{}</ul>", absent)
         shown.append(html(frame, "absent", "What was not recorded", "", content))
-    style, script = _style(), _asset("page.js")
+    style, script = _asset("page.css"), _asset("page.js")
     return html(
         _asset("page.html"),
         generator=f"{GENERATOR} {__version__}",
@@ -123,14 +122,6 @@ def render(story: Story) -> Html:
 
 def _asset(name: str) -> Html:
     return Html(resources.files(__package__).joinpath("assets", name).read_text("utf-8"))
-
-
-def _style() -> Html:
-    """The style, with its light colours alone for browsers that cannot choose by themselves."""
-    style = _asset("page.css")
-    light = re.findall(r"(--[\w-]+): light-dark\((#\w+),", style)
-    plain = "".join(f"{name}: {colour};" for name, colour in light)
-    return Html(f"{style}@supports not (color: light-dark(#000, #fff)) {{ :root {{ {plain} }} }}\n")
 
 
 def _hash(content: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from paceline.explain.report.charts import bars, curve, legend, line_chart
@@ -392,26 +393,23 @@ def _settings(story: Story) -> Html | None:
     info = story.info
     if info is None:
         return None
-    said = {
-        "model": info.model,
-        "weights": figure(info.parameters),
-        "batch": count(info.global_batch, "sample"),
-        "shards of a batch": figure(info.shards),
-        "dataset": count(info.dataset_size, "sample") if info.dataset_size else "unknown size",
-        "steps in an epoch": figure(info.steps_per_epoch),
-        "epochs planned": figure(info.epochs),
-        "seed": info.seed,
-        "device": info.device,
-        "host": info.host,
-        "started": moment(info.created),
-        "last written": moment(info.updated),
-        **{text(key, 40): value for key, value in list(info.versions.items())[:8]},
+    said: dict[str, object] = {
+        each.name.replace("_", " "): getattr(info, each.name)
+        for each in fields(info)
+        if each.name not in ("name", "status", "policy", "versions", "schema")
     }
+    said |= {"created": moment(info.created), "updated": moment(info.updated)}
+    said |= {text(key, 40): value for key, value in list(info.versions.items())[:8]}
     row = "<div><dt>{}</dt><dd>{}</dd></div>"
-    rows = [html(row, key, text(value, 120)) for key, value in said.items()]
+    rows = [html(row, key, _setting(value)) for key, value in said.items()]
     policy = [html("<li>{}</li>", text(line, 400)) for line in info.policy[:20]]
     decided = html("<h3>What was decided, and why</h3><ul>{}</ul>", policy) if policy else None
     return html('<dl class="settings">{}</dl>{}', rows, decided)
+
+
+def _setting(value: object) -> str:
+    """A setting as text; a number that nobody knows is a dash."""
+    return text(value, 120) if isinstance(value, str) else figure(as_number(value), 6)
 
 
 def moment(seconds: float) -> str:

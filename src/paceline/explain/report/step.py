@@ -3,7 +3,7 @@
 What belongs to a worker stands in that worker's column and colour; what belongs to all is as wide
 as the picture. So a batch that is cut up fans out, and gradients that are averaged come together,
 without the drawing knowing any stage by name. Every stage is in the page with all its details; the
-script only folds away those that are not being looked at.
+script joins the boxes by lines and folds away the stages that are not being looked at.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from paceline.record.stages import Part, Prediction, Stage, TensorFacts, Trace, 
 
 COLUMNS = 4
 """More boxes than this do not fit side by side: the last one then says how many there are."""
+MORE = -1
 COLOURS = 6
 """How many colours workers have; then they repeat."""
-WIDTH, JOIN = 400, 26
-"""Of the connections between two rows; the page stretches them to the width there is."""
 PARTS_LIMIT, LAYERS_LIMIT, EPOCHS_LIMIT = 16, 64, 200
 
 
@@ -97,23 +96,15 @@ def _stepper(trace: Trace) -> Html:
     most_rows = max([1, *(shape[0] for shape in shapes)])
     most_rows = min(most_rows, 4 * max(1, trace.batch_rows))
     stops = trace.sample.stops if trace.sample else []
-    items: list[Html] = []
-    before: list[str] = []
+    items = []
     for number, stage in enumerate(trace.stages, start=1):
-        parts = _columns(stage)
-        looks = [_look(part) for part in parts]
         followed = {stop.worker for stop in stops if stop.stage == stage.name}
-        items.append(
-            html(
-                '<li class="stage"><div class="stage-picture">{}<div class="boxes">{}</div>{}</div>'
-                '<div class="stage-words">{}</div></li>',
-                _joins(before, looks),
-                [_box(part, most_rows, is_followed=part.worker in followed) for part in parts],
-                _rest(looks) if number < len(trace.stages) else None,
-                _words(trace, stage, number),
-            )
+        boxes = [_box(part, most_rows, part.worker in followed) for part in _columns(stage)]
+        item = (
+            '<li class="stage"><div class="stage-picture"><div class="boxes">{}</div></div>'
+            '<div class="stage-words">{}</div></li>'
         )
-        before = looks
+        items.append(html(item, boxes, _words(trace, stage, number)))
     return html(
         '<div class="stepper" tabindex="0" role="group" aria-label="One batch, stage by stage">'
         '<ol class="stages">{}</ol></div>',
@@ -127,16 +118,12 @@ def _columns(stage: Stage) -> list[Part]:
     if len(parts) <= COLUMNS:
         return parts
     left = len(parts) - COLUMNS + 1
-    return [*parts[: COLUMNS - 1], Part(title=f"… {left:,} more", worker=-1, text="alike")]
+    return [*parts[: COLUMNS - 1], Part(title=f"… {left:,} more", worker=MORE, text="alike")]
 
 
-def _look(part: Part) -> str:
-    if part.worker is None:
-        return "look-all"
-    return f"look-worker{part.worker % COLOURS}" if part.worker >= 0 else "look-more"
-
-
-def _box(part: Part, most_rows: int, *, is_followed: bool) -> Html:
+def _box(part: Part, most_rows: int, is_followed: bool) -> Html:
+    look = "look-all" if part.worker is None else f"look-worker{part.worker % COLOURS}"
+    look = "look-more" if part.worker == MORE else look
     lines = [html("<b>{}</b>", text(part.title, 60))]
     first = part.tensors[0] if part.tensors else None
     if first is not None:
@@ -151,7 +138,7 @@ def _box(part: Part, most_rows: int, *, is_followed: bool) -> Html:
         lines.append(html("<small>{}</small>", duration(part.seconds)))
     dot = Html('<span class="followed" aria-hidden="true">●</span>') if is_followed else None
     glyph = _glyph(first, most_rows) if first else None
-    return html('<div class="box {}">{}<div>{}</div>{}</div>', _look(part), glyph, lines, dot)
+    return html('<div class="box {}">{}<div>{}</div>{}</div>', look, glyph, lines, dot)
 
 
 def _glyph(tensor: TensorFacts, most_rows: int) -> Html | None:
@@ -175,38 +162,6 @@ def shape_of(tensor: TensorFacts) -> str:
     if tensor.shape:
         return " \N{MULTIPLICATION SIGN} ".join(f"{each:,}" for each in tensor.shape)
     return "one number" if tensor.dtype else f"{text(tensor.name, 40)}, {size(tensor.bytes)}"
-
-
-def _joins(before: Sequence[str], after: Sequence[str]) -> Html | None:
-    """Lines from each box of a row to each of the next; between equal columns straight down."""
-    shown = (
-        '<g class="{}"><path d="M{} 0C{} 13 {} 13 {} 21" class="join stroke"/>'
-        '<path d="M{} 26l-4 -7h8z" class="fill"/></g>'
-    )
-    lines = []
-    for i, above in enumerate(before):
-        for j, below in enumerate(after):
-            if len(before) != len(after) or i == j:
-                look = below if above in ("look-all", "look-more") else above
-                a, b = _middle(i, before), _middle(j, after)
-                lines.append(html(shown, look, a, a, b, b, b))
-    return _stretched(lines, JOIN, "joins")
-
-
-def _rest(looks: Sequence[str]) -> Html | None:
-    """Lines below a row, as long as the words beside it are."""
-    shown = '<path d="M{} 0V10" class="join stroke {}"/>'
-    lines = [html(shown, _middle(i, looks), look) for i, look in enumerate(looks)]
-    return _stretched(lines, 10, "rest")
-
-
-def _middle(index: int, row: Sequence[str]) -> float:
-    return (index + 0.5) / len(row) * WIDTH
-
-
-def _stretched(lines: list[Html], height: int, name: str) -> Html | None:
-    shown = '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" class="{}" aria-hidden="true">{}'
-    return html(shown + "</svg>", WIDTH, height, name, lines) if lines else None
 
 
 def _words(trace: Trace, stage: Stage, number: int) -> Html:

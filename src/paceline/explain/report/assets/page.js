@@ -215,9 +215,37 @@ function setUpChart(box, picture, cross, unit, frame, lines) {
   });
 }
 
-// Pipeline: one stage at a time, the others stay visible without their details.
+// Pipeline: lines from each box of a row to each of the next; between equal columns straight down.
+const WIDTH = 400;
+
+function joinBoxes(stages) {
+  const rows = stages.map((stage) => [...stage.querySelectorAll(".box")]);
+  const lookOf = (box) => [...box.classList].find((name) => name.startsWith("look-"));
+  const middle = (index, row) => (index + 0.5) / row.length * WIDTH;
+  const layer = (name, height) => make("svg", { class: name, viewBox: "0 0 " + WIDTH + " " + height, preserveAspectRatio: "none", "aria-hidden": "true" });
+  rows.slice(0, -1).forEach((row, n) => {
+    const rest = layer("rest", 10), joins = layer("joins", 26), next = rows[n + 1];
+    row.forEach((above, i) => {
+      const a = middle(i, row);
+      rest.append(make("path", { d: "M" + a + " 0V10", class: "join stroke " + lookOf(above) }));
+      next.forEach((below, j) => {
+        if (row.length === next.length && i !== j) return;
+        const b = middle(j, next), isShared = ["look-all", "look-more"].includes(lookOf(above));
+        const group = make("g", { class: lookOf(isShared ? below : above) });
+        group.append(make("path", { d: "M" + a + " 0C" + a + " 13 " + b + " 13 " + b + " 21", class: "join stroke" }));
+        group.append(make("path", { d: "M" + b + " 26l-4 -7h8z", class: "fill" }));
+        joins.append(group);
+      });
+    });
+    stages[n].querySelector(".stage-picture").append(rest);
+    stages[n + 1].querySelector(".stage-picture").prepend(joins);
+  });
+}
+
+// One stage at a time; the others stay visible without their details.
 function setUpStepper(stepper) {
   const stages = [...stepper.querySelectorAll(".stage")];
+  joinBoxes(stages);
   if (stages.length < 2) return;
   const buttons = [["back", "◀", "Back"], ["place"], ["next", "▶", "Next"], ["all", "All stages", "Show all"]];
   const controls = addControls(stepper, buttons, "or use the arrow keys");
