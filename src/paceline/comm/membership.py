@@ -23,6 +23,8 @@ class Membership:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.generation = 0
+        self.word_device: Any = None
+        """Where small messages travel; set by whoever knows which devices the group can reach."""
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
         _by_group[id(group)] = self
 

@@ -25,11 +25,9 @@ class Buffers:
     have the same list, and add to it together (`adopt`) when shard 0 has changed another one.
     """
 
-    def __init__(
-        self, module: nn.Module, membership: Membership, word_device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, membership: Membership) -> None:
         self.live: set[str] = set()
-        self._module, self._membership, self._word_device = module, membership, word_device
+        self._module, self._membership = module, membership
         self._statistics = _names_of_statistics(module)
         self._saved: dict[str, Tensor] = {}
         self._marks: dict[str, tuple[int, int]] = {}
@@ -98,8 +96,8 @@ class Buffers:
     def adopt(self) -> None:
         """Agree on the buffers that change; called by all workers together."""
         mine = sorted(self._first)
-        what, group = "Finding live buffers", self._membership.group
-        for names in comm.exchange(group, mine, self._word_device, what):
+        members, what = self._membership, "Finding live buffers"
+        for names in comm.exchange(members.group, mine, members.word_device, what):
             self.live.update(names)
         self._copy_live("Copying shard 0's buffers")
 
@@ -124,7 +122,7 @@ class Buffers:
 
     def _copy_live(self, what: str) -> None:
         tensors = [self._module.get_buffer(name).data for name in sorted(self.live)]
-        copy_from_rank_0(self._membership.group, tensors, self._word_device, what)
+        copy_from_rank_0(self._membership, tensors, what)
         for name in self.live:
             self._marks.pop(name, None)
 

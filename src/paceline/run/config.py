@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, default_collate
 
+import paceline
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError
@@ -21,7 +24,8 @@ from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.policy import plan_global_batch
 from paceline.run.plan import Plan, Position
 from paceline.run.sinks import Sink, check_sinks
-from paceline.run.stream import STATEMENT
+
+Collate = Callable[[list[Any]], Any]
 
 _AGREED_OPTIONS = (
     "clip_norm",
@@ -32,6 +36,15 @@ _AGREED_OPTIONS = (
     "best_metric",
 )
 """Those that decide what a commit does, or when the workers talk to each other."""
+STREAM = (
+    "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
+    "which it comes. Exact resuming and equal results at other worker counts hold only if it "
+    "yields the same samples in the same order every time."
+)
+NO_NOISE = (
+    "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
+    "so there is nothing to compare. Pass shards=2 or more to a new run."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +57,7 @@ class RunOptions:
     """Whether samples that do not fill the last global batch of an epoch are left out of it."""
     clip_norm: float | None = None
     """Shorten gradients to this length where they are longer."""
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Collate | None = None
     """Makes a batch of a list of samples; None: as a `DataLoader` does."""
     pin_memory: bool | None = None
     """Whether batches are loaded into page-locked memory; None: when the model is on a GPU."""
@@ -129,8 +142,21 @@ class RunConfig:
         check_sinks(self.sinks)
 
     @property
-    def collate_fn(self) -> Callable[[list[Any]], Any]:
+    def collate_fn(self) -> Collate:
         return self.options.collate_fn or default_collate
+
+    def open_folder(self, rank: int) -> RunFolder | None:
+        if self.folder is None:
+            return None
+        folder = RunFolder(self.folder)
+        try:
+            folder.create()
+        except OSError as error:
+            raise UsageError(
+                f"Rank {rank} cannot make the run folder {folder.path}: {error}.",
+                advice="Choose a folder that this user may write to.",
+            ) from error
+        return folder
 
     def plan(self, shards: int) -> Plan | None:
         """Which samples form which step; None where samples cannot be asked for by number."""
@@ -157,6 +183,28 @@ class RunConfig:
             drop_last=options.drop_last,
             merge_shards=options.merge_shards,
         )
+
+    def facts(
+        self, module: nn.Module, plan: Plan | None, *, shards: int, workers: int
+    ) -> dict[str, Any]:
+        """What a checkpoint says of the run that wrote it."""
+        return {
+            "model": describe_model(module),
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "shards": shards,
+            "shuffle": self.options.shuffle,
+            "drop_last": self.options.drop_last,
+            "dataset_size": None if plan is None else plan.samples,
+            "workers": workers,
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
+            "versions": {
+                "paceline": paceline.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+        }
 
     def to_agree_on(self) -> dict[str, Any]:
         """What all workers must be given alike, besides the facts, by words for it."""
@@ -201,10 +249,50 @@ class RunConfig:
             policy=list(self.options.policy) or [sentence],
         )
 
+    def opening_lines(
+        self,
+        world: World,
+        device: torch.device,
+        shards: int,
+        plan: Plan | None,
+        position: Position,
+    ) -> list[str]:
+        """What is said when the loop begins."""
+        lines = []
+        if plan is None:
+            lines.append(STREAM)
+        if (idle := world.size - shards) > 0:
+            have = "worker has" if idle == 1 else "workers have"
+            lines.append(
+                f"{world.size} workers share {shards} shards: {idle} {have} nothing to compute. "
+                "Pass shards= to a new run to use them."
+            )
+        if world.device.type == "cuda" and device.type == "cpu":
+            lines.append(f"The model is on the CPU, although this worker has {world.device}.")
+        if plan is not None and position.step >= plan.steps:
+            lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
+        elif position.step:
+            lines.append(f"Continuing after step {position.step}, in epoch {position.epoch + 1}.")
+        if self.options.noise_every and self.passes(shards, world.size) == 1:
+            lines.append(NO_NOISE)
+        return lines
+
+    def passes(self, shards: int, workers: int) -> int:
+        """How many backward passes a step has, on all workers together."""
+        return min(workers, shards) if self.options.merge_shards else shards
+
 
 def _check_whole(name: str, value: Any, least: int) -> None:
     if value is not None and (type(value) is not int or value < least):
         raise UsageError(f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up.")
+
+
+def describe_model(module: nn.Module) -> str:
+    """A short name for the shapes of a model: equal for models that can share a checkpoint."""
+    tensors = [(name, t) for name, t in module.state_dict().items() if isinstance(t, Tensor)]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    digest = sha256("\n".join(lines).encode()).hexdigest()[:12]
+    return f"{type(module).__name__} with {len(lines)} tensors, {digest}"
 
 
 def batch_sentence(global_batch: int, *, workers: int, shards: int, merges: bool) -> str:
@@ -219,26 +307,3 @@ def batch_sentence(global_batch: int, *, workers: int, shards: int, merges: bool
         )
     passes = 1 if merges else shards // busy
     return replace(plan_global_batch(global_batch, busy), accumulation=passes).sentence
-
-
-def opening_lines(
-    world: World, device: torch.device, shards: int, plan: Plan | None, position: Position
-) -> list[str]:
-    """What is said when the loop begins."""
-    lines = []
-    if plan is None:
-        lines.append(STATEMENT)
-    if world.size > shards:
-        idle = world.size - shards
-        lines.append(
-            f"{world.size} workers share {shards} shards: {idle} "
-            f"{'worker has' if idle == 1 else 'workers have'} nothing to compute. Pass shards= to "
-            "a new run to use them."
-        )
-    if world.device.type == "cuda" and device.type == "cpu":
-        lines.append(f"The model is on the CPU, although this worker has {world.device}.")
-    if plan is not None and position.step >= plan.steps:
-        lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
-    elif position.step:
-        lines.append(f"Continuing after step {position.step}, in epoch {position.epoch + 1}.")
-    return lines

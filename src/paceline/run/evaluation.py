@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import tree
-from paceline.comm.membership import Membership
 from paceline.errors import UsageError
-from paceline.run.loader import Collate, ShardFetcher, make_loader
+from paceline.run.config import Collate
+from paceline.run.context import StepContext
+from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import Metrics, Number, Sums, gather
-from paceline.run.plan import Generators, Shard
+from paceline.run.plan import Shard
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
@@ -36,8 +37,7 @@ class Evaluation:
     dataset: Any
     batch: int
     collate_fn: Collate
-    loading: dict[str, Any]
-    seed: int
+    workers: int
     step: int
     reduction: str | None
     """Whether scores are means or sums; None where they have no counts and so are means."""
@@ -50,46 +50,40 @@ class Evaluation:
                 f"batch is {self.batch!r}.", advice="Pass a whole number from 1 up, or None."
             )
 
-    def run(
-        self,
-        score: Score,
-        module: nn.Module,
-        generators: Generators,
-        membership: Membership,
-        word_device: torch.device,
-    ) -> Sums:
+    def run(self, score: Score, context: StepContext) -> Sums:
         """The sums and counts of all workers, by name; every worker calls this."""
-        device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        metrics = Metrics(lambda _facts, _sums: None)
+        generators, seed, device = context.generators, context.config.seed, context.device
+        metrics = Metrics(lambda _report, _sums: None)
         add = metrics.add_sum if self.reduction == "sum" else metrics.add
-        with generators.kept(), _in_evaluation_mode(module), torch.no_grad():
-            for number, rows, batch in self._batches(membership.rank, membership.size):
+        with generators.kept(), _in_evaluation_mode(context.module), torch.no_grad():
+            for number, rows, batch in self._batches(context):
                 if device.type != "cpu":
                     batch = tree.map_tensors(lambda t: t.to(device, non_blocking=True), batch)
-                generators.seed(self.seed, "evaluation", self.step, number)
+                generators.seed(seed, "evaluation", self.step, number)
                 for name, value, items in self._checked(score(batch), rows):
                     add(name, value, items)
                 metrics.end_step(None)
-        what = "Adding up the evaluation"
-        return gather(membership, metrics.take_epoch(), word_device, what)
+        return gather(context.membership, metrics.take_epoch(), "Adding up the evaluation")
 
-    def _batches(self, rank: int, size: int) -> Iterator[tuple[int, int, Any]]:
+    def _batches(self, context: StepContext) -> Iterator[tuple[int, int, Any]]:
         """One worker's batches of the dataset in its own order: number, samples, batch."""
-        collate, batch = self.collate_fn, self.batch
+        rank, size, batch = context.membership.rank, context.size, self.batch
         if not (isinstance(self.dataset, Sized) and hasattr(self.dataset, "__getitem__")):
             samples = iter(self.dataset)
             for number in count():
                 if not (part := list(islice(samples, batch))):
                     return
                 if number % size == rank:
-                    yield number, len(part), collate(part)
+                    yield number, len(part), self.collate_fn(part)
         total = len(self.dataset)
         numbers = range(rank, -(-total // batch), size)
         cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
         shards = [Shard(self.step, -1, n, list(c)) for n, c in zip(numbers, cuts, strict=True)]
-        # The dataset keeps the epoch it was told in training.
-        fetcher = ShardFetcher(self.dataset, self.seed, collate, tells_epoch=False)
-        loader = make_loader(fetcher, self.loading, shards)
+        # The dataset keeps the epoch that it was told in training.
+        fetcher = ShardFetcher(
+            self.dataset, context.config.seed, self.collate_fn, tells_epoch=False
+        )
+        loader = make_loader(fetcher, context.loading(self.workers), shards)
         yield from zip(numbers, map(len, cuts), loader, strict=True)
 
     def _checked(self, scores: Any, rows: int) -> Iterator[tuple[str, Number, Number]]:
@@ -100,24 +94,22 @@ class Evaluation:
             match score:
                 case int() | float() | Tensor():
                     yield name, score, rows
-                case [int() | float() | Tensor() as value, int() | float() | Tensor() as items]:
-                    self._refuse_ambiguous(name)
+                case [int() | float() | Tensor(), int() | float() | Tensor()] if self.reduction:
+                    value, items = score
                     # A mean over nothing is NaN, and says nothing.
                     yield name, value if self.reduction == "sum" or items else 0.0, items
+                case [_, _]:
+                    raise UsageError(
+                        f"The score {name!r} comes with a count, and nobody says whether it is a "
+                        "mean or a sum.",
+                        advice='Pass reduction="mean" or reduction="sum" to run.evaluate().',
+                    )
                 case _:
                     raise UsageError(
                         f"The score {name!r} is a {type(score).__name__}, and not a number with or "
                         "without the number of its items.",
                         advice=_ADVICE,
                     )
-
-    def _refuse_ambiguous(self, name: str) -> None:
-        if self.reduction is None:
-            raise UsageError(
-                f"The score {name!r} comes with a count, and nobody says whether it is a mean or a "
-                "sum.",
-                advice='Pass reduction="mean" or reduction="sum" to run.evaluate().',
-            )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ augmentation does not depend on how many processes load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import tee
 from typing import Any
 
@@ -16,27 +16,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.membership import Membership
 from paceline.errors import UsageError
+from paceline.run.config import Collate, RunConfig
 from paceline.run.plan import Generators, Plan, Portion, Position, Shard
-
-Collate = Callable[[list[Any]], Any]
 
 
 class MapLoader:
     """A worker's batches of a dataset with indices, from one step on to the end of the run."""
 
     def __init__(
-        self,
-        dataset: Any,
-        plan: Plan,
-        membership: Membership,
-        *,
-        collate_fn: Collate,
-        loading: dict[str, Any],
+        self, config: RunConfig, plan: Plan, membership: Membership, loading: dict[str, Any]
     ) -> None:
         """`loading` is handed on to the `DataLoader`."""
-        self._plan, self._membership = plan, membership
-        self._fetcher = ShardFetcher(dataset, plan.seed, collate_fn)
-        self._loading = loading
+        self._plan, self._membership, self._loading = plan, membership, loading
+        self._fetcher = ShardFetcher(config.dataset, config.seed, config.collate_fn)
         self._batches: Iterator[Any] | None = None
 
     def portions(self, done: Position) -> Iterator[Portion]:

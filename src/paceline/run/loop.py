@@ -21,7 +21,7 @@ from paceline.ddp import DDPOptions
 from paceline.errors import UsageError
 from paceline.observe import stopwatch
 from paceline.run.config import RunConfig, RunOptions
-from paceline.run.context import build, loading_options
+from paceline.run.context import StepContext
 from paceline.run.evaluation import Evaluation, Score
 from paceline.run.metrics import gather, means
 from paceline.run.plan import Position
@@ -88,7 +88,7 @@ class Run:
             sinks=sinks,
             options=options,
         )
-        context = self._context = build(config)
+        context = self._context = StepContext(config)
         self.options = options
         self.model: nn.Module = context.model
         """The model to call in the loop; the one that was passed, kept equal on all workers."""
@@ -153,14 +153,11 @@ class Run:
             dataset=config.dataset if dataset is None else dataset,
             batch=-(-config.global_batch // context.shards) if batch is None else batch,
             collate_fn=collate_fn or config.collate_fn,
-            loading=loading_options(config, context.device, workers, context.loader_signals),
-            seed=config.seed,
+            workers=workers,
             step=position.step,
             reduction=reduction,
         )
-        total = task.run(
-            score, context.module, context.generators, context.membership, context.word_device
-        )
+        total = task.run(score, context)
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
         self._scores |= scores
@@ -283,12 +280,7 @@ class Run:
 
     def _end_epoch(self, step: Step) -> None:
         context = self._context
-        sums = gather(
-            self.membership,
-            context.metrics.take_epoch(),
-            context.word_device,
-            "Adding up the epoch",
-        )
+        sums = gather(self.membership, context.metrics.take_epoch(), "Adding up the epoch")
         metrics = means(sums)
         self._scores = metrics | self._scores  # of two with one name, the evaluation's
         now_s = time.perf_counter()
@@ -323,7 +315,7 @@ class Run:
     def _leave_together(self) -> None:
         """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
         self._report_checkpoints(wait=True)
-        gather(self.membership, {}, self._context.word_device, "Leaving together")
+        gather(self.membership, {}, "Leaving together")
 
     def _say_what_is_not_saved(self) -> None:
         """The loop is left by the user, perhaps by one worker alone: this is no time to save."""

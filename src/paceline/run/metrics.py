@@ -105,13 +105,13 @@ def means(sums: Mapping[str, Any]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
-def gather(membership: Membership, sums: Sums, word_device: torch.device, what: str) -> Sums:
+def gather(members: Membership, sums: Sums, what: str) -> Sums:
     """The sums of all workers, added in rank order and so equal everywhere to the last bit."""
-    if membership.size == 1:
+    if members.size == 1:
         return sums
     added: Sums = {}
     plain = {name: [repr(total), repr(count)] for name, (total, count) in sums.items()}
-    for theirs in comm.exchange(membership.group, plain, word_device, what):
+    for theirs in comm.exchange(members.group, plain, members.word_device, what):
         merge(added, {name: [float(t), float(c)] for name, (t, c) in theirs.items()})
     return added
 

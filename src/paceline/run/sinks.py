@@ -234,6 +234,9 @@ class Sinks:
             except Exception as error:
                 self._switch_off(sink, method, error)
 
+    def tell_step(self, report: StepReport, sums: Sums) -> None:
+        self.tell("step", report._replace(sums=sums))
+
     def say(self, text: str) -> None:
         """Say something on the terminal only; for signal handlers, which may write no file."""
         if self._terminal is not None:

@@ -11,7 +11,6 @@ import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -119,14 +118,6 @@ def _load(part: Any, state: Any, words: str) -> None:
         ) from error
 
 
-def describe_model(module: nn.Module) -> str:
-    """A short name for the shapes of a model: equal for models that can share a checkpoint."""
-    tensors = [(name, t) for name, t in module.state_dict().items() if isinstance(t, Tensor)]
-    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    digest = sha256("\n".join(lines).encode()).hexdigest()[:12]
-    return f"{type(module).__name__} with {len(lines)} tensors, {digest}"
-
-
 def refuse_other_run(here: Mapping[str, Any], there: Mapping[str, Any], folder: object) -> None:
     """Raise if what is in the folder was written by a run with other facts."""
     for key, words in MUST_BE_EQUAL.items():
@@ -150,17 +141,12 @@ class Saving:
     """The checkpoints of one run, seen by one worker."""
 
     def __init__(
-        self,
-        folder: RunFolder | None,
-        options: RunOptions,
-        membership: Membership,
-        word_device: torch.device,
+        self, folder: RunFolder | None, options: RunOptions, membership: Membership
     ) -> None:
         self.is_on = folder is not None and options.checkpoint_every != 0
         self.saved_step: int | None = None
         """How far the run in the newest checkpoint is, known to every worker."""
-        self._folder, self._options = folder, options
-        self._membership, self._word_device = membership, word_device
+        self._folder, self._options, self._membership = folder, options, membership
         self._has_metric = False
         self._lock: FolderLock | None = None
         self._checkpoints: Checkpoints | None = None
@@ -190,7 +176,7 @@ class Saving:
             except Exception as error:
                 problem = error
         text = "" if problem is None else str(problem)
-        found = _hand_out(self._membership.group, saved, text, self._word_device)
+        found = _hand_out(self._membership, saved, text)
         if problem is not None:
             raise problem
         if found is not None:
@@ -238,8 +224,7 @@ class Saving:
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
         self.saved_step, self._has_metric = position.step, metric is not None
-        what = "Adding up the epoch so far"
-        sums = gather(self._membership, epoch_sums, self._word_device, what)
+        sums = gather(self._membership, epoch_sums, "Adding up the epoch so far")
         if self._checkpoints is not None:
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
@@ -303,21 +288,22 @@ class FolderLock:
 
 
 def _hand_out(
-    group: Any, saved: Saved | None, problem: str, word_device: torch.device
+    members: Membership, saved: Saved | None, problem: str
 ) -> tuple[Any, dict[str, Any]] | None:
     """Rank 0's checkpoint, or None, on every worker: the folder may be on rank 0's disk alone.
 
     `problem` says why rank 0 could not load one; then every other worker raises.
     """
-    if group.size() == 1:
+    if members.size == 1:
         return None if saved is None else (saved.state, saved.facts)
     what = "Handing out the checkpoint"
     tensors, skeleton = take_apart(saved.state) if saved is not None else ({}, b"")
     shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     text = skeleton.decode("utf-8", "surrogatepass")
     mine = None if saved is None else [text, shapes, saved.facts]
-    first, problem = comm.exchange(group, [mine, problem], word_device, what)[0]
-    if problem and group.rank() != 0:
+    everyone = comm.exchange(members.group, [mine, problem], members.word_device, what)
+    first, problem = everyone[0]
+    if problem and members.rank != 0:
         raise CheckpointError(f"Rank 0 cannot begin: {problem}")
     if first is None:
         return None
@@ -327,40 +313,31 @@ def _hand_out(
             name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
             for name, (dtype, shape) in shapes.items()
         }
-    copy_from_rank_0(group, list(tensors.values()), word_device, what)
+    copy_from_rank_0(members, list(tensors.values()), what)
     if saved is not None:
         return saved.state, facts
     return put_together(text.encode("utf-8", "surrogatepass"), tensors, what), facts
 
 
 @torch.no_grad()
-def copy_from_rank_0(
-    group: Any, tensors: Sequence[Tensor], device: torch.device, what: str
-) -> None:
-    """Overwrite the tensors with rank 0's, by way of `device`, a few megabytes at a time."""
-    chunk: list[Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        chunk.append(tensor)
-        filled += tensor.numel() * tensor.itemsize
-        if filled > _CHUNK_BYTES:
-            _copy_chunk(group, chunk, device, what)
-            chunk, filled = [], 0
-    if chunk:
-        _copy_chunk(group, chunk, device, what)
-
-
-def _copy_chunk(group: Any, chunk: list[Tensor], device: torch.device, what: str) -> None:
-    flat = torch.cat([_as_bytes(tensor).to(device) for tensor in chunk])
-    comm.broadcast(group, flat, 0, what)
-    if group.rank() == 0:
-        return
-    sizes = [tensor.numel() * tensor.itemsize for tensor in chunk]
-    for tensor, part in zip(chunk, torch.split(flat, sizes), strict=True):
-        # A fresh start, because a view needs bytes that are aligned for its type.
-        plain = torch.empty(tensor.shape, dtype=tensor.dtype)
-        _as_bytes(plain).copy_(part)
-        tensor.copy_(plain)
+def copy_from_rank_0(members: Membership, tensors: Sequence[Tensor], what: str) -> None:
+    """Overwrite the tensors with rank 0's, some megabytes at a time, as bytes."""
+    left = list(tensors)
+    while left:
+        sizes: list[int] = []
+        while len(sizes) < len(left) and sum(sizes) <= _CHUNK_BYTES:
+            tensor = left[len(sizes)]
+            sizes.append(tensor.numel() * tensor.itemsize)
+        chunk, left = left[: len(sizes)], left[len(sizes) :]
+        flat = torch.cat([_as_bytes(tensor).to(members.word_device) for tensor in chunk])
+        comm.broadcast(members.group, flat, 0, what)
+        if members.rank == 0:
+            continue
+        for tensor, part in zip(chunk, torch.split(flat, sizes), strict=True):
+            # A fresh start, because a view needs bytes that are aligned for its type.
+            plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+            _as_bytes(plain).copy_(part)
+            tensor.copy_(plain)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

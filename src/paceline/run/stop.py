@@ -101,16 +101,11 @@ class Vote:
     """
 
     def __init__(
-        self,
-        membership: Membership,
-        word_device: torch.device,
-        request: StopRequest,
-        buffers: Buffers | None,
+        self, membership: Membership, request: StopRequest, buffers: Buffers | None
     ) -> None:
         self.next_step = 0
         """The step of the next vote; the same on every worker."""
-        self._membership, self._device = membership, word_device
-        self._request, self._buffers = request, buffers
+        self._membership, self._request, self._buffers = membership, request, buffers
         self._last_s, self._last_step = time.monotonic(), 0
         self._pending: tuple[int, Tensor, comm.Pending] | None = None
         membership.follow(self._begin_anew)
@@ -123,7 +118,8 @@ class Vote:
         now_s = time.monotonic()
         step_s = (now_s - self._last_s) / max(1, step - self._last_step)
         self._last_s, self._last_step = now_s, step
-        words = torch.tensor([*self._wishes(), step_s], dtype=torch.float32, device=self._device)
+        mine = [*self._wishes(), step_s]
+        words = torch.tensor(mine, dtype=torch.float32, device=members.word_device)
         what = f"Step {step}: asking whether to stop"
         self._pending = step, words, comm.start_all_reduce(members.group, words, what)
 
@@ -134,7 +130,7 @@ class Vote:
         if self._pending is None:
             return Wishes()
         started, words, reduction = self._pending
-        if started == step and self._device.type != "cpu":
+        if started == step and words.device.type != "cpu":
             return Wishes()
         self._pending = None
         reduction.wait()

@@ -45,14 +45,11 @@ class FiniteCheck:
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
-        *,
-        is_complete: bool,
         membership: Membership,
-        word_device: torch.device,
+        *,
+        is_complete: bool = False,
     ) -> None:
-        """`word_device` is where small messages travel; see Note [What is looked at]."""
-        self._named, self._is_complete = named, is_complete
-        self._membership, self._word_device = membership, word_device
+        self._named, self._membership, self._is_complete = named, membership, is_complete
         self._is_late = bool(named) and named[0][1].device.type != "cpu"
         self._pending: tuple[HostCopy, int, Sequence[Loss]] | None = None
 
@@ -109,9 +106,9 @@ class FiniteCheck:
             if not math.isfinite(value := loss.value.item())
         ]
         everyone: list[Any] = [mine]
-        if self._membership.size > 1:
+        if (members := self._membership).size > 1:
             what = "Asking whose loss is not finite"
-            everyone = comm.exchange(self._membership.group, mine, self._word_device, what)
+            everyone = comm.exchange(members.group, mine, members.word_device, what)
         before = "one of the steps before" if self._is_late else f"step {step - 1}"
         state = f"The model is as it was after {before}; the last checkpoint is good."
         for rank, theirs in enumerate(everyone):
