@@ -59,7 +59,7 @@ def large(world: World) -> torch.Tensor:
     return torch.full((2**20,), float(world.rank))
 
 
-def test_results_larger_than_a_pipe_arrive() -> None:
+def test_large_results_arrive() -> None:
     first, second = run_processes(2, large)
     assert (first.sum().item(), second.sum().item()) == (0.0, 2.0**20)
 

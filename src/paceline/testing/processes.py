@@ -1,8 +1,8 @@
 """Ranks as processes: for crashes, signals, memory and anything global to a process.
 
 A fork server that has imported torch and this module once makes a fresh process per rank in
-milliseconds. Functions travel by name; arguments and results travel as bytes of `comm.codec`, and
-each worker sends one message at its end. Whatever happens, no process is left.
+milliseconds. Functions travel by name; arguments travel as bytes of `comm.codec`, and so does what
+each worker leaves in a file at its end. Whatever happens, no process is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,12 @@ from torch._C._distributed_c10d import FileStore
 
 from paceline import env
 from paceline.comm import codec
-from paceline.errors import UsageError, WireError, WorkerError
+from paceline.errors import UsageError, WorkerError
 from paceline.testing.endings import is_echo, say_last_words, summary
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected, check_size, testing_world
 
 _PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
-_READ_BYTES = 2**20
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
 # A worker that gets this writes down where it is, within so many seconds.
@@ -68,8 +67,9 @@ class WorkerCall:
     timeout_s: float
     environ: Mapping[str, str] = field(repr=False)
 
-    def stack_path(self, rank: int) -> Path:
-        return Path(self.folder, f"stack{rank}")
+    def path(self, what: str, rank: int) -> Path:
+        """The file for `what` is left of this rank: its `stack` or its `message`."""
+        return Path(self.folder, f"{what}{rank}")
 
 
 def run_processes(
@@ -111,7 +111,7 @@ def run_processes(
 
 
 class _RankProcess:
-    """One rank's process, seen from outside, and the bytes it has sent so far."""
+    """One rank's process, seen from outside."""
 
     def __init__(self, rank: int, call: WorkerCall) -> None:
         self.rank = rank
@@ -120,94 +120,35 @@ class _RankProcess:
         self.is_echo = False
         """Whether the error only says that another rank is gone."""
         self.ended_at = math.inf
-        self._timeout_s = call.timeout_s
-        self._stack_path = call.stack_path(rank)
-        self._received = bytearray()
-        self._has_sent_all = False
+        self._call = call
         # Test modules import pytest, and importing it again in every worker would cost more than
         # everything else.
         preload = [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preload)
-        self._reader, writer = context.Pipe(duplex=False)
-        os.set_blocking(self._reader.fileno(), False)
         self._process: ForkServerProcess = context.Process(
-            target=_work, args=(rank, call, writer), name=f"rank {rank} of {call.size}"
+            target=_work, args=(rank, call), name=f"rank {rank} of {call.size}"
         )
-        try:
-            self._process.start()
-        except BaseException:
-            self._reader.close()
-            raise
-        finally:
-            writer.close()
+        self._process.start()
 
     @property
     def is_running(self) -> bool:
         return self.ended_at == math.inf
 
     @property
-    def handles(self) -> list[Any]:
-        """What `wait` can watch: the end of the process, and bytes while there may be more."""
-        sentinel = self._process.sentinel
-        return [sentinel] if self._has_sent_all else [sentinel, self._reader]
+    def sentinel(self) -> int:
+        """What `wait` can watch: the end of the process."""
+        return self._process.sentinel
 
-    def receive(self) -> None:
-        """Read what has arrived, and conclude once the process has ended."""
-        # Asked before reading: a process that has ended can send nothing after the read.
+    def look(self) -> None:
+        """Find out how the process ended, once it has."""
         exitcode = self._process.exitcode
-        with suppress(BlockingIOError):
-            while chunk := os.read(self._reader.fileno(), _READ_BYTES):
-                self._received += chunk
-            self._has_sent_all = True
-        if exitcode is not None:
-            self._conclude(exitcode)
-
-    def expire(self) -> None:
-        """Give up on a process that is still running, and say where it is."""
+        if exitcode is None:
+            return
         self.ended_at = time.monotonic()
-        stack = self._ask_for_stack()
-        what = f"Rank {self.rank} was still running after {self._timeout_s:g} s and was killed."
-        if self._received:
-            what += " It had finished, but its process did not end."
-        self.error = WorkerError(
-            what,
-            f"Where it was:\n{stack}" if stack else "It did not answer when asked where it was.",
-            "Raise timeout_s, or look for a rank that waits for another.",
-            rank=self.rank,
-            traceback=stack,
-        )
-
-    def close(self) -> None:
-        """Kill the process if it still runs, and free everything it used here."""
-        if self._process.exitcode is None:
-            self._process.kill()  # also ends a stopped one
-        self._process.join()
-        self._process.close()
-        self._reader.close()
-
-    def _ask_for_stack(self) -> str:
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, _STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_S
-        stack, before = "", None
-        while time.monotonic() < deadline and (not stack or stack != before):
-            wait([self._process.sentinel], 0.01)
-            stack, before = self._written_stack(), stack  # twice the same: it is complete
-        return stack
-
-    def _written_stack(self) -> str:
-        """What the worker's fault handler wrote, at a crash or when asked."""
-        with suppress(OSError):
-            return self._stack_path.read_text(errors="replace").strip()
-        return ""
-
-    def _conclude(self, exitcode: int) -> None:
-        self.ended_at = time.monotonic()
-        try:
-            message = codec.decode(bytes(self._received))
-        except WireError:
-            message = None  # killed before it could say how it ended, or while saying it
+        message = None
+        with suppress(FileNotFoundError):  # killed before it could say how it ended
+            message = codec.decode(self._call.path("message", self.rank).read_bytes())
         if message is not None and not message["ok"]:
             self.ended_at, self.is_echo = message["at"], message["is_echo"]
             self.error = WorkerError(
@@ -228,6 +169,45 @@ class _RankProcess:
         else:
             self.ended_at, self.result = message["at"], message["result"]
 
+    def expire(self) -> None:
+        """Give up on a process that is still running, and say where it is."""
+        self.ended_at = time.monotonic()
+        stack = self._ask_for_stack()
+        timeout_s = self._call.timeout_s
+        what = f"Rank {self.rank} was still running after {timeout_s:g} s and was killed."
+        if self._call.path("message", self.rank).exists():
+            what += " It had finished, but its process did not end."
+        self.error = WorkerError(
+            what,
+            f"Where it was:\n{stack}" if stack else "It did not answer when asked where it was.",
+            "Raise timeout_s, or look for a rank that waits for another.",
+            rank=self.rank,
+            traceback=stack,
+        )
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and free everything it used here."""
+        if self._process.exitcode is None:
+            self._process.kill()  # also ends a stopped one
+        self._process.join()
+        self._process.close()
+
+    def _ask_for_stack(self) -> str:
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid or 0, _STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_S
+        stack, before = "", None
+        while time.monotonic() < deadline and (not stack or stack != before):
+            wait([self._process.sentinel], 0.01)
+            stack, before = self._written_stack(), stack  # twice the same: it is complete
+        return stack
+
+    def _written_stack(self) -> str:
+        """What the worker's fault handler wrote, at a crash or when asked."""
+        with suppress(OSError):
+            return self._call.path("stack", self.rank).read_text(errors="replace").strip()
+        return ""
+
 
 def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool) -> None:
     """Follow the workers until all have ended, time is up, or one failure decides the rest."""
@@ -244,9 +224,9 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
                 for worker in running:
                     worker.expire()
             return
-        wait([handle for worker in running for handle in worker.handles], left)
+        wait([worker.sentinel for worker in running], left)
         for worker in running:
-            worker.receive()
+            worker.look()
 
 
 def _describe_exit(exitcode: int) -> str:
@@ -291,10 +271,10 @@ def _find(name: FunctionName) -> Any:
     return found
 
 
-def _work(rank: int, call: WorkerCall, writer: Connection) -> None:
-    """Be rank `rank` of `call` in a process of its own; send one message at the end."""
+def _work(rank: int, call: WorkerCall) -> None:
+    """Be rank `rank` of `call` in a process of its own; leave one message at the end."""
     _die_with_caller()
-    stack_file = call.stack_path(rank).open("w")  # open until the end, for the fault handler
+    stack_file = call.path("stack", rank).open("w")  # open until the end, for the fault handler
     faulthandler.enable(stack_file, all_threads=False)
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
     os.environ.clear()
@@ -326,10 +306,9 @@ def _work(rank: int, call: WorkerCall, writer: Connection) -> None:
         )
         if group is not None:
             say_last_words(group, error)
-    with writer:
-        left = memoryview(message)
-        while left:
-            left = left[os.write(writer.fileno(), left) :]
+    written = call.path("unfinished", rank)
+    written.write_bytes(message)
+    written.rename(call.path("message", rank))  # all of it, or nothing
     if group is not None and dist.is_initialized():
         del group
         dist.destroy_process_group()
