@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from synthetic_run import still_valid
 
-from paceline.observe.run_folder import RunFolder, read_events, read_info, still_valid
+from paceline.observe.run_folder import RunFolder, read_events, read_info
 
 SCRIPT = """
 import sys, time, torch

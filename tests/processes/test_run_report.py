@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from paceline.comm.world import World
 from paceline.explain import report
 from paceline.observe import spans, stragglers
+from paceline.observe.phases import Phase
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stragglers import Blame
 from paceline.run import Run, RunOptions
@@ -39,18 +40,15 @@ def train(world: World, folder: str) -> bool:
             for x, y, _ in step.batches():
                 step.backward(F.cross_entropy(run.model(x), y))
             if step.number == 5 and world.rank == 0 and detector is not None:
-                for listener in detector.listeners:
-                    listener(
-                        5,
-                        Blame(
-                            rank=1,
-                            phase="data",
-                            slower_by_s=0.2,
-                            phase_s=0.21,
-                            others_phase_s=0.01,
-                            steps=8,
-                        ),
-                    )
+                blame = Blame(
+                    rank=1,
+                    phase=Phase.DATA,
+                    slower_by_s=0.2,
+                    phase_s=0.21,
+                    others_phase_s=0.01,
+                    steps=8,
+                )
+                detector.tell(5, blame)
     return spans.is_on()
 
 

@@ -17,7 +17,7 @@ from paceline.comm.world import World
 from paceline.observe import stopwatch
 from paceline.observe.phases import MEASURED, Phase
 from paceline.observe.stopwatch import Stopwatch
-from paceline.observe.stragglers import Blame, StragglerDetector
+from paceline.observe.stragglers import Blame, StragglerDetector, print_to_stderr
 from paceline.testing import Faults, run_ranks, seeded
 from paceline.testing.ranks import gloo_group
 
@@ -51,7 +51,7 @@ def train(world: World, phase: str, slow_rank: int) -> Any:
     observer = model._reducer.observer
     assert observer is not None
     assert observer.detector is not None
-    observer.detector.listeners.append(lambda step, blame: told.append((step, blame)))
+    observer.detector.tell = lambda step, blame: told.append((step, blame))
     for step in range(STEPS):
         slow.step = step
         faults.strike(world.rank, step, "data")
@@ -148,7 +148,11 @@ class Trainer:
         self.watch = Stopwatch(self.clock)
         self.detector = StragglerDetector(self.watch)
         self.told: list[tuple[int, Blame]] = []
-        self.detector.listeners.append(lambda step, blame: self.told.append((step, blame)))
+        self.detector.tell = self.tell
+
+    def tell(self, step: int, blame: Blame) -> None:
+        self.told.append((step, blame))
+        print_to_stderr(step, blame)
 
     def train(self, steps: int, slow: int, phase: Phase, ms: float) -> None:
         for _ in range(steps):

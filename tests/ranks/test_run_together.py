@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from runs import CLASSES, QUIET, WIDTH, Rows, Trained, assert_same, mlp, train
+from synthetic_run import still_valid
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import SyncBatchNorm
 from paceline.comm.world import World
 from paceline.errors import CheckpointError, DesyncError, NotFiniteError, UsageError
-from paceline.observe.run_folder import RunFolder, read_events, read_info, still_valid
+from paceline.observe.run_folder import RunFolder, read_events, read_info
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 

@@ -21,7 +21,6 @@ from paceline.observe.run_folder import (
     parse_event,
     read_events,
     read_info,
-    still_valid,
     stream_events,
     write_info,
 )
@@ -121,18 +120,6 @@ def test_numbers_that_json_has_no_word_for_survive(folder: RunFolder) -> None:
 )
 def test_foreign_lines_are_no_events(line: bytes) -> None:
     assert parse_event(line) is None
-
-
-def test_a_restart_undoes_what_came_after_its_checkpoint() -> None:
-    def event(t: float, kind: str, rank: int, step: int) -> dict[str, object]:
-        return {"t": t, "kind": kind, "rank": rank, "step": step}
-
-    before = [event(t, "step", rank, t) for rank in (0, 1) for t in range(1, 6)]
-    again = [event(10, "start", 0, 3), event(11, "step", 0, 4)]
-    kept = still_valid([*again, *before])
-    assert [(e["rank"], e["step"]) for e in kept if e["kind"] == "step"] == [
-        (0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 4),
-    ]  # fmt: skip
 
 
 def test_a_name_that_no_page_could_carry_is_refused(tmp_path: Path) -> None:

@@ -227,21 +227,6 @@ def read_events(folder: RunFolder) -> list[Event]:
     return sorted(found, key=lambda event: event["t"])
 
 
-def still_valid(events: Iterable[Event]) -> list[Event]:
-    """The events without those that a restart has undone, in the order of their times."""
-    kept: list[Event] = []
-    for event in sorted(events, key=lambda event: event["t"]):
-        if event["kind"] == "start" and event["rank"] == 0:
-            kept = [each for each in kept if not _is_undone(each, event.get("step", 0))]
-        kept.append(event)
-    return kept
-
-
-def _is_undone(event: Event, step: int) -> bool:
-    is_progress = event["kind"] not in {"start", "stop", "message"}
-    return is_progress and isinstance(event.get("step"), int) and event["step"] > step
-
-
 def make_private(folder: Path) -> None:
     """Make a folder that only this user can look into; one that exists is left as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

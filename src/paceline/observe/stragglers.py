@@ -238,11 +238,10 @@ class StragglerDetector:
     """
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.listeners: list[Callable[[int, Blame], None]] = []
-        """Called on rank 0 with the step and what was found, besides the line on stderr.
+        self.tell: Callable[[int, Blame], None] = print_to_stderr
+        """Called on rank 0 with the step and what was found.
 
-        They live as long as the group, so they must not hold it."""
-        self.print_line: Callable[[str], None] = _print_to_stderr
+        It lives as long as the group, so it must not hold it."""
         self._watch = watch
         self._begin(None)
 
@@ -316,7 +315,7 @@ class StragglerDetector:
         self._set_clock(rank, numbers)
         known, self.blame = self.blame, find_slow(list(self.windows))
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
-            self._tell(self.blame)
+            self._say(self.blame)
 
     def _set_clock(self, rank: int, numbers: list[RankNumbers]) -> None:
         """Write into the recording how far rank 0's clock is, whenever that is known better."""
@@ -335,19 +334,16 @@ class StragglerDetector:
             recorder.set_clock(*clock_offset(self._clock_bounds))
         self._knows_clock = True
 
-    def _tell(self, blame: Blame) -> None:
-        step = self._watch.step
-        self.print_line(f"step {step}: {blame}")
-        recorder = spans.recorder()
+    def _say(self, blame: Blame) -> None:
+        step, recorder = self._watch.step, spans.recorder()
         if recorder is not None:
             facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
             recorder.add("blame", spans.now_ns(), None, facts)
-        for listener in self.listeners:
-            listener(step, blame)
+        self.tell(step, blame)
 
 
-def _print_to_stderr(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
+def print_to_stderr(step: int, blame: Blame) -> None:
+    print(f"paceline: step {step}: {blame}", file=sys.stderr, flush=True)
 
 
 def of(membership: Membership, device: torch.device) -> StragglerDetector:

@@ -40,7 +40,7 @@ class Watching:
         self._folder, self._rank = folder, rank
         self._wants_timeline = options.timeline
         self._has_timeline = False
-        self._before: tuple[StragglerDetector, list[Listener], Callable[[str], None]] | None = None
+        self._before: tuple[StragglerDetector, Listener] | None = None
         asked = options.trace_step or env.read_observation().trace_step
         self.trace_step = 0 if folder is None else asked
         """The step to be recorded stage by stage; 0 for none."""
@@ -85,14 +85,14 @@ class Watching:
 
         detector = stragglers.find(membership.group)
         if detector is not None:
-            self._before = detector, detector.listeners, detector.print_line
-            detector.listeners, detector.print_line = [report], lambda _line: None
+            self._before = detector, detector.tell
+            detector.tell = report
 
     def end(self) -> None:
         """Leave everything as it was; may be called twice."""
         if self._before is not None:
-            detector, listeners, print_line = self._before
-            detector.listeners, detector.print_line = listeners, print_line
+            detector, tell = self._before
+            detector.tell = tell
             self._before = None
         if self._has_timeline:
             self._has_timeline = False
