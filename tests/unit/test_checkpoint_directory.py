@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def fill(folder: Path, step: int, metric: float | None = None) -> Entry:
-    files = {"state.safetensors": [b"tensors", b" more"], "state.json": [b"{}"]}
+    files = {"state.safetensors": b"tensors more", "state.json": b"{}"}
     entry, _ = publish(folder, step, files, metric=metric, facts={"seed": 1})
     return entry
 
@@ -106,19 +106,20 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".tmp-dead").mkdir()
     (tmp_path / ".tmp-dead" / "state.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-link").symlink_to(tmp_path / ".tmp-dead")
 
-    class Pieces(list[bytes]):
-        def __iter__(self) -> Any:
-            sweep(tmp_path)  # another saver cleans while this one writes
-            return iter([b"data"])
+    fsync = os.fsync
 
-    files: Any = {"state.safetensors": Pieces(), "state.json": [b"{}"]}
-    entry, _ = publish(tmp_path, 1, files, metric=None, facts={})
+    def sweep_and_sync(file: int) -> None:
+        sweep(tmp_path)  # another saver cleans while this one writes
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", sweep_and_sync)
+    entry = fill(tmp_path, 1)
     verify(entry)
     assert sorted(os.listdir(tmp_path)) == [".tmp-link", entry.name]
 
@@ -196,7 +197,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(name: str, tmp_path: P
     entry = fill(tmp_path, 1)
     files = json.loads((entry.path / "manifest.json").read_bytes())["manifest"]["files"]
     rewrite(entry, files={**files, name: {"bytes": 1, "sha256": ""}})
-    with pytest.raises(CheckpointError, match="not the name of a file in this folder"):
+    with pytest.raises(CheckpointError, match="and these alone"):
         verify(entry)
 
 

@@ -1,13 +1,14 @@
-"""`paceline ckpt`: what it prints, what it writes, what it refuses."""
+"""`paceline ckpt`: what it prints, what it writes, what it refuses; docs/checkpoints.md is true."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import Checkpoints, load_weights
-from paceline.checkpoint.command import VERBS
+from paceline.checkpoint.command import VERBS, home_of
 from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.formats import read_tensors, write_tensors
-from paceline.cli import main
+from paceline.cli import Parser, main
 
 # Change this on purpose only: scripts of users depend on it.
 SURFACE = {
@@ -62,7 +63,7 @@ def ckpt(*arguments: object) -> int:
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_surface_changes_on_purpose_only(verb: str) -> None:
     parser = argparse.ArgumentParser()
-    getattr(import_module(VERBS[verb].module), f"{verb}_arguments")(parser)
+    getattr(home_of(verb), f"{verb}_arguments")(parser)
     actions = [action for action in parser._actions if action.dest != "help"]
     assert {"".join(action.option_strings) or action.dest for action in actions} == SURFACE[verb]
     assert all(action.help for action in actions)
@@ -154,9 +155,9 @@ def test_verify_finds_a_tensor_that_nothing_speaks_of(
     from paceline.checkpoint.directory import publish
 
     write_tensors(run / "x.safetensors", {"x": torch.ones(2)})
-    files = {"state.safetensors": [(run / "x.safetensors").read_bytes()], "state.json": [b"{}"]}
+    tensors = (run / "x.safetensors").read_bytes()
     for skeleton in (b'["dict"]', b"{}"):
-        files["state.json"] = [skeleton]
+        files = {"state.safetensors": tensors, "state.json": skeleton}
         entry, _ = publish(run / "checkpoints", 4, files, metric=None, facts={})
         assert ckpt("verify", entry.path) == 1
     assert "no place for the tensor 'x'" in capsys.readouterr().out
@@ -313,3 +314,27 @@ def test_a_mistake_is_explained(
     said = capsys.readouterr().err
     assert words in said
     assert len(said.rstrip().splitlines()) <= 3
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+
+
+def test_the_first_code_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = PAGE.split("```python\n")[1].split("```")[0]
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2):
+        names = {"model": model, "optimizer": optimizer, "step": step, "loss": 0.5}
+        exec(code, names)
+    assert names["saved"].step == 1  # type: ignore[attr-defined]
+    assert [entry.step for entry in list_entries(Path("runs/digits/checkpoints"))] == [2, 1]
+
+
+def test_every_command_on_the_page_exists_and_every_verb_is_on_the_page() -> None:
+    lines = re.findall(r"^paceline ckpt (\w+) ([^#\n]*)", PAGE, re.MULTILINE)
+    for verb, arguments in lines:
+        parser = Parser(prog=verb)
+        getattr(home_of(verb), f"{verb}_arguments")(parser)
+        parser.parse_args(shlex.split(arguments))
+    assert {verb for verb, _ in lines} == set(VERBS)

@@ -10,9 +10,10 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from paceline.checkpoint import directory
@@ -27,28 +28,20 @@ from paceline.observe.units import bytes_text, count_text, table_lines
 SHOWN = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """One thing that `paceline ckpt` does: a function of a module, with its `_arguments`."""
-
-    module: str
-    summary: str
-
-
-_CONVERT = "paceline.checkpoint.convert"
 VERBS = {
-    "ls": Verb(__name__, "list the checkpoints in a folder"),
-    "show": Verb(__name__, "say what a checkpoint holds"),
-    "verify": Verb(__name__, "read every byte and compare it with its hash"),
-    "diff": Verb(_CONVERT, "say which weights differ, and by how much"),
-    "export": Verb(_CONVERT, "write the weights as a plain file"),
-    "clean": Verb(_CONVERT, "take 'module.' and '_orig_mod.' out of a file's names"),
+    "ls": "list the checkpoints in a folder",
+    "show": "say what a checkpoint holds",
+    "verify": "read every byte and compare it with its hash",
+    "diff": "say which weights differ, and by how much",
+    "export": "write the weights as a plain file",
+    "clean": "take 'module.' and '_orig_mod.' out of a file's names",
 }
+"""What each verb does. It is a function here or in `convert`, with another for its arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline ckpt`."""
-    rows = table_lines([[name, verb.summary] for name, verb in VERBS.items()])
+    rows = table_lines([[name, summary] for name, summary in VERBS.items()])
     parser.description = "List, show, verify, compare, export and clean checkpoints."
     parser.epilog = "verbs:\n  " + "\n  ".join(rows)
     parser.epilog += "\n\n`paceline ckpt VERB --help` says more about one of them."
@@ -63,15 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do one verb; the exit code."""
-    verb = VERBS[args.verb]
+    summary = VERBS[args.verb]
     parser = args.make_parser(
-        prog=f"paceline ckpt {args.verb}",
-        description=f"{verb.summary[:1].upper()}{verb.summary[1:]}.",
+        prog=f"paceline ckpt {args.verb}", description=f"{summary[:1].upper()}{summary[1:]}."
     )
-    home = import_module(verb.module)
+    home = home_of(args.verb)
     getattr(home, f"{args.verb}_arguments")(parser)
     code: int = getattr(home, args.verb)(parser.parse_args(args.arguments))
     return code
+
+
+def home_of(verb: str) -> ModuleType:
+    """The module with a verb, of which `convert` needs torch."""
+    return import_module(__name__ if verb in globals() else "paceline.checkpoint.convert")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -95,26 +92,23 @@ def ls(args: argparse.Namespace) -> int:
     folder = find_folder(Path(args.folder))
     if not folder.is_dir():
         raise UsageError(f"There is no folder {args.folder!r}.")
-    found = directory.list_manifests(folder)[::-1]
+    rows = [_row(*found) for found in reversed(directory.list_manifests(folder))]
     unfinished = sum(path.name.startswith(directory.TEMPORARY) for path in folder.iterdir())
     if args.json:
-        rows = [_row(entry, manifest) for entry, manifest in found]
         print_json({"folder": str(folder), "checkpoints": rows, "unfinished": unfinished})
         return 0
-    print(f"{folder}: {count_text(len(found), 'checkpoint')}")
-    table, problems = [["step", "saved", "size", "metric", "name"]], []
-    for entry, manifest in found:
-        if isinstance(manifest, CheckpointError):
-            table.append([str(entry.step), "", "", "", f"{entry.name}  DAMAGED"])
-            problems.append(f"  {manifest}")
-        else:
-            metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
-            cells = [_date(manifest.created), bytes_text(manifest.total_bytes), metric, entry.name]
-            table.append([str(entry.step), *cells])
-    if found:
-        print_table(table)
-    for line in problems:
-        print(printable(line))
+    print(f"{folder}: {count_text(len(rows), 'checkpoint')}")
+    table = [["step", "saved", "size", "metric", "name"]]
+    for row in rows:
+        cells = ["", "", "", f"{row['name']}  DAMAGED"]
+        if row["problem"] is None:
+            metric = "" if row["metric"] is None else f"{row['metric']:.6g}"
+            cells = [_date(row["created"]), bytes_text(row["bytes"]), metric, row["name"]]
+        table.append([str(row["step"]), *cells])
+    print_table(table if rows else [])
+    for row in rows:
+        if row["problem"] is not None:
+            print(printable(f"  {row['problem']}"))
     if unfinished:
         print(f"  {unfinished} unfinished: being written, or to be removed by the next save")
     return 0

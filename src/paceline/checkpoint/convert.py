@@ -6,7 +6,6 @@ import argparse
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,12 @@ def diff(args: argparse.Namespace) -> int:
     else:
         first, second = (_clean_weights(path, None)[0] for path in paths)
     shared = [name for name in first if name in second]
-    found = [_difference(name, first[name], second[name]) for name in shared]
-    differing = sorted(filter(None, found), key=lambda each: -each.largest)
+    found = {name: _difference(first[name], second[name]) for name in shared}
+    differing: list[dict[str, Any]] = [
+        {"name": name, "words": words, "largest": largest}
+        for name, (words, largest) in sorted(found.items(), key=lambda item: -item[1][1])
+        if words
+    ]
     only_in = {
         "only_in_first": [name for name in first if name not in second],
         "only_in_second": [name for name in second if name not in first],
@@ -54,10 +57,10 @@ def diff(args: argparse.Namespace) -> int:
     equal = len(shared) - len(differing)
     code = 1 if differing or any(only_in.values()) else 0
     if args.json:
-        print_json({"equal": equal, "differing": list(map(asdict, differing)), **only_in})
+        print_json({"equal": equal, "differing": differing, **only_in})
         return code
     print(f"{count_text(equal, 'name')} equal to the last bit, {len(differing):,} not")
-    print_table([[each.name, each.words] for each in differing], SHOWN)
+    print_table([[each["name"], each["words"]] for each in differing], SHOWN)
     for path, names in zip(paths, only_in.values(), strict=True):
         if names:
             print(printable(f"only in {path}:"))
@@ -65,22 +68,13 @@ def diff(args: argparse.Namespace) -> int:
     return code
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One name that is not the same on both sides."""
-
-    name: str
-    words: str
-    largest: float = math.inf
-    """The largest absolute difference; infinite where the two cannot be subtracted."""
-
-
-def _difference(name: str, first: Any, second: Any) -> Difference | None:
+def _difference(first: Any, second: Any) -> tuple[str, float]:
+    """How two values differ, in words, empty if they do not, and by how much at most."""
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         same = first == second or (first != first and second != second)
-        return None if same is True else Difference(name, f"{first!r:.40} and {second!r:.40}")
+        return ("", 0.0) if same is True else (f"{first!r:.40} and {second!r:.40}", math.inf)
     if first.shape != second.shape:
-        return Difference(name, f"shape {tuple(first.shape)} and {tuple(second.shape)}")
+        return f"shape {tuple(first.shape)} and {tuple(second.shape)}", math.inf
     kinds = [dtype_name(each) for each in (first, second)]
     prefix = "" if kinds[0] == kinds[1] else f"{kinds[0]} and {kinds[1]}, "
     # In a type that holds the values of all others, so that they can be subtracted.
@@ -88,12 +82,12 @@ def _difference(name: str, first: Any, second: Any) -> Difference | None:
     is_same = (a == b) | (a.isnan() & b.isnan())
     count = int((~is_same).sum())
     if count == 0:
-        return Difference(name, f"{prefix}equal values", 0.0) if prefix else None
+        return (f"{prefix}equal values" if prefix else ""), 0.0
     gap = torch.where(is_same, 0.0, (a - b).abs())
     largest = float(gap.nan_to_num(nan=math.inf).max())
     relative = largest / max(float(a.abs().nan_to_num(posinf=0.0).max()), 1e-300)
     words = f"{prefix}{count:,} of {a.numel():,} differ, by at most {largest:.3g}"
-    return Difference(name, f"{words} ({relative:.2g} of the largest value)", largest)
+    return f"{words} ({relative:.2g} of the largest value)", largest
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,6 @@ MAX_MANIFEST_BYTES = 4 * 2**20
 _ABANDONED_AFTER_S = 24 * 3600
 
 _NAME = re.compile(r"step-(\d{8,15})\.(\d{4,10})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ def verify(entry: Entry) -> Manifest:
 def publish(
     folder: Path,
     step: int,
-    contents: Mapping[str, Sequence[bytes | memoryview]],
+    contents: Mapping[str, bytes | memoryview],
     *,
     metric: float | None,
     facts: dict[str, Any],
@@ -210,12 +209,15 @@ def publish(
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
         files.sync_folder(folder.parent)
-    _check_room(folder, sum(len(piece) for pieces in contents.values() for piece in pieces))
+    disk = os.statvfs(folder)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < sum(map(len, contents.values())):
+        # Do not even begin to fill a disk: whoever else writes to it would fail too.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     temporary, inside = _make_temporary(folder)
     try:
-        written = {name: _write(inside, name, pieces) for name, pieces in contents.items()}
+        written = {name: _write(inside, name, data) for name, data in contents.items()}
         manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
-        _write(inside, MANIFEST, [_write_manifest(manifest)])
+        _write(inside, MANIFEST, _write_manifest(manifest))
         os.fsync(inside)
         entry = _rename(temporary, folder, step)
     except BaseException:
@@ -290,13 +292,6 @@ def plan_removals(
     ]
 
 
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    """Do not even begin to fill a disk: whoever else writes to it would fail too."""
-    disk = os.statvfs(folder)
-    if disk.f_blocks and disk.f_bavail * disk.f_frsize < needed_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
 def _make_temporary(folder: Path) -> tuple[Path, int]:
     """A new locked folder inside `folder`, and its descriptor."""
     while True:
@@ -312,19 +307,14 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
             os.close(inside)  # another saver swept it between our two calls
 
 
-def _write(folder: int, name: str, pieces: Sequence[bytes | memoryview]) -> FileFacts:
-    digest, size = hashlib.sha256(), 0
+def _write(folder: int, name: str, data: bytes | memoryview) -> FileFacts:
     file = os.open(name, files.CREATE_FLAGS, 0o600, dir_fd=folder)
     try:
-        for piece in pieces:
-            files.write_fully(file, piece)
-            # Both calls let other threads run for as long as they take.
-            digest.update(piece)
-            size += len(piece)
+        files.write_fully(file, data)
         os.fsync(file)
     finally:
         os.close(file)
-    return FileFacts(size, digest.hexdigest())
+    return FileFacts(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _rename(temporary: Path, folder: Path, step: int) -> Entry:
@@ -378,7 +368,7 @@ def _write_manifest(manifest: Manifest) -> bytes:
 
 
 def _read_manifest(folder: int, path: Path) -> Manifest:
-    """A checked manifest; names that lead out of the folder are refused here."""
+    """A checked manifest; it cannot name any file but the two that there are."""
     with open_file(path, folder) as file:
         data = read_bounded(file, MAX_MANIFEST_BYTES, path)
     try:
@@ -403,27 +393,26 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
             "created": int() | float() as created,
             "metric": None | int() | float() | "nan" | "inf" | "-inf" as metric,
             "facts": dict(facts),
-            "files": dict(files),
+            "files": dict(listed),
         } if not isinstance(metric, bool):
-            found = {name: _read_facts(name, file, path) for name, file in files.items()}
-            if not {TENSORS, SKELETON} <= found.keys():
-                raise CheckpointError(f"{path} does not list {TENSORS} and {SKELETON}.")
             with suppress(OverflowError):  # an integer of a thousand digits
                 metric = None if metric is None else float(metric)
-                return Manifest(step, float(created), metric, facts, found)
+                return Manifest(step, float(created), metric, facts, _read_files(listed, path))
     raise CheckpointError(f"{path} lacks a part that every manifest has.")
 
 
-def _read_facts(name: str, entry: Any, path: Path) -> FileFacts:
-    if not _FILE_NAME.fullmatch(name):
+def _read_files(listed: Mapping[str, Any], path: Path) -> dict[str, FileFacts]:
+    found = {}
+    for name, entry in listed.items():
+        match entry:
+            case {"bytes": int(size), "sha256": str(digest)} if 0 <= size < 2**63:
+                found[name] = FileFacts(size, digest)
+    if listed.keys() != {TENSORS, SKELETON} or found.keys() != listed.keys():
         raise CheckpointError(
-            f"{path} lists the file {name[:80]!r}, which is not the name of a file in this folder.",
+            f"{path} does not describe {TENSORS} and {SKELETON}, and these alone.",
             advice="Nothing of this checkpoint was used: somebody may have made it to do harm.",
         )
-    match entry:
-        case {"bytes": int(size), "sha256": str(digest)} if 0 <= size < 2**63:
-            return FileFacts(size, digest)
-    raise CheckpointError(f"{path} says nothing usable about {name!r}.")
+    return found
 
 
 def _hash(said: Any) -> str:

@@ -127,12 +127,12 @@ class Checkpoints:
             self._note_failure(step, f"there is no memory for a copy, {error}")
             self._complain()
             return
-        files = {TENSORS: [image], SKELETON: [memoryview(skeleton)]}
+        contents = {TENSORS: image, SKELETON: memoryview(skeleton)}
         number = None if metric is None else float(metric)
         cost_s = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, files, said, number, cost_s),
+            args=(step, contents, said, number, cost_s),
             name=f"checkpoint of step {step}",
         )
         self._thread.start()
@@ -199,7 +199,7 @@ class Checkpoints:
     def _write(
         self,
         step: int,
-        files: dict[str, list[memoryview]],
+        contents: dict[str, memoryview],
         facts: dict[str, Any],
         metric: float | None,
         cost_s: float,
@@ -213,7 +213,7 @@ class Checkpoints:
             with suppress(OSError):
                 directory.sweep(self.folder)
             entry, manifest = directory.publish(
-                self.folder, step, files, metric=metric, facts=facts
+                self.folder, step, contents, metric=metric, facts=facts
             )
         except Exception as error:
             self._note_failure(step, _reason(error))
