@@ -76,7 +76,6 @@ def test_the_stages_of_the_issue_are_in_the_picture_of_distributed_data_parallel
 def test_the_sample_and_the_weight_are_marked_where_they_are() -> None:
     shown = text_of(DDP)
     assert "● row 17 is row 34 here" in shown
-    assert "Sample 17 went to worker 1 as row 34 there" in shown
     assert shown.count("◆") > 8
     assert "averaged to" in shown
 
@@ -101,15 +100,8 @@ def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
     assert "worker 37 " in shown
     assert "worker 63 " in shown
     assert "worker 5 " not in shown
-    assert "and 61 more in the same way" in shown
+    assert "and 61 other workers in the same way" in shown
     assert max(map(len, shown.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("workers", "words"), [(4, "and worker 2 in"), (5, "and workers 2 and 3 in"), (6, "2 to 4 in")]
-)
-def test_workers_that_are_not_drawn_are_named(workers: int, words: str) -> None:
-    assert words in text_of(big_trace(workers=workers, owner=1))
 
 
 def test_three_boxes_side_by_side_cut_no_word_off() -> None:

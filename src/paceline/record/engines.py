@@ -9,7 +9,6 @@ sentences is that of the stages. So a new stage is a new part and a new sentence
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -184,23 +183,6 @@ def merge_stages(by_rank: Sequence[Sequence[Stage]]) -> list[Stage]:
     return merged
 
 
-def in_order(calls: Sequence[ForwardPass], devices: Sequence[str]) -> list[ForwardPass]:
-    """The replicas' calls in the order of their rows.
-
-    On one device the parts are views of one batch, or were made one after the other; devices are
-    in the order of `device_ids`.
-    """
-    uses = Counter(memory for call in calls for memory in call.memories[:1])
-
-    def key(call: ForwardPass) -> tuple[int, int, int]:
-        device, address = call.memories[0] if call.memories else ("", 0)
-        is_here = [name == device or (device == "cpu" and "cpu" in name) for name in devices]
-        place = is_here.index(True) if any(is_here) else len(devices)
-        return call.turn, place, call.address if uses[device, address] > 1 else 0
-
-    return sorted(calls, key=key)
-
-
 def describe_replicas(
     hooks: StepHooks,
     calls: Sequence[ForwardPass],
@@ -246,7 +228,7 @@ def describe_replicas(
     parts = {
         name: [
             Part(title=place, worker=i, device=place, tensors=tensors[i])
-            for i, place in enumerate(devices[: len(calls)])
+            for i, place in enumerate(devices)
         ]
         for name, tensors in on_replicas.items()
     } | {

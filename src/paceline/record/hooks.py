@@ -54,10 +54,10 @@ class ForwardPass(Piece):
     output: Any = None
     memories: list[Memory]
     """Of the inputs."""
-    address: int
-    """Of the first input's first element."""
     weights: set[Memory]
     """Of the parameters that were used."""
+    replica: int
+    """Which one it is, 0 without replicas."""
     turn: int = 0
     """How many times this module, or this replica, was called before in the step."""
     arrive_ns: int
@@ -197,10 +197,10 @@ class StepHooks:
         kept = self._keep((args, kwargs))
         call = ForwardPass(
             module=module,
+            replica=self._replica_number(module),
             arguments=kept,
             inputs=list(tree.tensors(kept)),
             memories=memories(given),
-            address=given[0].data_ptr() if given else 0,
             weights=set(memories(list(module.parameters()))),
             random_state=_random_state(),
             arrive_ns=arrive_ns,
@@ -324,6 +324,10 @@ class StepHooks:
             self.buckets.append(Part(title=facts.name, device=device, tensors=[facts], text=text))
             for name, slot in zip(names, plan.slots, strict=True):
                 self.bucket_starts[name] = (number, slot.start)
+
+    def _replica_number(self, module: nn.Module) -> int:
+        replicas = getattr(getattr(self.model, "_engine", None), "_replicas", [])
+        return next((i for i, replica in enumerate(replicas) if replica.module is module), 0)
 
     def _gradients(self) -> dict[str, Tensor]:
         trained = self.trained.items()

@@ -39,13 +39,12 @@ from paceline.record.engines import (
     RankCounts,
     describe_rank,
     describe_replicas,
-    in_order,
     loss_factor,
     merge_stages,
 )
 from paceline.record.facts import bytes_of, dataset_rows, find_weight
 from paceline.record.hooks import Notes, Piece, StepHooks, trained_parameters
-from paceline.record.reference import Reference, check_sums, not_computed
+from paceline.record.reference import Reference, check_sums, first_line, not_computed
 from paceline.record.stages import Check, Engine, Model, Trace
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
@@ -157,18 +156,20 @@ def _copy(model: Any, optimizer: Optimizer | None, is_main: bool) -> Copied:
     try:
         return Reference(model.module, optimizer)
     except Exception as error:  # some modules cannot be copied; the step matters more
-        return f"the model cannot be copied: {_first_line(error)}"
+        return f"the model cannot be copied: {first_line(error)}"
 
 
 def _trace_replicas(hooks: StepHooks, copied: Copied) -> Trace:
     """The trace of a step of one process with several replicas."""
     notes = hooks.notes
-    devices = [_device_name(device) for device in hooks.model.device_ids]
-    calls = in_order(hooks.calls, devices)
+    calls = sorted(hooks.calls, key=lambda call: (call.turn, call.replica))
     first = [call for call in calls if call.turn == 0]  # what is drawn; all are checked
+    places = [hooks.model.device_ids[call.replica] for call in first]
+    devices = [str(torch.device(p) if isinstance(p, int) else p) for p in places]
     if len(notes.targets) == 1:  # one loss for all replicas: targets of the whole batch
         for call in calls:
             call.targets = list(tree.tensors(notes.targets))
+    loss = None if notes.loss is None else notes.loss.item()
     is_random = len(calls) > 1 and any(call.random_state for call in calls)
     check = contributions = None
     if isinstance(copied, str):
@@ -177,16 +178,14 @@ def _trace_replicas(hooks: StepHooks, copied: Copied) -> Trace:
         if hooks.has_older_gradients or hooks.is_indirect:
             check = not_computed(OLDER if hooks.has_older_gradients else INDIRECT)
         else:
-            check = _compare(
-                copied, hooks, calls, 1.0, None if notes.loss is None else notes.loss.item()
-            )
+            check = copied.check(hooks, calls, 1.0, loss)
             if is_random and not check.is_same:
                 check = not_computed(SHARED_GENERATOR)
         if len(first) > 1 and not is_random:
             contributions = _contributions(copied, hooks, first)
     picture = describe_replicas(hooks, first, devices, contributions)
     rows = sum(call.rows for call in first)
-    return _trace(hooks, "DataParallel", devices[: len(first)], rows, picture, check)
+    return _trace(hooks, "DataParallel", devices, rows, picture, check)
 
 
 def _contributions(
@@ -209,7 +208,11 @@ def _trace_ranks(hooks: StepHooks, copied: Copied) -> Trace:
     group, device = hooks.model.process_group, hooks.model.device
     is_equal = None
     if hooks.has_update and group.size() > 1:
-        is_equal = _is_in_sync(hooks.model)
+        try:
+            hooks.model.check_in_sync()
+            is_equal = True
+        except ReplicaError:
+            is_equal = False
     told = comm.exchange(group, asdict(_count(hooks)), device, "Recording a step: counts")
     ranks = [RankCounts(**each) for each in told]
     check = None if copied is None else _check_ranks(hooks, copied, ranks)
@@ -246,14 +249,6 @@ def _count(hooks: StepHooks) -> RankCounts:
     )
 
 
-def _is_in_sync(model: Any) -> bool:
-    try:
-        model.check_in_sync()
-    except ReplicaError:
-        return False
-    return True
-
-
 def _check_ranks(
     hooks: StepHooks, copied: Reference | str, ranks: Sequence[RankCounts]
 ) -> Check | None:
@@ -272,7 +267,7 @@ def _check_ranks(
     losses = [each.loss for each in ranks if each.loss is not None]
     total = sum(1.0 if each.loss_weight is None else each.loss_weight for each in ranks)
     loss = sum(losses) / total if len(losses) == len(ranks) and total else None
-    return _compare(copied, hooks, pieces, factor, loss)
+    return copied.check(hooks, pieces, factor, loss)
 
 
 def _gather_pieces(hooks: StepHooks, trouble: str) -> tuple[list[Piece], str]:
@@ -313,19 +308,6 @@ def _sums_again(hooks: StepHooks, factor: float) -> Iterator[tuple[Tensor, Tenso
         yield total * factor, torch.zeros_like(total) if engines is None else engines
 
 
-def _compare(
-    reference: Reference,
-    hooks: StepHooks,
-    pieces: Sequence[Piece],
-    factor: float,
-    loss: float | None,
-) -> Check:
-    try:
-        return reference.check(hooks, pieces, factor, loss)
-    except Exception as error:  # the step is done and right; only its check is missing
-        return not_computed(f"computing it again failed: {_first_line(error)}")
-
-
 def _trace(
     hooks: StepHooks,
     engine: Engine,
@@ -357,16 +339,3 @@ def _trace(
         weight=weight,
         check=check,
     )
-
-
-def _device_name(device: Any) -> str:
-    """`cuda:1` for an index, as in `device_ids`; `cpu:1` for a part of the CPU."""
-    if not isinstance(device, int):
-        return str(device)
-    accelerator = torch.accelerator.current_accelerator()
-    return f"{accelerator.type if accelerator else 'cuda'}:{device}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

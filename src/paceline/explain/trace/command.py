@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import IO
 
@@ -102,20 +101,20 @@ def main(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> Trace:
     if args.step is not None:
         raise UsageError("--step chooses among recorded steps.", advice="Name a run folder too.")
+    if not 0 <= args.seed < 2**32:
+        raise UsageError(f"--seed is {args.seed}.", advice="Use a number from 0 to 2**32 - 1.")
+    if args.values is None:
+        args.values = args.model is None
     if args.folder is not None:
         RunFolder(args.folder).create()  # a name that is refused is refused before the work
     with warnings.catch_warnings():
         # torch without NumPy says so once; nothing here needs it.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         from paceline.explain.trace import task
-        from paceline.explain.trace.training import TraceOptions, trace_task
+        from paceline.explain.trace.training import trace_task
 
-        chosen = {field.name: getattr(args, field.name) for field in fields(TraceOptions)}
-        if args.values is None:
-            chosen["values"] = args.model is None
-        options = TraceOptions(**chosen)
         made = task.load(args.model, args.seed) if args.model else task.built_in(args.seed)
-        trace = trace_task(made, options)
+        trace = trace_task(made, args)
     if args.folder is not None:
         schema.write(trace, RunFolder(args.folder).pipeline_of(trace.step))
     return trace

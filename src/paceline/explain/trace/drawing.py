@@ -17,7 +17,6 @@ from typing import Literal
 from paceline.observe.units import (
     bytes_text,
     count_text,
-    list_text,
     seconds_text,
     shape_text,
     table_lines,
@@ -25,7 +24,6 @@ from paceline.observe.units import (
 from paceline.record.stages import (
     Part,
     Prediction,
-    Sample,
     Stage,
     TensorFacts,
     Trace,
@@ -144,9 +142,10 @@ def _stage(
         yield TextLine(connect(lanes, len(boxes), width), "quiet")
     yield from map(TextLine, side_by_side(boxes, width, is_fed=lanes > 0))
     if len(boxes) > 1 or stage.parts[0].worker is not None:
-        hidden = [worker for worker in range(trace.workers) if worker not in shown]
+        hidden = trace.workers - len(shown)
         if hidden:
-            yield TextLine(f"{' ' * MARGIN}and {_range(hidden)} in the same way", "quiet")
+            others = count_text(hidden, "other worker")
+            yield TextLine(f"{' ' * MARGIN}and {others} in the same way", "quiet")
 
 
 def _boxes(trace: Trace, stage: Stage, shown: Sequence[int], width: int) -> list[TextBox]:
@@ -244,10 +243,7 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
 
 
 def _conclusions(trace: Trace, width: int) -> Iterator[TextLine]:
-    """What became of the sample and the weight, each in one sentence, and the check."""
-    if trace.sample is not None and trace.sample.stops:
-        story = _sample_story(trace, trace.sample)
-        yield from _paragraph(story, width, "  ", "sample", SAMPLE)
+    """What became of the weight, and the check."""
     if trace.weight is not None and (story := _weight_story(trace.weight)):
         yield from _paragraph(story, width, "  ", "weight", WEIGHT)
     check = trace.check
@@ -268,34 +264,20 @@ def _conclusions(trace: Trace, width: int) -> Iterator[TextLine]:
         yield from _paragraph("the workers' weights are NOT EQUAL", width, "  ", "bad", BAD)
 
 
-def _sample_story(trace: Trace, sample: Sample) -> str:
-    owner = next((stop for stop in sample.stops if stop.worker is not None), None)
-    if owner is None or owner.worker is None:
-        return f"Sample {sample.index:,} was in this batch."
-    is_replica = trace.engine == "DataParallel" and owner.worker < len(trace.devices)
-    place = trace.devices[owner.worker] if is_replica else f"worker {owner.worker}"
-    out = next((s.values for s in sample.stops if s.stage == "forward" and s.values), None)
-    said = f", and came out as {_few(out)}" if out else ""
-    return f"Sample {sample.index:,} went to {place} as row {owner.row:,} there{said}."
-
-
 def _weight_story(weight: Weight) -> str:
+    """The followed weight's way in one sentence; nothing where its numbers were not kept."""
     by_what: dict[str, list[float]] = {stop.what: stop.by_worker or [] for stop in weight.stops}
     words = []
     if value := by_what.get("value"):
-        words.append(f"was {_same_number(value)}{_everywhere(value)}")
+        words.append(f"was {_numbers(value)}")
     if len(own := by_what.get("gradient", [])) > 1:
         listed = ", ".join(f"{number:.4g}" for number in own[:4])
         words.append(f"had the gradients {listed}{', ...' if own[4:] else ''}")
     for kind in ("averaged", "summed"):
         if total := by_what.get(f"{kind} gradient"):
-            words.append(f"{kind} to {_same_number(total)}")
+            words.append(f"{kind} to {total[0]:.6g}")
     if new := by_what.get("new value"):
-        words.append(f"and is now {_same_number(new)}{_everywhere(new)}")
-    elif weight.stops and weight.stops[-1].what == "new value":
-        is_equal = weight.stops[-1].is_equal
-        told = {True: "is now the same everywhere", False: "is now NOT the same", None: ""}
-        words += [told[is_equal]] if told[is_equal] else []
+        words.append(f"and is now {_numbers(new)}")
     return f"Weight {_name_of(weight)} {', '.join(words)}." if words else ""
 
 
@@ -409,26 +391,15 @@ def _few(numbers: Sequence[float] | None) -> str:
     return " ".join(short_number(number) for number in (numbers or [])[:3])
 
 
-def _same_number(numbers: Sequence[float]) -> str:
-    return " / ".join(f"{number:.6g}" for number in list(dict.fromkeys(numbers))[:4])
-
-
-def _everywhere(numbers: Sequence[float]) -> str:
-    if len(numbers) < 2:
-        return ""
-    return " everywhere" if len(set(numbers)) == 1 else " (NOT EQUAL)"
+def _numbers(numbers: Sequence[float]) -> str:
+    """The number that all workers have, or those that they have instead."""
+    if len(set(numbers)) > 1:
+        return f"{' / '.join(f'{number:.6g}' for number in numbers[:4])} (NOT EQUAL)"
+    return f"{numbers[0]:.6g}{' everywhere' if len(numbers) > 1 else ''}"
 
 
 def _name_of(weight: Weight) -> str:
     return f"{weight.name}[{', '.join(map(str, weight.index))}]" if weight.index else weight.name
-
-
-def _range(workers: Sequence[int]) -> str:
-    """`workers 2 to 6` for those that are not drawn."""
-    if len(workers) < 3:
-        return f"worker{'s' if len(workers) > 1 else ''} {list_text(workers)}"
-    is_row = workers[-1] - workers[0] == len(workers) - 1
-    return f"workers {workers[0]} to {workers[-1]}" if is_row else f"{len(workers)} more"
 
 
 def _cut(text: str, room: int) -> str:

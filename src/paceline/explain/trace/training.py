@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,37 +37,8 @@ from paceline.record.stages import Epoch, Prediction, Trace
 from paceline.record.step import StepRecording, record_step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions:
-    """What to trace: the flags of `paceline trace`, by their names."""
-
-    engine: Literal["dp", "ddp"] = "ddp"
-    workers: int = 2
-    batch: int = 100
-    seed: int = 0
-    device: Literal["cpu", "cuda"] = "cpu"
-    sample: int | None = None
-    weight: str | None = None
-    epochs: int = 0
-    predict: int | None = None
-    values: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UsageError(f"--workers is {self.workers}.", advice="Use at least one.")
-        if self.batch < self.workers:
-            raise UsageError(
-                f"--batch is {self.batch}, which cannot be shared among {self.workers} workers.",
-                advice="Give every worker at least one row.",
-            )
-        if self.epochs < 0:
-            raise UsageError(f"--epochs is {self.epochs}.", advice="Use 0 or more.")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed is {self.seed}.", advice="Use a number from 0 to 2**32 - 1.")
-
-
-def trace_task(task: Task, options: TraceOptions) -> Trace:
-    """Record the step, train and predict as the options say."""
+def trace_task(task: Task, options: Namespace) -> Trace:
+    """Record the step, train and predict as the flags of `paceline trace` say."""
     _check(task, options)
     if options.engine == "ddp":
         # The first optimizer imports half of torch: once here, not once per worker.
@@ -80,7 +52,7 @@ def trace_task(task: Task, options: TraceOptions) -> Trace:
     return _Loop(task, options, DataParallel(task.model, places), None).run()
 
 
-def _work(task: Task, options: TraceOptions) -> dict[str, Any]:
+def _work(task: Task, options: Namespace) -> dict[str, Any]:
     chosen = torch.device("cpu") if options.device == "cpu" else None
     with init_process_group(device_id=chosen) as world:
         model = DistributedDataParallel(task.model.to(world.device))
@@ -88,14 +60,23 @@ def _work(task: Task, options: TraceOptions) -> dict[str, Any]:
         return to_json(trace) if world.rank == 0 else {}
 
 
-def _check(task: Task, options: TraceOptions) -> None:
+def _check(task: Task, options: Namespace) -> None:
     """Refuse what cannot be traced before any worker is started."""
-    rows = len(task.dataset)
+    rows, workers, batch = len(task.dataset), options.workers, options.batch
+    if workers < 1:
+        raise UsageError(f"--workers is {workers}.", advice="Use at least one.")
+    if batch < workers:
+        raise UsageError(
+            f"--batch is {batch}, which cannot be shared among {workers} workers.",
+            advice="Give every worker at least one row.",
+        )
+    if options.epochs < 0:
+        raise UsageError(f"--epochs is {options.epochs}.", advice="Use 0 or more.")
     if options.device == "cuda" and not torch.accelerator.is_available():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
-    if rows < options.batch:
+    if rows < batch:
         raise UsageError(
-            f"--batch is {options.batch}, but the dataset has only {rows} rows.",
+            f"--batch is {batch}, but the dataset has only {rows} rows.",
             advice=f"Use --batch {rows} or less.",
         )
     for flag, number in (("--sample", options.sample), ("--predict", options.predict)):
@@ -118,7 +99,7 @@ def _check(task: Task, options: TraceOptions) -> None:
 
 
 def _batches(
-    task: Task, options: TraceOptions, epoch: int, size: int = 1, rank: int = 0
+    task: Task, options: Namespace, epoch: int, size: int = 1, rank: int = 0
 ) -> Iterator[list[int]]:
     """One rank's rows of every batch of an epoch; all rows where there is one rank."""
     whole = BatchSampler(RandomSampler(task.dataset), options.batch, drop_last=True)
@@ -127,7 +108,7 @@ def _batches(
     yield from parts
 
 
-def _choose_step(task: Task, options: TraceOptions) -> tuple[int, int]:
+def _choose_step(task: Task, options: Namespace) -> tuple[int, int]:
     """Which step of the first epoch to record, counted from 0, and the sample to follow in it."""
     for number, rows in enumerate(_batches(task, options, epoch=0)):
         if options.sample is None or options.sample in rows:
@@ -142,7 +123,7 @@ def _choose_step(task: Task, options: TraceOptions) -> tuple[int, int]:
 class _Loop:
     """The training of one process: all of it for replicas, one rank's part otherwise."""
 
-    def __init__(self, task: Task, options: TraceOptions, model: Any, group: Any) -> None:
+    def __init__(self, task: Task, options: Namespace, model: Any, group: Any) -> None:
         self.task, self.options, self.model, self.group = task, options, model, group
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
@@ -159,11 +140,10 @@ class _Loop:
             self._record(rows, step=1)  # the only step, whichever batch it takes
         epochs = [self._epoch(number) for number in range(self.options.epochs)]
         assert self.trace is not None  # the chosen step is one of the first epoch
-        predict = self.options.predict
         return replace(
             self.trace,
             training=observe(epochs) if epochs else None,
-            prediction=None if predict is None else self._predict(predict),
+            prediction=None if self.options.predict is None else self._predict(),
         )
 
     def _batches(self, epoch: int) -> Iterator[list[int]]:
@@ -263,7 +243,8 @@ class _Loop:
         self.model.train()
         return self._means(sums)
 
-    def _predict(self, index: int) -> Prediction:
+    def _predict(self) -> Prediction:
+        index = self.options.predict
         inputs, targets = self._load([index])
         expected = next(tree.tensors(targets), None)
         return trace_prediction(
