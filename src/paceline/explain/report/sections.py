@@ -31,6 +31,7 @@ from paceline.explain.report.markup import (
 )
 from paceline.explain.report.series import Point, Window
 from paceline.explain.report.words import find_slow, metric_of, who_waited
+from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase
 
 POINTS_LIMIT = 400
@@ -43,16 +44,6 @@ LANES_LIMIT = 6
 SIZES_LIMIT, PREDICTIONS_LIMIT = 32, 64
 SHARES = {"accuracy", "acc", "top1", "top5", "precision", "recall", "f1"}
 """Metrics that are between 0 and 1 and read best as percent."""
-LOSSES = {
-    "sharing": (Phase.DATA, "sharing cores or devices with other workers"),
-    "communication": (Phase.TRANSFER, "exchanging gradients when nothing is left to compute"),
-    "waiting": (Phase.WAIT, "waiting for the slowest worker"),
-    "data": (Phase.BACKWARD, "fetching samples"),
-    "optimizer": (Phase.OPTIMIZER, "updating the weights"),
-    "compute": (Phase.FORWARD, "computing a sample takes longer than on one worker"),
-    "other": (Phase.OTHER, "whatever cannot be explained"),
-}
-"""Where time can be lost, with the phase whose colour it has and in words."""
 SCALING_MODES = {
     "strong": "Strong scaling: the batch stays the same, and more workers share it.",
     "weak": "Weak scaling: every worker keeps its part, so more workers mean a larger batch.",
@@ -328,19 +319,16 @@ def _speedup_chart(by_how: dict[str, list[StudySize]]) -> Html:
 
 def _losses(measured: Sequence[StudySize]) -> Html | None:
     found = {name for each in measured for name in each.lost}
-    names = [*(name for name in LOSSES if name in found), *sorted(found - set(LOSSES))]
-    looks = {name: LOSSES.get(name, (Phase.OTHER, "")) for name in names[:COLUMNS_LIMIT]}
+    names = [name for name in MEANINGS if name in found]
     rows, bar_rows = [], []
     for each in measured:
-        lost = {name: each.lost.get(name, 0.0) for name in looks}
+        lost = {name: each.lost.get(name, 0.0) for name in names}
         whole = sum(lost.values())
         if not 0 < whole < math.inf or min(lost.values()) < 0:
             continue
-        rows.append([figure(each.workers), *(percent(part / whole) for part in lost.values())])
-        pieces = [
-            (f"look-{looks[name][0]}", part / whole, f"{name}: {percent(part / whole)}")
-            for name, part in lost.items()
-        ]
+        shares = {name: percent(part / whole) for name, part in lost.items()}
+        rows.append([figure(each.workers), *shares.values()])
+        pieces = [(f"look-{n}", lost[n] / whole, f"{n}: {said}") for n, said in shares.items()]
         value = f"{percent(1 - each.of_ideal)} lost"
         bar_rows.append((count(each.workers, "worker"), pieces, value))
     if not rows:
@@ -349,8 +337,8 @@ def _losses(measured: Sequence[StudySize]) -> Html | None:
         "<h3>Where the rest went</h3><p>What keeps the workers from the ideal, as shares of the "
         "time that is lost.</p>{}{}{}",
         bars(bar_rows),
-        legend((f"look-{phase}", name, meaning) for name, (phase, meaning) in looks.items()),
-        table(("workers", *looks), rows, caption="Shares of the lost time"),
+        legend((f"look-{name}", name, MEANINGS[name]) for name in names),
+        table(("workers", *names), rows, caption="Shares of the lost time"),
     )
 
 

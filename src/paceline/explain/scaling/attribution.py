@@ -26,8 +26,17 @@ PART_BY_PHASE = {
     Phase.BACKWARD: "compute",
     Phase.OTHER: "other",
 }
-PARTS = ("sharing", *dict.fromkeys(PART_BY_PHASE.values()))
-"""Of lost time, as scaling.json names them."""
+MEANINGS = {
+    "sharing": "workers share cores or a device",
+    "communication": "the exchange of gradients that backward does not hide",
+    "waiting": "waiting for the slowest worker",
+    "data": "fetching samples",
+    "optimizer": "the update, which every worker repeats",
+    "compute": "forward and backward take longer for each sample than on one worker",
+    "other": "everything else, such as the loss and logging",
+}
+"""Where time can be lost, as scaling.json names it."""
+PARTS = tuple(MEANINGS)
 
 Mode = Literal["strong", "weak"]
 

@@ -20,6 +20,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import SettingError, UsageError
 from paceline.explain.scaling.attribution import (
+    MEANINGS,
     PARTS,
     Mode,
     SizeResult,
@@ -52,15 +53,6 @@ NAME_BY_PHASE = {phase: str(phase) for phase in Phase} | {
 }
 """Phases as scaling.json names them."""
 HEADINGS = {part: part for part in PARTS} | {"communication": "exchange", "optimizer": "update"}
-MEANINGS = {
-    "sharing": "workers share cores or a device",
-    "communication": "the exchange of gradients that backward does not hide",
-    "waiting": "waiting for the slowest worker",
-    "data": "fetching samples",
-    "optimizer": "the update, which every worker repeats",
-    "compute": "forward and backward take longer for each sample than on one worker",
-    "other": "everything else, such as the loss and logging",
-}
 
 
 Study = dict[str, Any]
