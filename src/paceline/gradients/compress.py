@@ -123,16 +123,20 @@ class Compression:
             flat.div_(self._scale)
         self.bytes_before += flat.nbytes
         future = self._send(bucket, flat)
-        if self._scale is None:
-            return future
         scale = self._scale
+        if scale is None:
+            return future
         return future.then(lambda done: done.value().mul_(scale))
 
     def _send(self, bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
         group = self._membership.group
-        if self._low_rank is not None and flat.is_floating_point():
+        if flat.is_complex():  # torch's hooks would lose the imaginary parts
+            self.bytes_sent += flat.nbytes
+            whole = torch.view_as_real(flat).view(-1)
+            return default_hooks._allreduce_fut(group, whole).then(lambda _: flat)
+        if self._low_rank is not None:
             return self._send_low_rank(bucket, flat)
-        if self._low_rank is not None or flat.is_complex() or flat.element_size() <= 2:
+        if flat.element_size() <= 2:
             self.bytes_sent += flat.nbytes
             return default_hooks.allreduce_hook(group, bucket)
         self.bytes_sent += flat.numel() * 2
