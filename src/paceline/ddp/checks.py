@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? Comparing, copying and checking it across ranks.
+"""Do all ranks hold the same model? What belongs to it, and comparing, copying and checking it.
 
 Compared are descriptions (names, shapes, dtypes) when a model is wrapped, and bits when replicas
 are checked. A disagreement is found by all ranks together, so all of them raise.
@@ -7,16 +7,19 @@ are checked. A disagreement is found by all ranks together, so all of them raise
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.errors import DesyncError, PacelineError, ReplicaError
+from paceline.ddp.wrapper import bare
+from paceline.errors import DesyncError, DeviceError, PacelineError, ReplicaError, UsageError
 from paceline.transport import Transport
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
@@ -191,3 +194,117 @@ def _minority(values: Sequence[tuple[int, ...]]) -> list[int]:
     most = max(counts.values())
     common = values[0] if counts[values[0]] == most else counts.most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != common]
+
+
+def check_parameters_are_known(module: nn.Module | None, known: Iterable[nn.Parameter]) -> None:
+    """Raise if the module has got parameters that nobody averages."""
+    ids = {id(param) for param in known}
+    for name, param in named_parameters(module) if module is not None else []:
+        if id(param) not in ids:
+            raise DesyncError(
+                f"Parameter {name!r} was added or replaced after the model was wrapped, "
+                "so its gradient is not averaged.",
+                advice="Change the model first, then wrap it.",
+            )
+
+
+def find_problem(
+    named: Sequence[tuple[str, nn.Parameter]],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> PacelineError | None:
+    """What is wrong with this rank's arguments, if anything; all ranks hear of it."""
+    for name, param in named:
+        if isinstance(param, UninitializedParameter):
+            return UsageError(
+                f"Parameter {name!r} has no shape yet.",
+                advice="Run one batch through the bare model first, then wrap it.",
+            )
+        if getattr(param, "_in_backward_optimizers", None):
+            return UsageError(
+                f"Parameter {name!r} is updated inside backward, before gradients are averaged.",
+                advice="Call the optimizer's step() after backward instead.",
+            )
+    if not any(param.requires_grad for _, param in named):
+        return UsageError(
+            f"None of the model's {len(named)} parameters requires a gradient.",
+            advice="Such a model needs no wrapper: use it as it is.",
+        )
+    devices = {param.device: name for name, param in reversed(named)}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        return DeviceError(
+            f"The model's parameters lie on {len(devices)} devices: {where}.",
+            advice="Move the whole model to one device before wrapping it.",
+        )
+    device = next(iter(devices))
+    if device.type == "meta":
+        return DeviceError(
+            "The model's parameters lie on the meta device, which holds no values.",
+            advice="Give the model memory with to_empty() and fill it before wrapping it.",
+        )
+    return _find_device_problem(device, list(device_ids or []), output_device)
+
+
+def _find_device_problem(
+    device: torch.device,
+    device_ids: list[int | torch.device],
+    output_device: int | torch.device | None,
+) -> PacelineError | None:
+    if len(device_ids) > 1:
+        return DeviceError(
+            f"device_ids has {len(device_ids)} entries.",
+            advice="One process drives one device: pass its own only, or use DataParallel.",
+        )
+    if device.type == "cpu" and (device_ids or output_device is not None):
+        return DeviceError(
+            f"device_ids={device_ids or None} was passed for a model on the CPU.",
+            advice="Leave device_ids and output_device out, or move the model to its GPU first.",
+        )
+    for chosen in [*device_ids, *([] if output_device is None else [output_device])]:
+        wanted = torch.device(device.type, chosen) if isinstance(chosen, int) else chosen
+        if torch.device(wanted) != device:
+            return DeviceError(
+                f"device_ids or output_device says {wanted}, but the model is on {device}.",
+                advice=f"Move the model there, or pass {device.index}.",
+            )
+    return None
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to keep equal, each once, under the bare model's names."""
+    ignored = _ignored_names(module)
+    return [(n, p) for n, p in bare(module).named_parameters() if n not in ignored]
+
+
+def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers to keep equal, as they are now: modules may assign new tensors to them.
+
+    Statistics of normalisation layers come without their version counter: in training mode their
+    backward does not read them, but would refuse to run after a second forward pass copied them.
+    """
+    ignored = _ignored_names(module)
+    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return [
+        (name, buffer.data if id(buffer) in statistics else buffer)
+        for name, buffer in bare(module).named_buffers()
+        if name not in ignored
+    ]
+
+
+def _ignored_names(module: nn.Module) -> set[str]:
+    """Names that torch's class would leave alone, by the attribute it looks for."""
+    names = chain.from_iterable(
+        getattr(m, "_ddp_params_and_buffers_to_ignore", ()) for m in (module, bare(module))
+    )
+    return set(names)
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """Parameters whose layers were built to give sparse gradients."""
+    return frozenset(
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, layer in bare(module).named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    )

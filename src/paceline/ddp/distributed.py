@@ -18,18 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedParameter
 
 from paceline import comm
 from paceline.comm import Membership, tree
 from paceline.comm.world import default_group
 from paceline.ddp import checks
-from paceline.ddp.low_precision import LowPrecision
-from paceline.ddp.torch_compat import TorchSurface
-from paceline.ddp.uneven import UnevenInputs
-from paceline.ddp.wrapper import Wrapper, bare
-from paceline.errors import DesyncError, DeviceError, PacelineError, UsageError
+from paceline.ddp.torch_compat import LowPrecision, TorchSurface, UnevenInputs
+from paceline.ddp.wrapper import Wrapper
+from paceline.errors import UsageError
 from paceline.gradients import compress
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
@@ -73,7 +69,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     used or not, on any rank, at any step), `batched_grad_copy` (always), `check_reduction`, and
     `delay_all_reduce_named_params` with `param_to_hook_all_reduce` (averaged with the rest).
     `gradient_as_bucket_view` chooses only whether a gradient tensor that somebody else
-    refers to may be replaced too; see `bucket_memory`.
+    refers to may be replaced too; see `gradients.buffer`.
     """
 
     def __init__(
@@ -113,15 +109,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             )
         membership = _pick_membership(process_group, device_mesh)
         group = membership.group
-        named = _named_parameters(module)
-        problem = _find_problem(named, device_ids, output_device)
+        named = checks.named_parameters(module)
+        problem = checks.find_problem(named, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         number = 0
         if init_sync and group.size() > 1:
-            buffers = _named_buffers(module) if sync_buffers_now else []
+            buffers = checks.named_buffers(module) if sync_buffers_now else []
             description = checks.describe(named, buffers)
             transport = "" if isinstance(options.transport, str) else describe(options.transport)
             engine = [device.type, capacities, str(options.compression), transport]
@@ -147,7 +143,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._bucket_capacities = capacities
         self._number = number
         self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
-        self._has_buffers = bool(_named_buffers(module))
+        self._has_buffers = bool(checks.named_buffers(module))
         self._syncs_buffers_next = True
         self.module = module
         self._build_transport()
@@ -158,8 +154,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
+        module: Any = self._modules["module"]
         if self._is_plain:  # a world of one must cost what the bare model costs
-            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
+            return module(*inputs, **kwargs)
         alone = self._reducer.observer if self._is_alone else None
         if not self._is_alone:
             self._around_forward(self._before_forward)
@@ -168,9 +165,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if self.device_ids:
             inputs, kwargs = tree.map_tensors(self._to_device, (inputs, kwargs))
         if self._low_precision is not None:
-            output = self._low_precision(self.module, inputs, kwargs)
+            output = self._low_precision(module, inputs, kwargs)
         else:
-            output = self.module(*inputs, **kwargs)
+            output = module(*inputs, **kwargs)
         if not self._is_alone and torch.is_grad_enabled():
             self._around_forward(self._mark_outputs, output)
         elif alone is not None:
@@ -211,14 +208,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         accumulation, where every micro-batch has a block of its own, all but the last under
         `no_sync()`.
         """
-        if not count >= 0 or count == float("inf"):
-            raise UsageError(
-                f"weighted({count}): the count of items must be a number from 0 up.",
-                advice="Pass how many samples or tokens this rank's loss is a sum over.",
-            )
         reducer = self._reducer
-        reducer.attach()
         backwards, before = reducer.backwards, reducer.weight.enter(count)
+        reducer.attach()
         try:
             yield
         finally:
@@ -238,9 +230,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """
         if self.broadcast_buffers:
             self._broadcast_buffers(root=0)
-        named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
+        named: list[tuple[str, Tensor]] = list(checks.named_parameters(self.module))
         if self.broadcast_buffers:
-            named += _named_buffers(self.module)
+            named += checks.named_buffers(self.module)
         checks.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
 
     def join(
@@ -318,8 +310,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
-        clone.__dict__ |= {**state, "membership": self.membership}
+        mine = self.__getstate__()
+        shared = {"membership": self.membership, "_ddp_options": mine.pop("_ddp_options")}
+        clone.__dict__ |= {**copy.deepcopy(mine, memo), **shared}
         clone._build_transport()
         clone._build_reducer()
         return clone
@@ -338,10 +331,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
     def _compress(self, reducer: Reducer) -> compress.Compression | None:
         """Put the compression that was asked for into a new reducer, with its memory if any."""
-        if self._ddp_options.compression is None:
+        wanted = self._ddp_options.compression
+        if wanted is None:
             return None
         known: compress.Compression | None = self.__dict__.get("_compression")
-        state = known or compress.Compression(self._ddp_options.compression, self.membership)
+        state = known or compress.Compression(wanted, self.membership)
         weight = reducer.weight
         state.weight = lambda: weight.value
         if reducer.size > 1:
@@ -356,9 +350,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self.membership.follow(self._on_generation)
 
     def _build_reducer(self, before: Reducer | None = None) -> None:
-        sparse = _sparse_names(self.module)
+        sparse = checks.sparse_names(self.module)
         reducer = Reducer(
-            _named_parameters(self.module),
+            checks.named_parameters(self.module),
             self.membership,
             self._transport,
             capacities_bytes=self._bucket_capacities,
@@ -372,13 +366,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self.__dict__["_reducer"] = reducer
         self._on_generation()
         module = weakref.ref(self.module)
-        checked = weakref.ref(reducer)
-        reducer.check_model = lambda: _check_parameters_are_known(module(), _alive(checked))
+        reducer.check_model = lambda known: checks.check_parameters_are_known(module(), known)
         if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:
-            check = weakref.WeakMethod(self._check_now_and_then)
-            reducer.after_sync = lambda: _call(check())
+            reducer.after_sync = weakref.WeakMethod(self._check_now_and_then)
 
     def _on_generation(self) -> None:
         """Take note of the group that this model trains in from now on."""
@@ -415,21 +407,21 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         wants_sync = self._reducer.wants_sync and torch.is_grad_enabled()
         if is_joinable:
             self._any_wants_sync(wants_sync)
-        self._syncs_buffers_next = wants_sync
+        self.__dict__["_syncs_buffers_next"] = wants_sync
         if watched is not None:
             watched.forward_begins()
 
     def _state(self, with_buffers: bool) -> list[Tensor]:
         """What must be equal on all ranks, without its gradients' history."""
-        named: list[tuple[str, Tensor]] = list(_named_parameters(self.module))
-        named += _named_buffers(self.module) if with_buffers else []
+        named: list[tuple[str, Tensor]] = list(checks.named_parameters(self.module))
+        named += checks.named_buffers(self.module) if with_buffers else []
         return [tensor.detach() for _, tensor in named]
 
     def _will_broadcast_buffers(self) -> bool:
         return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
-        self._copy_from(root, [b for _, b in _named_buffers(self.module)], "Copying buffers")
+        self._copy_from(root, [b for _, b in checks.named_buffers(self.module)], "Copying buffers")
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
         is_root = self.membership.rank == root
@@ -465,29 +457,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return max((rank for rank, vote in enumerate(votes) if vote.item()), default=0)
 
 
-def _alive(reference: weakref.ref[Reducer]) -> Reducer:
-    reducer = reference()
-    assert reducer is not None  # it is the one that asks
-    return reducer
-
-
-def _call(function: Callable[[], None] | None) -> None:
-    if function is not None:
-        function()
-
-
-def _check_parameters_are_known(module: nn.Module | None, reducer: Reducer) -> None:
-    """Raise if the module has got parameters that nobody averages."""
-    known = {id(param) for param in reducer.parameters}
-    for name, param in _named_parameters(module) if module is not None else []:
-        if id(param) not in known:
-            raise DesyncError(
-                f"Parameter {name!r} was added or replaced after the model was wrapped, "
-                "so its gradient is not averaged.",
-                advice="Change the model first, then wrap it.",
-            )
-
-
 def _pick_membership(process_group: Any, device_mesh: Any) -> Membership:
     if process_group is not None and device_mesh is not None:
         raise UsageError("Both process_group and device_mesh were passed.", advice="Pass one.")
@@ -520,105 +489,3 @@ def _bucket_capacities(cap_mb: float | None, caps_mb: Sequence[float] | None) ->
             advice="Leave bucket_cap_mb out to get the default.",
         )
     return [max(1, int(cap * 2**20)) for cap in capacities]
-
-
-def _find_problem(
-    named: Sequence[tuple[str, nn.Parameter]],
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> PacelineError | None:
-    """What is wrong with this rank's arguments, if anything; all ranks hear of it."""
-    for name, param in named:
-        if isinstance(param, UninitializedParameter):
-            return UsageError(
-                f"Parameter {name!r} has no shape yet.",
-                advice="Run one batch through the bare model first, then wrap it.",
-            )
-        if getattr(param, "_in_backward_optimizers", None):
-            return UsageError(
-                f"Parameter {name!r} is updated inside backward, before gradients are averaged.",
-                advice="Call the optimizer's step() after backward instead.",
-            )
-    if not any(param.requires_grad for _, param in named):
-        return UsageError(
-            f"None of the model's {len(named)} parameters requires a gradient.",
-            advice="Such a model needs no wrapper: use it as it is.",
-        )
-    devices = {param.device: name for name, param in reversed(named)}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        return DeviceError(
-            f"The model's parameters lie on {len(devices)} devices: {where}.",
-            advice="Move the whole model to one device before wrapping it.",
-        )
-    device = next(iter(devices))
-    if device.type == "meta":
-        return DeviceError(
-            "The model's parameters lie on the meta device, which holds no values.",
-            advice="Give the model memory with to_empty() and fill it before wrapping it.",
-        )
-    return _find_device_problem(device, list(device_ids or []), output_device)
-
-
-def _find_device_problem(
-    device: torch.device,
-    device_ids: list[int | torch.device],
-    output_device: int | torch.device | None,
-) -> PacelineError | None:
-    if len(device_ids) > 1:
-        return DeviceError(
-            f"device_ids has {len(device_ids)} entries.",
-            advice="One process drives one device: pass its own only, or use DataParallel.",
-        )
-    if device.type == "cpu" and (device_ids or output_device is not None):
-        return DeviceError(
-            f"device_ids={device_ids or None} was passed for a model on the CPU.",
-            advice="Leave device_ids and output_device out, or move the model to its GPU first.",
-        )
-    for chosen in [*device_ids, *([] if output_device is None else [output_device])]:
-        wanted = torch.device(device.type, chosen) if isinstance(chosen, int) else chosen
-        if torch.device(wanted) != device:
-            return DeviceError(
-                f"device_ids or output_device says {wanted}, but the model is on {device}.",
-                advice=f"Move the model there, or pass {device.index}.",
-            )
-    return None
-
-
-def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters to keep equal, each once, under the bare model's names."""
-    ignored = _ignored_names(module)
-    return [(n, p) for n, p in bare(module).named_parameters() if n not in ignored]
-
-
-def _named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers to keep equal, as they are now: modules may assign new tensors to them.
-
-    Statistics of normalisation layers come without their version counter: in training mode their
-    backward does not read them, but would refuse to run after a second forward pass copied them.
-    """
-    ignored = _ignored_names(module)
-    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    return [
-        (name, buffer.data if id(buffer) in statistics else buffer)
-        for name, buffer in bare(module).named_buffers()
-        if name not in ignored
-    ]
-
-
-def _ignored_names(module: nn.Module) -> set[str]:
-    """Names that torch's class would leave alone, by the attribute it looks for."""
-    names = chain.from_iterable(
-        getattr(m, "_ddp_params_and_buffers_to_ignore", ()) for m in (module, bare(module))
-    )
-    return set(names)
-
-
-def _sparse_names(module: nn.Module) -> frozenset[str]:
-    """Parameters whose layers were built to give sparse gradients."""
-    return frozenset(
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, layer in bare(module).named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-    )

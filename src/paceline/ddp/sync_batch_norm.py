@@ -92,7 +92,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _group(self) -> comm.Group | None:
         if self.process_group is not None:
-            return self.process_group
+            return getattr(self.process_group, "group", self.process_group)  # or a Membership
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _check_channels(self, input: Tensor) -> None:

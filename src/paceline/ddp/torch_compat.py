@@ -1,6 +1,6 @@
-"""Names of torch's class that scripts and libraries use besides its documented ones.
+"""What torch's class has besides averaging: names that libraries use, `join()`, mixed precision.
 
-None of them does the work; they say what the engine is doing, or ask it for what it does anyway.
+The names do no work; they say what the engine is doing, or ask it for what it does anyway.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.func import functional_call
 
+from paceline.comm import tree
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.ddp import DistributedDataParallel
     from paceline.gradients.reducer import Reducer
 
 
@@ -83,3 +88,52 @@ class TorchSurface:
         if kind not in hooks:
             raise UsageError(f"There is no built-in communication hook {kind!r}.")
         self.register_comm_hook(None, hooks[kind])
+
+
+class UnevenInputs(JoinHook):
+    """One model in torch's `Join` context: ranks that run out of inputs keep the others company.
+
+    They repeat the collectives of the others' steps, with gradients of zero, until the last one is
+    done; then all take the last one's model.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool
+    ) -> None:
+        super().__init__()
+        self._model = model
+        # A rank without inputs counts like one that has, unless asked otherwise: torch's default.
+        self._weight = 1.0 if divide_by_initial_world_size else 0.0
+
+    def main_hook(self) -> None:
+        """Repeat the collectives of one step of the ranks that still have inputs."""
+        self._model.shadow_step(self._weight)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give everybody the model of a rank that was there to the end."""
+        self._model.take_final_model(is_last_joiner)
+
+
+class LowPrecision:
+    """Runs a module as one of torch's `_MixedPrecision` configurations says.
+
+    The forward pass runs on copies of the parameters in `param_dtype`. Making the copies is part of
+    the graph, so gradients arrive at the parameters themselves in full precision, and are
+    averaged there; torch's class averages in `reduce_dtype` and converts afterwards.
+    """
+
+    def __init__(self, config: Any, module: nn.Module) -> None:
+        self._dtype: torch.dtype | None = config.param_dtype
+        for buffer in module.buffers():
+            if config.buffer_dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(config.buffer_dtype)
+
+    def __call__(self, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        inputs, kwargs = tree.map_tensors(self._cast, (inputs, kwargs))
+        low = {name: self._cast(param) for name, param in module.named_parameters()}
+        return functional_call(module, low, inputs, kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        if self._dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype)

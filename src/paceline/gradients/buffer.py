@@ -26,6 +26,7 @@ from paceline.transport.flat import dense_layout
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
 _LARGE_NUMEL = 32_768
 _WORTH_GIVING_BACK_BYTES = 2**20
+_NO_MEMORY = torch.empty(0)
 
 
 class ParamRef:
@@ -74,7 +75,10 @@ class Bucket:
         self.home: Tensor | None = None
         """Memory to live in, given by a transport; see Note [Whose memory]."""
         self._home_uses = 0
-        self._buffer: Tensor | None = None
+        self.scale = 1.0
+        """What gradients are multiplied with when they are filled in."""
+        self.buffer = self.flat = self.trailer = _NO_MEMORY
+        """The whole buffer, the part that holds gradients, and the rest; none before `fill`."""
         self._storage_uses = 0
         self._versions: list[int] | None = None
         self._is_plain = False
@@ -89,30 +93,15 @@ class Bucket:
         """The parameters, with None for each that the model has dropped since."""
         return [get() for get in self._refs]
 
-    @property
-    def buffer(self) -> Tensor:
-        """The whole buffer: gradients, then the trailer if this bucket has one."""
-        assert self._buffer is not None, "a bucket has memory from fill() to release()"
-        return self._buffer
-
-    @property
-    def flat(self) -> Tensor:
-        """The part of the buffer that holds gradients."""
-        return self.buffer[: self.plan.numel] if self.plan.trailer else self.buffer
-
-    @property
-    def trailer(self) -> Tensor:
-        return self.buffer[self.plan.numel :]
-
     @torch.no_grad()
-    def fill(self, scale: float) -> list[int]:
-        """Bring every local gradient into the buffer, times `scale`; list the unused parameters."""
+    def fill(self) -> list[int]:
+        """Bring every local gradient into the buffer, scaled; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
-        if self._buffer is None or self._may_go_home():
+        if self.buffer is _NO_MEMORY or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
-            self._copy(grads, self.views, scale)
+            self._copy(grads, self.views)
             del grads
             self._hand_out_all()
             if self._is_new:
@@ -123,21 +112,22 @@ class Bucket:
             self._allocate()
         views = self.views
         in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
-        if in_place and scale != 1.0:
-            torch._foreach_mul_(in_place, scale)
+        if in_place and self.scale != 1.0:
+            torch._foreach_mul_(in_place, self.scale)
         pairs = [
             (grad, view)
             for grad, view in zip(grads, views, strict=True)
             if grad is not None and grad is not view
         ]
         if pairs:
-            self._copy([grad for grad, _ in pairs], [view for _, view in pairs], scale)
+            self._copy([grad for grad, _ in pairs], [view for _, view in pairs])
         unused = [position for position, grad in enumerate(grads) if grad is None]
         for position in unused:
             views[position].zero_()
         return [self.indices[position] for position in unused]
 
-    def _copy(self, grads: list[Any], views: list[Tensor], scale: float) -> None:
+    def _copy(self, grads: list[Any], views: list[Tensor]) -> None:
+        scale = self.scale
         try:
             if self._is_large and scale != 1.0:
                 for grad, view in zip(grads, views, strict=True):
@@ -156,7 +146,7 @@ class Bucket:
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
-        if self._buffer is None or self._is_watched([None] * len(self.views)):
+        if self.buffer is _NO_MEMORY or self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
         self._is_plain = False
@@ -207,7 +197,7 @@ class Bucket:
 
     def release(self) -> None:
         """Give the memory up to the gradients that are views of it."""
-        self._buffer = None
+        self.buffer = self.flat = self.trailer = _NO_MEMORY
         self.views = []
 
     def is_average_added_to(self) -> bool:
@@ -252,26 +242,22 @@ class Bucket:
     def _is_home_free(self) -> bool:
         return self.home is not None and _storage_uses(self.home) <= self._home_uses
 
-    def _may_go_home(self) -> bool:
-        """Whether it lives elsewhere although nobody looks at its home any more."""
-        return self._buffer is not self.home and self._is_home_free()
-
     def _allocate(self) -> None:
         plan = self.plan
         self.release()
-        if self._is_home_free():
-            self._buffer = self.home
+        if self.home is not None and self._is_home_free():
+            self.buffer = self.home
         else:
-            self._buffer = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
-        assert self._buffer is not None
+            self.buffer = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
+        self.flat, self.trailer = self.buffer[: plan.numel], self.buffer[plan.numel :]
         self.views = [
             # `data` is no view for autograd: it can be detached in place, and changing one gradient
             # does not make another one look changed.
-            self._buffer[slot.start : slot.stop].as_strided(*layout).data
+            self.buffer[slot.start : slot.stop].as_strided(*layout).data
             for slot, layout in zip(plan.slots, self._layouts, strict=True)
         ]
         self._versions = None
-        self._storage_uses = _storage_uses(self._buffer)
+        self._storage_uses = _storage_uses(self.buffer)
 
     def _is_unwatched(self) -> bool:
         """Whether nobody at all, not even a parameter, refers to anything in the buffer."""

@@ -44,12 +44,9 @@ class BucketLayout:
         self._always_views = always_views
         self._order = list(reversed(range(len(params))))
         self._fires: Counter[int] | None = None
-        self.lay_out()
-
-    @property
-    def is_learned(self) -> bool:
+        self.is_learned = False
         """Whether it is known how often each gradient comes in one backward."""
-        return self._fires is not None
+        self.lay_out()
 
     def lay_out(self, order: Sequence[int] | None = None) -> bool:
         """Make buckets for gradients expected in the order given, or in the last one.
@@ -109,6 +106,7 @@ class BucketLayout:
 
     def _count(self) -> None:
         fires = self._fires
+        self.is_learned = fires is not None
         if fires is None:
             self.missing = self.never_full()
         else:

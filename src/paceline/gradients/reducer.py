@@ -60,10 +60,10 @@ class Reducer(BackwardFollower):
         """Where the buckets live; found when the first of a layout starts."""
         self.steps = 0
         """How many backward passes have been synchronised."""
-        self.after_sync: Callable[[], None] | None = None
-        """Called after every synchronised backward, at the same point on every rank."""
-        self.check_model: Callable[[], None] | None = None
-        """Raises if the model has parameters that this reducer does not know."""
+        self.after_sync: Callable[[], Callable[[], None] | None] | None = None
+        """Refers to what is called after every synchronised backward, at one point on all ranks."""
+        self.check_model: Callable[[Iterable[Parameter]], None] | None = None
+        """Raises if the model has parameters that are not among those given."""
         self.observer: Observer | None = None
         """Hears of every event, if anybody wants to know."""
         self.number = 0
@@ -248,9 +248,9 @@ class Reducer(BackwardFollower):
         if current.is_shadow:
             current.unused += bucket.fill_zeros()
         else:
-            self._refuse_second_average(bucket)
-            is_whole = self._hook is not None or places.divides(bucket.plan.dtype)
-            current.unused += bucket.fill(1.0 if is_whole else 1.0 / self.size)
+            if self.weight.is_set:
+                self._refuse_second_average(bucket)
+            current.unused += bucket.fill()
         if bucket.plan.trailer:
             self._layout.trailer.write(bucket.trailer, current.unused, self._words(current))
         if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
@@ -273,6 +273,8 @@ class Reducer(BackwardFollower):
         found = place(self._transport.get(), plans, what) if self.size > 1 else Alone(len(plans))
         for bucket, home in zip(self._layout.buckets, found.homes, strict=True):
             bucket.settle_in(home)
+            is_whole = self._hook is not None or found.divides(bucket.plan.dtype)
+            bucket.scale = 1.0 if is_whole else 1.0 / self.size
         self._places = found
         return found
 
@@ -291,7 +293,7 @@ class Reducer(BackwardFollower):
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
         try:
-            if not current.is_shadow:
+            if self.weight.is_set and not current.is_shadow:
                 self._refuse_misuse(current)
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
@@ -310,8 +312,9 @@ class Reducer(BackwardFollower):
             self._learn(current.ready)
         if self.observer is not None:
             self.observer.step_ends()
-        if self.after_sync is not None:
-            self.after_sync()
+        after_sync = self.after_sync() if self.after_sync is not None else None
+        if after_sync is not None:
+            after_sync()
 
     @torch.no_grad()
     def _settle(self, current: Backward) -> None:
@@ -328,14 +331,14 @@ class Reducer(BackwardFollower):
             total, votes, aborts, labels = words.tolist()
             self._refuse_aborted(aborts)
             self._refuse_other_labels(labels)
-            factor = mean_factor(self.size, total)
+            factor = 1.0 if total == self.size else mean_factor(self.size, total)
         is_applied = self._hook is None and self._places and self._places.applies_weights
         if not is_applied and (isinstance(factor, Tensor) or factor != 1.0):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
         if self.check_model is not None and self._is_time_to_check(current):
-            self.check_model()
+            self.check_model(self.parameters)
         if not current.is_shadow:
             for bucket in self._layout.buckets:
                 bucket.hand_out(used)
@@ -490,7 +493,7 @@ class Reducer(BackwardFollower):
         self._late_words = host, arrived
 
     def _refuse_second_average(self, bucket: Bucket) -> None:
-        if self.weight.is_set and bucket.is_average_added_to():
+        if bucket.is_average_added_to():
             raise UsageError(
                 f"Step {self.steps}: weighted gradients of {bucket.names[0]!r} would be added onto "
                 "the averages of an earlier backward.",

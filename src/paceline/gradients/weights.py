@@ -1,8 +1,13 @@
-"""How many items the accumulated gradients are sums over: what `weighted()` keeps count of."""
+"""How many items the accumulated gradients are sums over: what `weighted()` keeps count of.
+
+Gradients are summed over the ranks, as if each had one item, and `mean_factor` turns that into the
+mean over all items: here, in transports that divide on the way, and for a rank that is alone.
+"""
 
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.transport import mean_factor as mean_factor
 
 
 class LossWeight:
@@ -12,34 +17,34 @@ class LossWeight:
     """
 
     def __init__(self) -> None:
+        self.value = 1.0
+        self.is_set = False
+        """Whether any micro-batch of this step had a weight."""
         self.was_used = False
         """Whether any step was weighted: then a rank without inputs weighs nothing."""
-        self._total: float | None = None
         self._is_inside = False
         self._has_unweighted = False
 
-    @property
-    def is_set(self) -> bool:
-        return self._total is not None
-
-    @property
-    def value(self) -> float:
-        return 1.0 if self._total is None else self._total
-
-    def enter(self, count: float) -> tuple[float | None, bool]:
+    def enter(self, count: float) -> tuple[float, bool, bool]:
         """Begin a block of `count` items; returns what `leave` needs."""
-        before = self._total, self._is_inside
-        self._total, self._is_inside = (self._total or 0.0) + count, True
+        if not count >= 0 or count == float("inf"):
+            raise UsageError(
+                f"weighted({count}): the count of items must be a number from 0 up.",
+                advice="Pass how many samples or tokens this rank's loss is a sum over.",
+            )
+        before = self.value, self.is_set, self._is_inside
+        self.value = count + (self.value if self.is_set else 0.0)
+        self.is_set = self._is_inside = True
         return before
 
-    def leave(self, before: tuple[float | None, bool], had_backward: bool) -> None:
+    def leave(self, before: tuple[float, bool, bool], had_backward: bool) -> None:
         """End a block; without a backward inside, nothing of it weighs."""
         if not had_backward:
-            self._total = before[0]
-        self._is_inside = before[1]
+            self.value, self.is_set, _ = before
+        self._is_inside = before[2]
 
     def set(self, weight: float) -> None:
-        self._total = weight
+        self.value, self.is_set = weight, True
 
     def on_local_backward(self) -> None:
         """A micro-batch was accumulated without being averaged yet."""
@@ -47,7 +52,7 @@ class LossWeight:
 
     def refuse_mixture(self, step: int) -> None:
         """Raise if some micro-batches of the step had a weight and some had none."""
-        if self._total is not None and (self._has_unweighted or not self._is_inside):
+        if self.is_set and (self._has_unweighted or not self._is_inside):
             raise UsageError(
                 f"Step {step}: some of the accumulated backward passes had a weight and some had "
                 "none, so their sum means nothing.",
@@ -57,5 +62,5 @@ class LossWeight:
     def reset(self) -> None:
         """The step is over."""
         self.was_used |= self._is_inside
-        self._total = None
+        self.value, self.is_set = 1.0, False
         self._has_unweighted = False

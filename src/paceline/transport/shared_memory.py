@@ -192,7 +192,7 @@ class SharedBuckets:
         factor = 1.0
         if self.applies_weights:
             total = sum(self.segment.weights[row + number] for row in self._weight)
-            factor = mean_factor(self._size, total)
+            factor = 1.0 if total == self._size else mean_factor(self._size, total)
         is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
         self.sum_slice(number, factor / self._size if is_wide else factor)
 
