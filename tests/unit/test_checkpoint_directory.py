@@ -29,7 +29,7 @@ NAN, INF = float("nan"), float("inf")
 
 def fill(folder: Path, step: int, metric: float | None = None) -> Entry:
     files = {"state.safetensors": b"tensors more", "state.json": b"{}"}
-    entry, _ = publish(folder, step, files, metric=metric, facts={"seed": 1})
+    entry, _ = publish(folder, step, files, metric, {"seed": 1})
     return entry
 
 

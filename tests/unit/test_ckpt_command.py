@@ -158,7 +158,7 @@ def test_verify_finds_a_tensor_that_nothing_speaks_of(
     tensors = (run / "x.safetensors").read_bytes()
     for skeleton in (b'["dict"]', b"{}"):
         files = {"state.safetensors": tensors, "state.json": skeleton}
-        entry, _ = publish(run / "checkpoints", 4, files, metric=None, facts={})
+        entry, _ = publish(run / "checkpoints", 4, files, None, {})
         assert ckpt("verify", entry.path) == 1
     assert "no place for the tensor 'x'" in capsys.readouterr().out
 

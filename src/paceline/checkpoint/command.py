@@ -20,7 +20,7 @@ from paceline.checkpoint import directory
 from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
-from paceline.comm.codec import put_together
+from paceline.comm.codec import plain_json, put_together
 from paceline.comm.safetensors import Header, Place, read_header
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.units import bytes_text, count_text, table_lines
@@ -230,7 +230,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(directory.finite_json(value), indent=2, allow_nan=False))
+    print(json.dumps(plain_json(value), indent=2, allow_nan=False))
 
 
 def print_table(rows: Sequence[Sequence[str]], limit: int = sys.maxsize) -> None:

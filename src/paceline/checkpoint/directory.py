@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint import files
 from paceline.checkpoint.files import open_file, open_folder, read_bounded, size_of
-from paceline.comm.codec import MAX_SKELETON_BYTES
+from paceline.comm.codec import MAX_SKELETON_BYTES, plain_json
 from paceline.errors import CheckpointError, UsageError
 
 MANIFEST = "manifest.json"
@@ -201,7 +201,6 @@ def publish(
     folder: Path,
     step: int,
     contents: Mapping[str, bytes | memoryview],
-    *,
     metric: float | None,
     facts: dict[str, Any],
 ) -> tuple[Entry, Manifest]:
@@ -335,7 +334,7 @@ def _rename(temporary: Path, folder: Path, step: int) -> Entry:
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Facts as strict JSON can say them: nan and inf become words, everything else must fit."""
     try:
-        text = json.dumps(finite_json(facts), allow_nan=False)
+        text = json.dumps(plain_json(facts), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"The facts of a checkpoint are not JSON: {error}.",
@@ -349,21 +348,10 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def finite_json(value: Any) -> Any:
-    """The same with words in place of nan and inf, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): finite_json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_json(each) for each in value]
-    return value
-
-
 def _write_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, with a hash of itself, so that no bit of it can change unnoticed."""
     said = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    said["metric"] = finite_json(manifest.metric)
+    said["metric"] = plain_json(manifest.metric)
     return json.dumps({"manifest": said, "sha256": _hash(said)}, indent=1).encode() + b"\n"
 
 

@@ -97,8 +97,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.problem: str | None = None
         """Why the last save did not reach the disk; None when it did."""
-        self._keep, self._keep_best = keep, keep_best
-        self._better: Literal["lower", "higher"] = better
+        self._kept: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "better": better}
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._finished: list[Written] = []
@@ -212,9 +211,7 @@ class Checkpoints:
         try:
             with suppress(OSError):
                 directory.sweep(self.folder)
-            entry, manifest = directory.publish(
-                self.folder, step, contents, metric=metric, facts=facts
-            )
+            entry, manifest = directory.publish(self.folder, step, contents, metric, facts)
         except Exception as error:
             self._note_failure(step, _reason(error))
             return
@@ -224,13 +221,8 @@ class Checkpoints:
         )
         self.problem = None
         try:
-            for old in directory.plan_removals(
-                directory.list_manifests(self.folder),
-                self._damaged,
-                keep=self._keep,
-                keep_best=self._keep_best,
-                better=self._better,
-            ):
+            found = directory.list_manifests(self.folder)
+            for old in directory.plan_removals(found, self._damaged, **self._kept):
                 directory.remove(old)
         except Exception as error:
             self.problem = f"Old checkpoints in {self.folder} cannot be removed: {_reason(error)}."

@@ -120,6 +120,17 @@ def put_together(
     return value
 
 
+def plain_json(value: Any) -> Any:
+    """The same with words in place of nan and inf, which strict JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(each) for each in value]
+    return value
+
+
 def _flat(data: bytes) -> Tensor:
     """A copy of bytes as a tensor."""
     import torch
@@ -315,18 +326,14 @@ class _Putter:
 def _parse(text: bytes, origin: object, error: type[PacelineError]) -> Any:
     try:
         return json.loads(
-            text.decode("utf-8", "surrogatepass"), parse_constant=_refuse, parse_float=_finite
+            text.decode("utf-8", "surrogatepass"), parse_constant=_finite, parse_float=_finite
         )
     except (ValueError, RecursionError) as problem:
         raise error(f"{origin} is not the JSON we write: {str(problem)[:100]}.") from None
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is too large")
+        raise ValueError(f"{text[:40]} is not a number that JSON has")
     return number

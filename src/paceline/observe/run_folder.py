@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from paceline.comm.codec import plain_json
 from paceline.errors import UsageError, WireError
 
 SCHEMA = 1
@@ -119,7 +120,7 @@ class RunInfo:
 
 def write_info(folder: RunFolder, info: RunInfo) -> None:
     """Replace `run.json`, so that a reader sees the old one or the new one."""
-    text = json.dumps(_plain(asdict(info)), allow_nan=False, indent=1)
+    text = json.dumps(plain_json(asdict(info)), allow_nan=False, indent=1)
     replace_file(folder.info, [text, "\n"])
 
 
@@ -157,7 +158,7 @@ class EventWriter:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Write one event now, as one line; floats that JSON has no word for become strings."""
-        event = {"kind": kind, "t": time.time(), "rank": self.rank, **_plain(facts)}
+        event = {"kind": kind, "t": time.time(), "rank": self.rank, **plain_json(facts)}
         line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             file = self._open()
@@ -271,19 +272,8 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(file, "rb")
 
 
-def _plain(value: Any) -> Any:
-    """A value as strict JSON can say it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
 def _restored(value: Any) -> Any:
-    """What `_plain` was given."""
+    """What `plain_json` was given."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from paceline.comm.codec import plain_json
 from paceline.errors import WireError
 from paceline.observe.run_folder import make_private, open_plain, replace_file
 from paceline.record.stages import Trace
@@ -31,7 +32,7 @@ _WORDS[Mapping] = "object"
 
 def to_json(trace: Trace) -> dict[str, Any]:
     """The document that `from_json` reads."""
-    document: dict[str, Any] = _plain(asdict(trace))
+    document: dict[str, Any] = plain_json(asdict(trace))
     return document
 
 
@@ -122,13 +123,3 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return value
