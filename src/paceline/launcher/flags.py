@@ -11,9 +11,9 @@ import argparse
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.errors import SettingError
 
@@ -186,6 +186,10 @@ read_streams = matching(
 )
 
 
+def refuse(problem: str, advice: str) -> NoReturn:
+    raise SettingError(problem, advice=advice)
+
+
 def flag(usage: str, help: str, read: Reader | None = None, **more: Any) -> Any:
     """Declare a field of `LaunchOptions` that is also a flag."""
     made = Flag(usage, help, read, **more)
@@ -211,15 +215,13 @@ class LaunchOptions:
     )
     threads: int | None = flag(
         "--threads N",
-        "CPU threads per worker (OMP_NUM_THREADS); unless that variable is set, the default "
-        "with several workers is the machine's cores divided among them",
+        "CPU threads per worker; by default OMP_NUM_THREADS, else the cores divided among them",
         optional(whole(1)),
         tells="OMP_NUM_THREADS",
     )
     as_torch: bool = flag(
         "--as-torch",
-        "give the script Paceline's DistributedDataParallel and DistributedSampler where it asks "
-        "for torch's, without changing the script",
+        "give the script Paceline's DistributedDataParallel and DistributedSampler for torch's",
     )
     virtual_local_rank: bool = flag(
         "--virtual-local-rank",
@@ -257,14 +259,12 @@ class LaunchOptions:
     )
     master_port: int | None = flag(
         "--master-port PORT",
-        "the port on machine 0 (static rendezvous); a free one on a single machine, 29500 on "
-        "several",
+        "the port on machine 0 (static rendezvous); 29500, on a single machine a free one",
         optional(whole(0, 2**16 - 1)),
     )
     rdzv_backend: str = flag(
         "--rdzv-backend NAME",
-        "how machines find each other: static (numbered by --node-rank) or c10d (numbered as "
-        "they arrive at --rdzv-endpoint)",
+        "static: machines have a --node-rank; c10d: they get it on arrival at --rdzv-endpoint",
         matching(
             "static|c10d",
             "Use static with --node-rank, or c10d with --rdzv-endpoint.",
@@ -304,9 +304,8 @@ class LaunchOptions:
     )
     shutdown_timeout: float | None = flag(
         "--shutdown-timeout S",
-        "seconds between asking workers to end and killing them; unless it is given, "
-        f"{SHUTDOWN_TIMEOUT_S:g} after a failure and {SIGNAL_TIMEOUT_S:g} after a signal; the "
-        "variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets it too",
+        "seconds between asking workers to end and killing them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT); "
+        f"by default {SHUTDOWN_TIMEOUT_S:g} after a failure, {SIGNAL_TIMEOUT_S:g} after a signal",
         optional(seconds),
         variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     )
@@ -336,8 +335,7 @@ class LaunchOptions:
     )
     log_dir: str = flag(
         "--log-dir DIR",
-        "where log files go: DIR/<run>_<random>/attempt_<n>/<local rank>/; a temporary folder by "
-        "default",
+        "where log files go: DIR/<run>_<random>/attempt_<n>/<local rank>/; else a temporary one",
     )
     redirects: Mapping[int, int] = flag(
         "--redirects -r STREAMS",
@@ -365,8 +363,7 @@ class LaunchOptions:
     )
     duplicate_stdout_filters: tuple[str, ...] = flag(
         "--duplicate-stdout-filters WORDS",
-        "also write stdout lines that contain one of these words, separated by commas, to "
-        "filtered_stdout.log in the log folder",
+        "also write stdout lines with one of these words to filtered_stdout.log in the log folder",
         words,
     )
     duplicate_stderr_filters: tuple[str, ...] = flag(
@@ -375,22 +372,20 @@ class LaunchOptions:
 
     timeline: str = flag(
         "--timeline FOLDER",
-        "record what every worker does when, as one Chrome trace per rank in this folder; "
-        "`paceline timeline FOLDER` puts them together",
+        "record what every worker does when, for `paceline timeline FOLDER`",
         lambda setting: os.path.abspath(setting.value) if setting.value else "",
         tells="PACELINE_TIMELINE",
     )
     trace_step: int | None = flag(
         "--trace-step N",
-        "record this step of a script that uses paceline.Run, stage by stage, in the run's "
-        "folder; `paceline trace RUN` draws it",
+        "record this step of a paceline.Run stage by stage, for `paceline trace RUN`",
         optional(whole(1)),
         tells="PACELINE_TRACE_STEP",
     )
     stall_after: float | None = flag(
         "--stall-after S",
-        "seconds without progress after which a worker says where it is and whom it waits for; "
-        "0 for never; 120 unless PACELINE_STALL_S is set",
+        "seconds of standstill after which a worker says where it is and whom it waits for; 0 for "
+        "never; by default PACELINE_STALL_S, else 120",
         optional(seconds),
         tells="PACELINE_STALL_S",
     )
@@ -405,54 +400,45 @@ class LaunchOptions:
     logs_specs: str = flag("--logs-specs NAME", "log files have one layout")
 
     def __post_init__(self) -> None:
-        for problem, advice in self._contradictions():
-            raise SettingError(problem, advice=advice)
-
-    def _contradictions(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with the flags together, and what to do about it."""
         least, most = self.nnodes
-        spelled = f"{least}:{most}" if least < most else str(most)
+        nodes = str(most) if least == most else f"{least}:{most}"
         if self.module and self.no_python:
-            yield (
-                "--module and --no-python contradict each other.",
-                "A module runs under Python; drop one of the two.",
-            )
+            refuse("--module and --no-python contradict each other.", "Drop one of the two.")
         if self.quiet and self.json:
-            yield "--quiet and --json contradict each other.", "Drop one of the two."
+            refuse("--quiet and --json contradict each other.", "Drop one of the two.")
         if least > most:
-            yield f"--nnodes is {least}:{most}, which is impossible.", "MIN is not above MAX."
+            refuse(f"--nnodes is {nodes}, which is impossible.", "MIN is not above MAX.")
         if self.standalone and most > 1:
-            yield (
-                f"--standalone means one machine, but --nnodes is {spelled}.",
-                "Drop one of the two.",
+            refuse(f"--standalone means one machine, but --nnodes is {nodes}.", "Drop one of them.")
+        if self.rdzv_backend == "static":
+            self._check_numbers(least, most, nodes)
+        elif most > 1 and self.rdzv_endpoint is None:
+            refuse(
+                "--rdzv-backend c10d needs to know where the machines meet.",
+                "Pass --rdzv-endpoint HOST:PORT, an address of one of them, on all machines.",
             )
-        if self.rdzv_backend == "c10d":
-            if most > 1 and self.rdzv_endpoint is None:
-                yield (
-                    "--rdzv-backend c10d needs to know where the machines meet.",
-                    "Pass --rdzv-endpoint HOST:PORT, the same on all machines, with the address "
-                    "of one of them.",
-                )
-            return
+
+    def _check_numbers(self, least: int, most: int, nodes: str) -> None:
+        """Check what machines need that are numbered by hand."""
         if most > 1 and not self.master_addr and self.rdzv_endpoint is None:
-            yield (
+            refuse(
                 "Several machines need the address of the first one.",
                 "Pass --master-addr, the same on all machines.",
             )
         if (self.node_rank or 0) >= most:
-            yield (
+            refuse(
                 f"--node-rank is {self.node_rank}, but there are {most} machines.",
                 f"Machines are numbered from 0 to {most - 1}; set --nnodes as well.",
             )
         if most > 1 and self.node_rank is None:
-            yield (
-                f"--nnodes is {spelled}, but nothing says which of them this machine is.",
+            refuse(
+                f"--nnodes is {nodes}, but nothing says which of them this machine is.",
                 "Pass --node-rank, a different one on each machine, or use --rdzv-backend c10d "
                 "--rdzv-endpoint HOST:PORT, which numbers them.",
             )
         if least < most:
-            yield (
-                f"--nnodes is {spelled}, but with --node-rank the number of machines is fixed.",
+            refuse(
+                f"--nnodes is {nodes}, but with --node-rank the number of machines is fixed.",
                 "Pass one number, or use --rdzv-backend c10d.",
             )
 
