@@ -312,10 +312,6 @@ def read_transport(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("PACELINE_TRANSPORT", "")
 
 
-DEFAULT_STALL_S = 120.0
-"""Under our launcher; a script without it is not watched unless it asks."""
-
-
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What a launcher or a user wants to know about a worker while it trains."""

@@ -45,6 +45,8 @@ from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreSocket
 from paceline.launcher.supervise import SignalInbox, Supervisor
 from paceline.launcher.worker import Instructions
 
+# A script without a launcher is not watched for standstill unless it asks.
+STALL_S = "120"
 STOPPING = "stopping, once more kills"
 
 
@@ -172,7 +174,7 @@ class LocalRun:
             first,
             run_id=self.run_id,
             folder=folder,
-            environ={"PACELINE_STALL_S": f"{env.DEFAULT_STALL_S:g}", **os.environ},
+            environ={"PACELINE_STALL_S": STALL_S, **os.environ},
             cores=count_cores(),
             interface=(
                 env.loopback_interface()

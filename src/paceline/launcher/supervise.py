@@ -77,8 +77,8 @@ class Supervisor:
         self.look_elsewhere = look_elsewhere
         self.look_every_s = look_every_s
         self.selector = selectors.DefaultSelector()
-        self.alive = list(workers)
-        self.sources = [source for worker in workers for source in worker.pipes.sources]
+        self.alive: list[WorkerProcess] = []
+        self.sources: list[Source] = []
         self.ends: dict[int, WorkerEnd] = {}
         self.signal: int | None = None
         self.elsewhere = ""
@@ -101,21 +101,26 @@ class Supervisor:
 
     def _begin(self) -> None:
         for worker in self.workers:
-            if worker.leads_group:
-                self.guard.add(worker.pid)
-            self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
-            with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
-                worker.pidfd = os.pidfd_open(worker.pid)
-                self._listen(worker.pidfd, partial(self.on_exit, worker))
-        for source in self.sources:
-            os.set_blocking(source.fd, False)
-            self._listen(source.fd, partial(self.on_output, source))
+            self._watch(worker)
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
         if self.store is not None and self.store.fileno() >= 0:
             self._listen(self.store.fileno(), self.on_first_caller)
         self._after(self.look_every_s, "elsewhere", self.on_look_due)
         self._release_the_last()
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self.alive.append(worker)
+        if worker.leads_group:
+            self.guard.add(worker.pid)
+        self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
+            worker.pidfd = os.pidfd_open(worker.pid)
+            self._listen(worker.pidfd, partial(self.on_exit, worker))
+        for source in worker.pipes.sources:
+            self.sources.append(source)
+            os.set_blocking(source.fd, False)
+            self._listen(source.fd, partial(self.on_output, source))
 
     def _turn(self) -> None:
         """Wait for the next event, and deal with it."""
