@@ -200,18 +200,12 @@ class Rendezvous:
 
     def wait_for_the_others(self) -> str:
         """Wait until all machines have finished; why not, if one fails after all."""
-        try:
-            self.store.set(f"done/{self.attempt}/{self.node}", "1")
-            waiting = list(range(len(self.sizes)))
-            while waiting:
+        self.store.set(f"done/{self.attempt}/{self.node}", "1")
+        for node in range(len(self.sizes)):
+            while not self.store.check([f"done/{self.attempt}/{node}"]):
                 if reason := self.look():
                     return reason
-                if self.store.check([f"done/{self.attempt}/{waiting[0]}"]):
-                    waiting.pop(0)
-                else:
-                    self._pause(_LOOK_S)
-        except RuntimeError:
-            return HOST_IS_GONE.format(self.host, self.port)
+                self._pause(_LOOK_S)
         return ""
 
     def close(self) -> None:
