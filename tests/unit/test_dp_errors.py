@@ -52,10 +52,10 @@ def parallel(function: Any, **kwargs: Any) -> DataParallel:
 @pytest.mark.parametrize(
     ("device_ids", "message"),
     [
-        (["cuda:0", "cuda:1"], "has no cuda device"),
+        (["cuda:0", "cuda:1"], r"device_ids\[0\] is cuda:0, but .* no such device"),
         ([0, 1], "has no accelerator"),
         (["cpu:0", "gpu"], r"device_ids\[1\] is 'gpu', which is not a device"),
-        (["cpu:0", "meta"], "has no meta device"),
+        (["cpu:0", "meta"], "is meta, but this machine has no such device"),
         ([], "device_ids is empty"),
         ("cpu:0", "not a list"),
         ([None], "not a device"),

@@ -56,18 +56,15 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
     device = _as_torch_device(entry, what)
     if device.type == "cpu":
         return ReplicaDevice(f"cpu:{device.index or 0}", torch.device("cpu"))
-    if device.type != _accelerator_type():
-        raise DeviceError(
-            f"{what} is {device}, but this machine has no {device.type} device.",
-            f"It has {_describe_machine()}.",
-            'Replicas on the CPU are named "cpu:0", "cpu:1" and so on.',
-        )
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if index >= _count_accelerators():
+    is_known = device.type == _accelerator_type()
+    is_current = is_known and device.index is None
+    index = torch.accelerator.current_device_index() if is_current else device.index
+    if not is_known or index >= _count_accelerators():
         raise DeviceError(
             f"{what} is {device}, but this machine has no such device.",
             f"It has {_describe_machine()}.",
-            "Name devices that exist; one may be named several times.",
+            "Name devices that exist; one may be named several times. Replicas on the CPU are "
+            'named "cpu:0", "cpu:1" and so on.',
         )
     return ReplicaDevice(f"{device.type}:{index}", torch.device(device.type, index))
 

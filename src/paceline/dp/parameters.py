@@ -66,19 +66,15 @@ class ParameterSource:
         """Leaves by replica, and as lists, for a forward pass whose gradients are kept apart."""
         self._refresh(params, replicas)
         tables: dict[int, Parameters] = {}
-        everyone: list[list[nn.Parameter]] = []
-        for group in self._groups:
-            table_by_copies: dict[int, Parameters] = {}
-            for number in group:
-                if number not in replicas:
-                    continue
+        leaves: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for thread, group in enumerate(self._groups):
+            for number in (number for number in group if number in replicas):
                 copies = self._copies.get(number)
-                if id(copies) not in table_by_copies:  # replicas that take turns may share leaves
-                    leaves = _leaves(params if copies is None else copies.tensors, params)
-                    everyone.append(leaves)
-                    table_by_copies[id(copies)] = _table(params, leaves)
-                tables[number] = table_by_copies[id(copies)]
-        return tables, everyone
+                key = (thread, id(copies))  # replicas that take turns on one memory share leaves
+                if key not in leaves:
+                    leaves[key] = _leaves(params if copies is None else copies.tensors, params)
+                tables[number] = _table(params, leaves[key])
+        return tables, list(leaves.values())
 
     def collect(self, params: Sequence[Tensor], leaves: Sequence[Sequence[nn.Parameter]]) -> None:
         """Sum the gradients of all leaves and add them to the parameters' own."""
