@@ -37,13 +37,7 @@ def open_file(path: Path, folder: int | None = None) -> Iterator[BufferedIOBase]
 
     With the open `folder` it lies in, a link is refused too; without, the user has named it.
     """
-    try:
-        if folder is None:
-            file = os.open(path, _READ_FLAGS)
-        else:
-            file = os.open(path.name, _READ_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        raise _unreadable(path, error, refuses_links=folder is not None) from error
+    file = _open(path, _READ_FLAGS | (0 if folder is None else os.O_NOFOLLOW), folder)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CheckpointError(f"{path} is not a plain file.")
@@ -58,20 +52,20 @@ def size_of(file: BufferedIOBase) -> int:
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
     """An open folder that is not a link."""
-    try:
-        folder = os.open(path, FOLDER_FLAGS)
-    except OSError as error:
-        raise _unreadable(path, error, refuses_links=True) from error
+    folder = _open(path, FOLDER_FLAGS)
     try:
         yield folder
     finally:
         os.close(folder)
 
 
-def _unreadable(path: Path, error: OSError, refuses_links: bool) -> CheckpointError:
-    is_link = refuses_links and os.path.islink(path)
-    reason = "it is a link" if is_link else error.strerror
-    return CheckpointError(f"{path} cannot be read: {reason}.")
+def _open(path: Path, flags: int, folder: int | None = None) -> int:
+    try:
+        return os.open(path if folder is None else path.name, flags, dir_fd=folder)
+    except OSError as error:
+        is_link = flags & os.O_NOFOLLOW and os.path.islink(path)
+        reason = "it is a link" if is_link else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {reason}.") from error
 
 
 def read_bounded(file: BufferedIOBase, limit_bytes: int, path: Path) -> bytes:
