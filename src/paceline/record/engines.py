@@ -26,7 +26,7 @@ from paceline.record.facts import (
     row_values,
     tree_facts,
 )
-from paceline.record.hooks import ForwardPass, Notes, StepHooks, memories
+from paceline.record.hooks import ForwardPass, StepHooks, StepRecording, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]
@@ -227,7 +227,13 @@ def describe_replicas(
         moved["gather"] = sum(tensor.bytes for tensor in gathered) if len(calls) > 1 else 0
     parts = {
         name: [
-            Part(title=place, worker=i, device=place, tensors=tensors[i])
+            Part(
+                title=place,
+                worker=i,
+                device=place,
+                tensors=tensors[i],
+                seconds=calls[i].seconds if name == "forward" else None,
+            )
             for i, place in enumerate(devices)
         ]
         for name, tensors in on_replicas.items()
@@ -235,8 +241,6 @@ def describe_replicas(
         name: [Part(title=title, device=devices[0], tensors=tensors, seconds=seconds.get(name))]
         for name, (title, tensors) in at_home.items()
     }
-    took = zip(parts["forward"], calls, strict=True)
-    parts["forward"] = [replace(part, seconds=call.seconds) for part, call in took]
     rows = [call.rows for call in calls]
     sentences = _replica_sentences(rows, moved, dataset_rows(notes.dataset))
     stages = _stages(notes, sentences, parts, moved, seconds)
@@ -284,7 +288,7 @@ def _replica_sentences(
 
 
 def _stages(
-    notes: Notes,
+    notes: StepRecording,
     sentences: Mapping[str, str],
     parts: Mapping[str, Sequence[Part]],
     moved: Mapping[str, int],
@@ -317,7 +321,7 @@ def _stages(
     return [Stage(name="data", title="input data", text=text, parts=[part]), *stages]
 
 
-def _loss_facts(notes: Notes, weight: float | None) -> list[TensorFacts]:
+def _loss_facts(notes: StepRecording, weight: float | None) -> list[TensorFacts]:
     """The mean loss, which is a statistic: kept without `values` too."""
     if notes.loss is None:
         return []
@@ -335,7 +339,7 @@ def _all_inputs(calls: Sequence[ForwardPass], values: bool) -> list[TensorFacts]
 
 
 def _follow_sample(
-    notes: Notes,
+    notes: StepRecording,
     stages: Sequence[Stage],
     calls: Sequence[ForwardPass],
     rank: int | None = None,
@@ -379,7 +383,7 @@ def _follow_sample(
 
 
 def _follow_weight(
-    notes: Notes,
+    notes: StepRecording,
     stages: Sequence[Stage],
     *way: tuple[str, Any, Sequence[float | None] | None, bool],
 ) -> Weight | None:

@@ -20,7 +20,7 @@ from paceline.comm import tree
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
 from paceline.record.facts import WeightRef
-from paceline.record.stages import Part, TensorFacts
+from paceline.record.stages import Part, TensorFacts, Trace
 
 Memory = tuple[str, int]
 """Device and address of a storage: two tensors with the same one share bytes."""
@@ -73,8 +73,11 @@ class ForwardPass(Piece):
 
 
 @dataclass(slots=True, kw_only=True)
-class Notes:
-    """What the caller wants to know of the step, and has said about it."""
+class StepRecording:
+    """One step being recorded: what the caller wants to know of it, and says about it.
+
+    `trace` is there when the block has ended.
+    """
 
     step: int
     dataset: Any
@@ -92,8 +95,27 @@ class Notes:
     """Over how many items it is a sum; None where nobody said."""
     targets: list[Any] = field(default_factory=list)
     """One for each loss."""
+    trace: Trace | None = None
+
+    def note_batch(self, indices: Sequence[int]) -> None:
+        """Say which rows of the dataset this worker's batch has, in order."""
+        self.indices = [int(index) for index in indices]
+
+    def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
+        """Say what the loss is, before backward; of several, their sum is shown.
+
+        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
+        With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
+        batch too.
+        """
+        self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
+        value = loss.detach().clone()
+        self.loss = value if self.loss is None else self.loss + value
+        if weight is not None:
+            self.loss_weight = (self.loss_weight or 0.0) + weight
 
     def read_weight(self, tensors: Mapping[str, Tensor]) -> float | None:
+        """The followed weight in one of several tensors by name."""
         return None if self.weight is None else self.weight.read(tensors)
 
 
@@ -105,7 +127,12 @@ class StepHooks:
     """
 
     def __init__(
-        self, model: Any, optimizer: Optimizer | None, notes: Notes, *, keeps_tensors: bool
+        self,
+        model: Any,
+        optimizer: Optimizer | None,
+        notes: StepRecording,
+        *,
+        keeps_tensors: bool,
     ) -> None:
         self.model, self.notes = model, notes
         self.calls: list[ForwardPass] = []

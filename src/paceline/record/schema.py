@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -26,6 +27,7 @@ FILE_LIMIT_BYTES = 16 * 2**20
 LARGEST = 2**63
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_hints = cache(get_type_hints)
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
 _WORDS[Mapping] = "object"
 
@@ -96,12 +98,12 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
     if type(value) is kind and kind is not list:
         return value
     expected = _WORDS.get(kind) or " | ".join(map(json.dumps, get_args(hint)))
-    raise WireError(f"{where} is {_short(value)}, but should be: {expected}.")
+    raise WireError(f"{where} is {reprlib.repr(value)}, but should be: {expected}.")
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise WireError(f"{where} is not an object but {_short(value)}.")
+        raise WireError(f"{where} is not an object but {reprlib.repr(value)}.")
     for field in fields(kind):
         is_required = field.default is MISSING is field.default_factory
         if is_required and field.name not in value:
@@ -109,16 +111,6 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
     hints = _hints(kind)
     known = hints.keys() & value.keys()
     return kind(**{name: read_value(hints[name], value[name], f"{where}.{name}") for name in known})
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _refuse_constant(name: str) -> Any:

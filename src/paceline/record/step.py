@@ -32,7 +32,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError
-from paceline.observe.run_folder import NAME, RunFolder
+from paceline.observe.run_folder import RunFolder
 from paceline.record import schema
 from paceline.record.engines import (
     Picture,
@@ -43,7 +43,7 @@ from paceline.record.engines import (
     merge_stages,
 )
 from paceline.record.facts import bytes_of, dataset_rows, find_weight
-from paceline.record.hooks import Notes, Piece, StepHooks, trained_parameters
+from paceline.record.hooks import Piece, StepHooks, StepRecording, trained_parameters
 from paceline.record.reference import Reference, check_sums, first_line, not_computed
 from paceline.record.stages import Check, Engine, Model, Trace
 
@@ -52,32 +52,6 @@ WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 INDIRECT = "the loss is computed from gradients, which are not recorded"
 OLDER = "gradients of an earlier backward pass were still there; call zero_grad() first"
 SHARED_GENERATOR = "the model draws random numbers, and replicas in threads share a generator"
-
-
-class StepRecording:
-    """One step being recorded; `trace` is there when the block has ended."""
-
-    def __init__(self, notes: Notes) -> None:
-        self.trace: Trace | None = None
-        self._notes = notes
-
-    def note_batch(self, indices: Sequence[int]) -> None:
-        """Say which rows of the dataset this worker's batch has, in order."""
-        self._notes.indices = [int(index) for index in indices]
-
-    def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
-        """Say what the loss is, before backward; of several, their sum is shown.
-
-        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
-        With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
-        batch too.
-        """
-        notes = self._notes
-        notes.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
-        value = loss.detach().clone()
-        notes.loss = value if notes.loss is None else notes.loss + value
-        if weight is not None:
-            notes.loss_weight = (notes.loss_weight or 0.0) + weight
 
 
 @contextmanager
@@ -110,14 +84,11 @@ def record_step(
     if step < 1:
         raise UsageError(f"step is {step}.", advice="Steps are counted from 1.")
     target = None if folder is None else RunFolder(folder)
-    if target is not None and not NAME.fullmatch(target.name):  # refused by every worker alike
-        raise UsageError(
-            f"A run folder cannot be named {target.name!r}.",
-            advice="Use up to 64 letters, digits, dots, dashes and underscores.",
-        )
+    if target is not None:
+        target.check_name()  # a name is refused by every worker alike
     trained = trained_parameters(model)
     followed = find_weight(weight, trained)
-    notes = Notes(
+    recording = StepRecording(
         step=step,
         dataset=dataset,
         values=values,
@@ -129,8 +100,7 @@ def record_step(
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
     copied = _copy(model, optimizer, is_main) if check else None
-    hooks = StepHooks(model, optimizer, notes, keeps_tensors=check)
-    recording = StepRecording(notes)
+    hooks = StepHooks(model, optimizer, recording, keeps_tensors=check)
     with hooks:
         yield recording
     if not hooks.calls and group is None:

@@ -31,10 +31,10 @@ from paceline.explain.trace.prediction import observe, trace_prediction
 from paceline.explain.trace.task import Task
 from paceline.launcher import launch
 from paceline.record.facts import find_weight
-from paceline.record.hooks import trained_parameters
+from paceline.record.hooks import StepRecording, trained_parameters
 from paceline.record.schema import from_json, to_json
 from paceline.record.stages import Epoch, Prediction, Trace
-from paceline.record.step import StepRecording, record_step
+from paceline.record.step import record_step
 
 
 def trace_task(task: Task, options: Namespace) -> Trace:
