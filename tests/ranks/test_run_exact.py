@@ -275,3 +275,34 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_at_another_size(
     assert_replicas_equal([each.parameters for each in parts[2]])
     seen = Counter((e, i) for part in parts for each in part for e, _, i in each.ledger)
     assert seen == Counter((epoch, index) for epoch in (0, 1) for index in range(50))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_failed_after_some_of_its_shards_is_repeated_exactly(
+    size: int, alone: dict[str, Trained]
+) -> None:
+    """What the shards before the error weighed must not weigh in the second attempt."""
+
+    def body(world: World) -> dict[str, Tensor]:
+        net = mlp()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
+        run = Run(
+            net, optimizer, Rows(), global_batch=8, epochs=2, shards=SHARDS, scheduler=scheduler,
+            world=world, options=QUIET,
+        )  # fmt: skip
+        failures = 0
+        for step in run:
+            try:
+                with step:
+                    for number, (x, y, _) in enumerate(step.batches()):
+                        if step.number == 2 and number == 1 and not failures:
+                            raise ZeroDivisionError
+                        step.backward(F.cross_entropy(run.model(x), y))
+            except ZeroDivisionError:
+                failures += 1
+        assert failures == 1
+        return dict(net.state_dict())
+
+    for parameters in run_ranks(size, body):
+        assert_same(parameters, alone["mlp"].parameters, rtol=1e-4, atol=1e-6)

@@ -48,9 +48,9 @@ class StepContext:
         members.word_device = _word_device(world.group, device)
         finite = None
         if options.check_finite != "off":
-            finite = FiniteCheck(named, members, is_complete=options.check_finite == "all")
+            finite = FiniteCheck(named, members, options.check_finite == "all")
         self.update = make_update(
-            named,
+            [param for _, param in named],
             config.optimizer,
             scheduler=config.scheduler,
             scaler=config.scaler,

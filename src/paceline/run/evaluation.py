@@ -80,10 +80,8 @@ class Evaluation:
         cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
         shards = [Shard(self.step, -1, n, list(c)) for n, c in zip(numbers, cuts, strict=True)]
         # The dataset keeps the epoch that it was told in training.
-        fetcher = ShardFetcher(
-            self.dataset, context.config.seed, self.collate_fn, tells_epoch=False
-        )
-        loader = make_loader(fetcher, context.loading(self.workers), shards)
+        fetcher = ShardFetcher(self.dataset, context.config.seed, tells_epoch=False)
+        loader = make_loader(fetcher, context.loading(self.workers), self.collate_fn, shards)
         yield from zip(numbers, map(len, cuts), loader, strict=True)
 
     def _checked(self, scores: Any, rows: int) -> Iterator[tuple[str, Number, Number]]:

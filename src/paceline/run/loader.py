@@ -28,7 +28,8 @@ class MapLoader:
     ) -> None:
         """`loading` is handed on to the `DataLoader`."""
         self._plan, self._membership, self._loading = plan, membership, loading
-        self._fetcher = ShardFetcher(config.dataset, config.seed, config.collate_fn)
+        self._fetcher = ShardFetcher(config.dataset, config.seed)
+        self._collate = config.collate_fn
         self._batches: Iterator[Any] | None = None
 
     def portions(self, done: Position) -> Iterator[Portion]:
@@ -38,7 +39,7 @@ class MapLoader:
         # The loader runs ahead of the steps, by as much as its processes prefetch.
         ahead, now = tee(portions)
         shards = (shard for portion in ahead for shard in portion.shards)
-        self._batches = iter(make_loader(self._fetcher, self._loading, shards))
+        self._batches = iter(make_loader(self._fetcher, self._loading, self._collate, shards))
         return now
 
     def load(self, shard: Shard) -> Any:
@@ -56,12 +57,10 @@ class MapLoader:
 
 
 class ShardFetcher(Dataset[Any]):
-    """A dataset whose index is a shard, and whose item is the shard's batch."""
+    """A dataset whose index is a shard, and whose item is the list of the shard's samples."""
 
-    def __init__(
-        self, dataset: Any, seed: int, collate_fn: Collate, *, tells_epoch: bool = True
-    ) -> None:
-        self._dataset, self._seed, self._collate = dataset, seed, collate_fn
+    def __init__(self, dataset: Any, seed: int, *, tells_epoch: bool = True) -> None:
+        self._dataset, self._seed = dataset, seed
         self._tells_epoch, self._epoch = tells_epoch, -1
         self._generators = Generators()
 
@@ -73,23 +72,22 @@ class ShardFetcher(Dataset[Any]):
                 set_epoch(shard.epoch)
         self._generators.seed(self._seed, "data", shard.step, shard.number)
         if callable(several := getattr(self._dataset, "__getitems__", None)):
-            return self._collate(several(shard.indices))
-        return self._collate([self._dataset[index] for index in shard.indices])
+            return several(shard.indices)
+        return list(map(self._dataset.__getitem__, shard.indices))
 
 
 def make_loader(
-    dataset: Any, loading: dict[str, Any], shards: Iterable[Shard] | None = None
+    dataset: Any,
+    loading: dict[str, Any],
+    collate_fn: Collate,
+    shards: Iterable[Shard] | None = None,
 ) -> DataLoader[Any]:
     """A `DataLoader` of whole batches that leaves the generators of this process alone."""
     return DataLoader(
         dataset,
         sampler=shards,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=collate_fn,
         generator=torch.Generator(),
         **loading,
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -186,8 +186,8 @@ class Run:
         context.saving.begin()
         self._is_running = True
         self._epoch_s = time.perf_counter()
-        self._listen()
         if self.options.handle_signals:
+            context.stop.listen()
             context.loader_signals.hold()
         context.sinks.tell("start", context.info, self.step, context.lines)
         context.watching.begin(members, context.sinks, lambda: self.step)
@@ -195,7 +195,8 @@ class Run:
         portions = context.loader.portions(self._position)
         try:
             while (portion := next(portions, None)) is not None:
-                self._listen()
+                if self.options.handle_signals and not context.stop.before:
+                    context.stop.listen()
                 step = self._open = Step(portion, context, self._on_step_end)
                 yield step
                 self._open = None
@@ -230,10 +231,6 @@ class Run:
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
 
-    def _listen(self) -> None:
-        if self.options.handle_signals:
-            self._context.stop.listen()
-
     def _on_step_end(self, step: Step) -> None:
         if step.state == "failed":
             self._context.stop.ignore()  # the error may end the program, which is not ours then
@@ -249,13 +246,18 @@ class Run:
         """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
         context = self._context
         self._report(step)
-        wishes = context.vote.result(step.number)
-        if wishes.buffers and context.buffers is not None:
-            context.buffers.adopt()
-        number = signal.SIGTERM if wishes.terminate else signal.SIGINT if wishes.interrupt else 0
-        if number or context.saving.is_due(step.number, step.ends_epoch, self._scores):
-            self._save()
-        self._report_checkpoints()
+        number = 0
+        if context.vote.pending is not None or context.size == 1:
+            wishes = context.vote.result(step.number)
+            if wishes.buffers and context.buffers is not None:
+                context.buffers.adopt()
+            if wishes.terminate or wishes.interrupt:
+                number = signal.SIGTERM if wishes.terminate else signal.SIGINT
+        saving = context.saving
+        if saving.is_on:
+            if number or saving.is_due(step.number, step.ends_epoch, self._scores):
+                self._save()
+            self._report_checkpoints()
         return number
 
     def _report(self, step: Step) -> None:
@@ -269,8 +271,9 @@ class Run:
         self._epoch_samples += step.samples
         phases = step.phases
         if (watch := stopwatch.find(self.membership.group)) is not None:
-            before, self._phases = self._phases, watch.totals()
-            phases = {name: total - before.get(name, 0.0) for name, total in self._phases.items()}
+            before, self._phases, phases = self._phases, watch.totals(), {}
+            for name, total in self._phases.items():
+                phases[name] = total - before.get(name, 0.0)
         report = StepReport(
             step.number, step.epoch, step.samples, step.local_samples, step.seconds, phases, {}
         )

@@ -30,12 +30,12 @@ class Metrics:
     """The metrics of the step under way, of steps whose numbers are on their way, of the epoch."""
 
     def __init__(self, report: Callable[[Any, Sums], None]) -> None:
-        """`report(facts, sums)` is called once per step, in order, some time after it."""
+        """`report(report, sums)` is called once per step, in order, some time after it."""
         self.epoch: Sums = {}
         self._report = report
         self._now: dict[str, tuple[list[Number], list[Number]]] = {}
         """Name to what its sum and its count consist of."""
-        self._pending: deque[tuple[Any, dict[str, Any], HostCopy | None]] = deque()
+        self._pending: deque[tuple[Any, dict[str, Any], HostCopy | list[float]]] = deque()
 
     def add(self, name: str, value: Number, weight: Number) -> None:
         """Add a mean over `weight` items."""
@@ -66,25 +66,27 @@ class Metrics:
         """The step under way will not be finished."""
         self._now = {}
 
-    def end_step(self, facts: Any) -> None:
+    def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
         entries, self._now = self._now, {}
         parts = [each for entry in entries.values() for part in entry for each in part]
         tensors = [each for each in parts if isinstance(each, Tensor)]
-        self._pending.append((facts, entries, _together(tensors)))
+        self._pending.append((report, entries, _together(tensors)))
         self.flush(wait=len(self._pending) > _MOST_PENDING)
 
     def flush(self, *, wait: bool) -> None:
         """Report the steps whose numbers have arrived, or, with `wait`, all of them."""
         while self._pending:
-            facts, entries, values = self._pending[0]
-            if not wait and values is not None and not values.is_here:
-                return
+            report, entries, values = self._pending[0]
+            if isinstance(values, HostCopy):
+                if not wait and not values.is_here:
+                    return
+                values = values.read().tolist()
             self._pending.popleft()
-            read = iter([] if values is None else values.read().tolist())
+            read = iter(values)
             sums = {name: [_total(part, read) for part in entry] for name, entry in entries.items()}
             merge(self.epoch, sums)
-            self._report(facts, sums)
+            self._report(report, sums)
 
     def take_epoch(self) -> Sums:
         """This worker's sums of the epoch, which is over."""
@@ -116,14 +118,15 @@ def gather(members: Membership, sums: Sums, what: str) -> Sums:
     return added
 
 
-def _together(tensors: list[Tensor]) -> HostCopy | None:
-    """One message to the host for all of them."""
+def _together(tensors: list[Tensor]) -> HostCopy | list[float]:
+    """Their values, or one message to the host for all of them."""
     if not tensors:
-        return None
+        return []
     device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
     wide = torch.float64 if device.type in {"cpu", "cuda"} else torch.float32
     flat = [tensor.to(device, wide, non_blocking=True).reshape(()) for tensor in tensors]
-    return HostCopy(torch.stack(flat))
+    together = torch.stack(flat)
+    return together.tolist() if device.type == "cpu" else HostCopy(together)
 
 
 def _total(part: list[Number], read: Iterator[float]) -> float:

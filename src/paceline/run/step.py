@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.observe.phases import Phase
 from paceline.record import StepRecording
 from paceline.run.context import StepContext
 from paceline.run.plan import Portion, Shard
+from paceline.transport import mean_factor
 from paceline.update import Loss
 
 
@@ -108,10 +109,10 @@ class Step:
             batch = context.loader.load(shard)
             if context.device.type != "cpu":
                 batch = tree.map_tensors(self._to_device, batch)
+            context.generators.seed(context.config.seed, "model", self.number, shard.number)
             self._lap(Phase.DATA)
             if context.buffers is not None:
                 context.buffers.begin_shard()
-            context.generators.seed(context.config.seed, "model", self.number, shard.number)
             self._shard = shard
             # As in torch, whether gradients are summed is decided by the forward pass.
             context.model._reducer.wants_sync = shard is self._shards[-1]
@@ -171,8 +172,16 @@ class Step:
             loss = torch.nan_to_num(loss)
         if self._recording is not None:
             self._recording.note_loss(loss * count if is_mean else loss, weight=count)
-        with self._weighted(count):
-            context.update.backward(loss, count * self._scale if is_mean else self._scale)
+        factor = count * self._scale if is_mean else self._scale
+        if context.size == 1:
+            context.update.backward(loss, factor)
+        else:
+            weight, mine = context.model._reducer.weight, self._weight(shard, count)
+            before = weight.enter(mine)
+            try:
+                context.update.backward(loss, factor)
+            finally:
+                weight.leave(before, had_backward=True)
         value = loss.detach()
         self._losses.append(Loss(value, shard.number, shard.indices))
         self._items += count
@@ -198,7 +207,6 @@ class Step:
         finally:
             if self.state != "applied":
                 self._put_back()
-            self._context.update.end()
             self.seconds = time.perf_counter() - self._begin_s
             self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
             if self._context.device.type != "cpu":
@@ -220,8 +228,8 @@ class Step:
         if context.size > 1:
             if self.number >= context.vote.next_step:
                 context.vote.start(self.number)
-        elif self._is_weighted:
-            self._divide_by_items()
+        elif self._is_weighted and (total := self._items * self._scale) != 1.0:
+            context.update.multiply_grads(mean_factor(1, total))
         if context.buffers is not None:
             context.buffers.settle(self.number, min(context.shards, self.samples))
         if context.noise is not None and context.noise.is_measuring:
@@ -238,6 +246,7 @@ class Step:
         context = self._context
         self.state = "failed"
         context.model._reducer.wants_sync = True
+        context.model._reducer.weight.reset()
         if context.noise is not None:
             context.noise.cancel()
         context.update.abandon()
@@ -246,21 +255,11 @@ class Step:
         context.metrics.forget()
         context.generators.restore(self._before)
 
-    def _weighted(self, count: float) -> AbstractContextManager[None]:
-        """Say how much of the step's weight this backward brings; see Note [Weights]."""
-        context = self._context
-        if context.size == 1:
-            return nullcontext()
+    def _weight(self, shard: Shard, count: float) -> float:
+        """How much of the step's weight this backward brings; see Note [Weights]."""
         if self._is_weighted:
-            return context.model.weighted(count * self._scale)
-        is_first = self._shard is not None and self._shard.number == 0
-        return context.model.weighted(context.size if is_first else 0.0)
-
-    def _divide_by_items(self) -> None:
-        """What the sum over the workers does otherwise, for a worker that is alone."""
-        total = self._items * self._scale
-        if total != 1.0:
-            self._context.update.multiply_grads(1.0 / total if total else 0.0)
+            return count * self._scale
+        return self._context.size if shard.number == 0 else 0.0
 
     def _take_part_without_samples(self) -> None:
         """Sum with the others without anything to add, and get what they have.

@@ -47,21 +47,22 @@ class StopRequest:
         self.signal = 0
         self._since_s = 0.0
         self._say = say
-        self._before: dict[int, Any] = {}
+        self.before: dict[int, Any] = {}
+        """Who handled the signals before; empty where nobody listens."""
 
     def listen(self) -> None:
         """From now on signals are requests. Only the main thread can listen."""
-        if self._before or threading.current_thread() is not threading.main_thread():
+        if self.before or threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             # What was started to ignore an interrupt, as by nohup, still ignores it.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._on_signal)
+                self.before[number] = signal.signal(number, self._on_signal)
 
     def ignore(self) -> None:
         """Put back whoever handled the signals before; does nothing where nobody listens."""
-        while self._before:
-            number, handler = self._before.popitem()
+        while self.before:
+            number, handler = self.before.popitem()
             # None: a handler that was not installed from Python cannot be put back from it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -107,13 +108,14 @@ class Vote:
         """The step of the next vote; the same on every worker."""
         self._membership, self._request, self._buffers = membership, request, buffers
         self._last_s, self._last_step = time.monotonic(), 0
-        self._pending: tuple[int, Tensor, comm.Pending] | None = None
+        self.pending: tuple[int, Tensor, comm.Pending] | None = None
+        """The vote whose result nobody has asked for yet."""
         membership.follow(self._begin_anew)
 
     def start(self, step: int) -> None:
-        """Say what this worker wants, if it is time to."""
+        """Say what this worker wants, if it is time to; called by several workers only."""
         members = self._membership
-        if members.size == 1 or step < self.next_step or self._pending is not None:
+        if step < self.next_step or self.pending is not None:
             return
         now_s = time.monotonic()
         step_s = (now_s - self._last_s) / max(1, step - self._last_step)
@@ -121,18 +123,16 @@ class Vote:
         mine = [*self._wishes(), step_s]
         words = torch.tensor(mine, dtype=torch.float32, device=members.word_device)
         what = f"Step {step}: asking whether to stop"
-        self._pending = step, words, comm.start_all_reduce(members.group, words, what)
+        self.pending = step, words, comm.start_all_reduce(members.group, words, what)
 
     def result(self, step: int) -> Wishes:
         """What all workers want, where that is known; alone, what this one wants."""
-        if self._membership.size == 1:
+        if self.pending is None:
             return self._wishes()
-        if self._pending is None:
-            return Wishes()
-        started, words, reduction = self._pending
+        started, words, reduction = self.pending
         if started == step and words.device.type != "cpu":
             return Wishes()
-        self._pending = None
+        self.pending = None
         reduction.wait()
         *wishes, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
@@ -149,7 +149,7 @@ class Vote:
 
     def _begin_anew(self) -> None:
         """Another generation has not begun to vote."""
-        self.next_step, self._pending = 0, None
+        self.next_step, self.pending = 0, None
 
 
 class LoaderSignals:

@@ -80,7 +80,7 @@ class StreamLoader:
             skipped=skipped,
             seed=(config.seed, epoch),
         )
-        self._reading = iter(make_loader(stream, self._loading))
+        self._reading = iter(make_loader(stream, self._loading, _as_it_is))
         own = Generators()
         stream_state: tuple[Any, ...] | None = None
         while self._reading is not None:
@@ -130,6 +130,10 @@ def _refuse_differences(step: int, everyone: Sequence[Sequence[int]]) -> None:
                 f"Rank 0 has {describe(*everyone[0])}, rank {rank} {describe(*theirs)}.",
                 "Let the dataset yield the same samples on every worker: a run deals them itself.",
             )
+
+
+def _as_it_is(read: Any) -> Any:
+    return read
 
 
 class StreamFetcher(IterableDataset[Any]):

@@ -43,12 +43,9 @@ class FiniteCheck:
     """
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        membership: Membership,
-        *,
-        is_complete: bool = False,
+        self, named: Sequence[tuple[str, Parameter]], membership: Membership, is_complete: bool
     ) -> None:
+        """`is_complete` looks at every element; see Note [What is looked at]."""
         self._named, self._membership, self._is_complete = named, membership, is_complete
         self._is_late = bool(named) and named[0][1].device.type != "cpu"
         self._pending: tuple[HostCopy, int, Sequence[Loss]] | None = None
@@ -81,12 +78,11 @@ class FiniteCheck:
             return math.isfinite(norm.item())
         if self._is_complete:
             return all(bool(torch.isfinite(_dense(grad)).all()) for grad in grads)
-        grads = [_sample(grad) for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]]
-        dtypes = {grad.dtype for grad in grads}
-        return all(
-            bool(torch.isfinite(torch.cat([g for g in grads if g.dtype == dtype])).all())
-            for dtype in dtypes
-        )
+        samples = []
+        for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]:
+            values = grad._values() if grad.is_sparse else grad
+            samples.append((values if values.dim() < 2 else values.select(-1, 0)).reshape(-1))
+        return bool(torch.isfinite(torch.cat(samples)).all())
 
     def _look_later(
         self, step: int, grads: list[Tensor], losses: Sequence[Loss], norm: Tensor | None
@@ -113,44 +109,28 @@ class FiniteCheck:
         state = f"The model is as it was after {before}; the last checkpoint is good."
         for rank, theirs in enumerate(everyone):
             if theirs:
-                number, value, indices = theirs[0]
+                number, value, samples = theirs[0]
+                text = f"Step {step}: the loss of shard {number}, on rank {rank}, is {value}."
+                if samples and samples[0] >= 0:
+                    more = "…" * (len(samples) == _SAMPLES_SHOWN)
+                    text += f" Its samples are {', '.join(map(str, samples))}{more}."
                 raise NotFiniteError(
-                    f"Step {step}: the loss of shard {number}, on rank {rank}, is {value}."
-                    f"{_name_samples(indices)}",
+                    text,
                     state,
                     "Look at these samples; if they are good, lower the learning rate or set "
                     "clip_norm.",
                 )
-        name = self._first_bad()
+        grads = [(name, p.grad.to_dense()) for name, p in self._named if p.grad is not None]
+        bad = [f" of {name!r}" for name, grad in grads if not torch.isfinite(grad).all()]
         raise NotFiniteError(
-            f"Step {step}: the losses are finite, but the gradient{name} is not.",
+            f"Step {step}: the losses are finite, but the gradient{''.join(bad[:1])} is not.",
             state,
             "Look for a square root, a logarithm or a division near zero, or set clip_norm.",
         )
 
-    def _first_bad(self) -> str:
-        for name, param in self._named:
-            if param.grad is not None and not torch.isfinite(param.grad.to_dense()).all():
-                return f" of {name!r}"
-        return ""
-
 
 def _dense(grad: Tensor) -> Tensor:
     return grad._values() if grad.is_sparse else grad
-
-
-def _sample(grad: Tensor) -> Tensor:
-    """One element of every row, and all of what has no rows."""
-    dense = _dense(grad)
-    return dense.reshape(-1) if dense.dim() < 2 else dense.select(-1, 0).reshape(-1)
-
-
-def _name_samples(indices: list[int]) -> str:
-    if not indices or indices[0] < 0:
-        return ""
-    return (
-        f" Its samples are {', '.join(map(str, indices))}{'…' * (len(indices) == _SAMPLES_SHOWN)}."
-    )
 
 
 # Note [What is looked at]

@@ -7,7 +7,6 @@ Both are local arithmetic: two workers with equal gradients have equal state aft
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,57 +23,46 @@ from paceline.update.finite import FiniteCheck, Loss
 class Update(Protocol):
     """How the gradients of a step become new parameters.
 
-        begin --> backward, once per shard --> commit --> end; or, when the step fails, abandon
+        begin --> backward, once per shard --> commit, or, when the step fails, abandon
 
-    An update that shares its work out would sum each worker's part of the gradients, and gather
-    the parameters, in `commit`; whoever needs them complete calls `finish`.
+    An update that shares its work out would sum its slice of the gradients and gather the
+    parameters in `commit`; whoever needs them complete calls `finish` first.
     """
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The objects it changes that have a `state_dict()`, by name."""
-        ...
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with on their way."""
-        ...
+    parts: dict[str, Any]
+    """The objects it changes that have a `state_dict()`, by name."""
 
     def begin(self, step: int) -> None: ...
 
     def backward(self, loss: Tensor, factor: float) -> None:
         """Add the gradients of `loss` times `factor`."""
-        ...
 
     def multiply_grads(self, factor: float) -> None: ...
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
         """Check, clip and apply the gradients; returns their length where it was computed."""
-        ...
-
-    def end(self) -> None:
-        """The step is over, whether it is applied or failed."""
-        ...
 
     def abandon(self) -> None:
-        """The step has failed before its commit: forget its gradients."""
-        ...
+        """Forget the gradients of a step that has failed."""
 
     def finish(self) -> None:
         """Be done with all steps so far; raises if one of them was not finite."""
-        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with on their way."""
 
 
 class WholeUpdate:
     """Every worker steps everything.
 
-    Invariant: between `begin` and `end` nobody else changes gradients or calls the optimizer, as a
-    loop that was written for torch would; it is refused.
+    Invariant: between `begin` and `commit` nobody else changes gradients or calls the optimizer,
+    as a loop that was written for torch would; it is refused.
     """
 
     def __init__(
         self,
-        named: Sequence[tuple[str, Parameter]],
+        params: Sequence[Parameter],
         optimizer: Optimizer,
         *,
         scheduler: Any = None,
@@ -82,22 +70,17 @@ class WholeUpdate:
         finite: FiniteCheck | None = None,
     ) -> None:
         """Without `finite` nobody looks for NaN."""
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.parts: dict[str, Any] = {"optimizer": optimizer}
+        if scheduler is not None:
+            self.parts["scheduler"] = scheduler
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._clip_norm, self._finite = clip_norm, finite
-        self._params = [param for _, param in named]
+        self._params = params
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._step = 0
-        self._is_open = self._is_committing = False
+        self._refusal: Any = None
         self._noted: tuple[Parameter, int, int] | None = None
         self._schedule_at: Any = None
-        itself = weakref.ref(self)
-        hook = optimizer.register_step_pre_hook(lambda *_: _refuse_foreign_step(itself()))
-        weakref.finalize(self, hook.remove)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        both = {"optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {name: part for name, part in both.items() if part is not None}
 
     @property
     def loss_scale(self) -> float:
@@ -105,15 +88,16 @@ class WholeUpdate:
 
     def begin(self, step: int) -> None:
         # Known only once a commit has stepped it: a checkpoint may be loaded before.
-        if self._schedule_at is not None and self._schedule_at != self.scheduler.last_epoch:
-            self._schedule_at = self.scheduler.last_epoch
+        if self._schedule_at is not None and self._schedule_at != self._scheduler.last_epoch:
+            self._schedule_at = self._scheduler.last_epoch
             raise UsageError(
                 "The scheduler was stepped between two steps.",
                 advice="A run steps it itself, once per step: leave scheduler.step() out.",
             )
         for param in self._params:
             param.grad = None
-        self._step, self._is_open, self._noted = step, True, None
+        self._step, self._noted = step, None
+        self._refusal = self._optimizer.register_step_pre_hook(_refuse_foreign_step)
 
     def backward(self, loss: Tensor, factor: float) -> None:
         self._refuse_changed_grads()
@@ -121,10 +105,11 @@ class WholeUpdate:
         # NaN on every worker, and no host has to look at it.
         scaled = loss * (factor if self._finite is None else loss.detach() * 0 + factor)
         self._scaled(scaled).backward()  # type: ignore[no-untyped-call]
-        param = next((each for each in self._params if each.grad is not None), None)
-        if param is not None and param.grad is not None:
-            # Not the gradient itself: whoever holds one keeps the engine from using its memory.
-            self._noted = param, id(param.grad), param.grad._version
+        for param in self._params:
+            if (grad := param.grad) is not None:
+                # Not the gradient itself: whoever holds it keeps the engine from using its memory.
+                self._noted = param, id(grad), grad._version
+                break
 
     @torch.no_grad()
     def multiply_grads(self, factor: float) -> None:
@@ -138,22 +123,17 @@ class WholeUpdate:
             grads = [param.grad for param in self._trained if param.grad is not None]
             norm = nn.utils.get_total_norm(grads)
         self._check(losses, norm)
-        self._is_committing = True
-        try:
-            if norm is not None and self._clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
-            self._step_optimizer()
-            if self.scheduler is not None:
-                self.scheduler.step()
-                self._schedule_at = getattr(self.scheduler, "last_epoch", None)
-        finally:
-            self._is_committing = False
+        self._refusal.remove()
+        if norm is not None and self._clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        self._step_optimizer()
+        if self._scheduler is not None:
+            self._scheduler.step()
+            self._schedule_at = getattr(self._scheduler, "last_epoch", None)
         return norm
 
-    def end(self) -> None:
-        self._is_open, self._noted = False, None
-
     def abandon(self) -> None:
+        self._refusal.remove()
         for param in self._params:
             param.grad = None
         if self._finite is not None:
@@ -174,7 +154,7 @@ class WholeUpdate:
         """Make the gradients those of the losses."""
 
     def _step_optimizer(self) -> None:
-        self.optimizer.step()
+        self._optimizer.step()
 
     def _refuse_changed_grads(self) -> None:
         """One gradient tells of all: it must be as the last backward has left it."""
@@ -192,48 +172,43 @@ class WholeUpdate:
 
 
 class ScaledUpdate(WholeUpdate):
-    """With a `GradScaler`, which expects infinities: it skips their steps, so nobody else looks."""
+    """With a `GradScaler`, which expects infinities and skips their steps: nobody else looks."""
 
     def __init__(
-        self, named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, scaler: Any, **rest: Any
+        self, params: Sequence[Parameter], optimizer: Optimizer, scaler: Any, **rest: Any
     ) -> None:
-        super().__init__(named, optimizer, **rest)
-        self.scaler = scaler
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {**super().parts, "scaler": self.scaler}
+        super().__init__(params, optimizer, **rest)
+        self.parts["scaler"] = self._scaler = scaler
 
     @property
     def loss_scale(self) -> float:
-        return float(self.scaler.get_scale())
+        return float(self._scaler.get_scale())
+
+    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None: ...
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        scaled: Tensor = self.scaler.scale(loss)
+        scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
-    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None:
-        """Infinities are expected, and the scaler skips their steps."""
-
     def _unscale(self) -> None:
-        self.scaler.unscale_(self.optimizer)
+        self._scaler.unscale_(self._optimizer)
 
     def _step_optimizer(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
 
 
 def make_update(
-    named: Sequence[tuple[str, Parameter]],
+    params: Sequence[Parameter],
     optimizer: Optimizer,
     *,
-    scheduler: Any = None,
-    scaler: Any = None,
-    clip_norm: float | None = None,
-    finite: FiniteCheck | None = None,
+    scheduler: Any,
+    scaler: Any,
+    clip_norm: float | None,
+    finite: FiniteCheck | None,
 ) -> Update:
     """The update that these objects need; raises where they do not fit together."""
-    _check_optimizer(named, optimizer)
+    _check_optimizer(params, optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
             "A ReduceLROnPlateau scheduler needs a metric, and schedulers are stepped here once "
@@ -242,24 +217,20 @@ def make_update(
         )
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
+    rest: Any = {"scheduler": scheduler, "clip_norm": clip_norm, "finite": finite}
     if scaler is not None and scaler.is_enabled():
-        return ScaledUpdate(
-            named, optimizer, scaler, scheduler=scheduler, clip_norm=clip_norm, finite=finite
-        )
-    return WholeUpdate(named, optimizer, scheduler=scheduler, clip_norm=clip_norm, finite=finite)
+        return ScaledUpdate(params, optimizer, scaler, **rest)
+    return WholeUpdate(params, optimizer, **rest)
 
 
-def _refuse_foreign_step(update: WholeUpdate | None) -> None:
-    """Raise if the optimizer is called in a step, and not by its commit."""
-    if update is not None and update._is_open and not update._is_committing:
-        raise UsageError(
-            "optimizer.step() was called inside a step, which calls it when all gradients are "
-            "there.",
-            advice="Leave it out: inside the block only step.backward() is called.",
-        )
+def _refuse_foreign_step(*_: Any) -> None:
+    raise UsageError(
+        "optimizer.step() was called inside a step, which calls it when all gradients are there.",
+        advice="Leave it out: inside the block only step.backward() is called.",
+    )
 
 
-def _check_optimizer(named: Sequence[tuple[str, Parameter]], optimizer: Optimizer) -> None:
+def _check_optimizer(params: Sequence[Parameter], optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -267,7 +238,7 @@ def _check_optimizer(named: Sequence[tuple[str, Parameter]], optimizer: Optimize
             "run hands it the gradients of one pass.",
             advice="Use an optimizer whose step() needs no closure.",
         )
-    known = {id(param) for _, param in named}
+    known = {id(param) for param in params}
     trained = [param for group in optimizer.param_groups for param in group["params"]]
     strange = [tuple(param.shape) for param in trained if id(param) not in known]
     if strange:
