@@ -91,8 +91,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             running.lerp_(new.to(running.dtype), share)
 
     def _group(self) -> comm.Group | None:
+        if isinstance(self.process_group, comm.Membership):
+            return self.process_group.group
         if self.process_group is not None:
-            return getattr(self.process_group, "group", self.process_group)  # or a Membership
+            return self.process_group
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _check_channels(self, input: Tensor) -> None:
