@@ -14,7 +14,7 @@ from paceline.transport import check_transport
 from paceline.transport.flat import ALIGNMENT, slices
 from paceline.transport.segment import LINE_BYTES, SegmentMap, has_room
 from paceline.transport.select import group_by_host
-from paceline.transport.shared_memory import plan_chunks, plan_slices
+from paceline.transport.shared_buckets import plan_chunks, plan_slices
 
 RANKS = st.integers(1, 9)
 SIZES = st.lists(st.integers(4, 100_000), max_size=6)

@@ -19,12 +19,12 @@ from torch import Tensor
 from paceline import comm
 from paceline.comm import Group
 from paceline.transport.c10d import C10d
-from paceline.transport.channel import Channel
 from paceline.transport.flat import Flat
 from paceline.transport.interface import Reduction
 from paceline.transport.peers import WORDS_EVERY_S, Peers
 from paceline.transport.segment import Hosts, Segment
-from paceline.transport.shared_memory import SharedBuckets, SharedMemory, SharedSum
+from paceline.transport.shared_buckets import Channel, SharedBuckets, SharedSum
+from paceline.transport.shared_memory import SharedMemory
 
 
 class BridgedBuckets(SharedBuckets):
