@@ -107,20 +107,20 @@ def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
     ns_by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         spans.start(folder, world.rank)
-        recorder = spans.recorder()
+        recorder = spans.current
         assert recorder is not None
         for number in range(rounds + WARM_UP_ROUNDS):
             for kind in rotated(KINDS, number):
                 step = step_by_kind[kind]
                 # Starting and stopping would open a file and a thread for every step.
-                spans._recorder = recorder if kind == "timeline" else None
+                spans.current = recorder if kind == "timeline" else None
                 world.barrier()
                 before = time.thread_time_ns(), time.perf_counter_ns()
                 step()
                 after = time.thread_time_ns(), time.perf_counter_ns()
                 if number >= WARM_UP_ROUNDS:
                     ns_by_kind[kind].append((after[0] - before[0], after[1] - before[1]))
-        spans._recorder = recorder
+        spans.current = recorder
         spans.stop()
     recorded = rounds + WARM_UP_ROUNDS
     cost = recorder.cost()

@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.gradients import compress
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
-from paceline.observe import engine
+from paceline.observe import stopwatch
 from paceline.transport import Transport, TransportChoice, check_transport, describe
 
 
@@ -376,7 +376,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """Take note of the group that this model trains in from now on."""
         reducer, size = self._reducer, self.membership.size
         if reducer.observer is None:
-            reducer.observer = engine.begin(self.membership, self.device)
+            reducer.observer = stopwatch.begin(self.membership, self.device)
         if size > 1:
             comm.announce_exit()
         self.__dict__["_is_alone"] = size == 1

@@ -25,7 +25,7 @@ from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
 from paceline.gradients.trailer import Words
 from paceline.gradients.weights import LossWeight
-from paceline.observe.engine import Observer
+from paceline.observe.stopwatch import Observer
 from paceline.transport import Buckets, Reduction, TransportChoice, mean_factor, place
 
 MODEL_CHECK_PERIOD = 25

@@ -58,27 +58,27 @@ def start(path: str | os.PathLike[str], rank: int) -> None:
     `path` is a file whose name ends in `.json`, or a folder in which the file is called
     `rank{rank}.trace.json`. What is there already is kept: a restarted worker continues after it.
     """
-    global _recorder
-    if _recorder is not None:
+    global current
+    if current is not None:
         raise UsageError(
-            f"Spans are being recorded already, to {_recorder.path}.",
+            f"Spans are being recorded already, to {current.path}.",
             advice="Call spans.stop() first: a process has one file.",
         )
-    _recorder = SpanRecorder(Path(path), rank)
+    current = SpanRecorder(Path(path), rank)
 
 
 def stop() -> None:
     """Write what is left and close the file; does nothing when off."""
-    global _recorder
-    recorder, _recorder = _recorder, None
+    global current
+    recorder, current = current, None
     if recorder is not None:
         recorder.close()
 
 
 def _forget() -> None:
     """A data loader's worker is a copy of this process, and must not write to its file."""
-    global _recorder
-    _recorder = None
+    global current
+    current = None
 
 
 atexit.register(stop)
@@ -86,17 +86,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def is_on() -> bool:
-    return _recorder is not None
-
-
-def recorder() -> SpanRecorder | None:
-    """The recorder in use: hot paths look once per step, not at every call."""
-    return _recorder
+    return current is not None
 
 
 def span(name: str, **facts: Any) -> AbstractContextManager[None]:
     """Record the block inside under `name`; `facts` are JSON values shown beside it."""
-    return _OFF if _recorder is None else _timed(name, facts)
+    return _OFF if current is None else _timed(name, facts)
 
 
 @contextmanager
@@ -110,14 +105,14 @@ def _timed(name: str, facts: Facts) -> Iterator[None]:
 
 def add(name: str, begin_ns: int, end_ns: int, **facts: Any) -> None:
     """Record a span that has ended, timed by the caller with `now_ns()`."""
-    if _recorder is not None:
-        _recorder.add_own(name, begin_ns, end_ns, facts or None)
+    if current is not None:
+        current.add_own(name, begin_ns, end_ns, facts or None)
 
 
 def mark(name: str, at_ns: int | None = None, **facts: Any) -> None:
     """Record an instant."""
-    if _recorder is not None:
-        _recorder.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
+    if current is not None:
+        current.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
 
 
 _Span = tuple[str, int, int | None, int, Facts | None]
@@ -270,7 +265,8 @@ class SpanRecorder:
 
 
 _OFF = nullcontext()
-_recorder: SpanRecorder | None = None
+current: SpanRecorder | None = None
+"""The recorder in use, if recording is on; read as `spans.current`, because it changes."""
 
 
 def machine_id() -> str:

@@ -1,27 +1,44 @@
-"""What a rank's time goes to: a stopwatch that is always in exactly one phase.
+"""What a rank's time goes to: a stopwatch that is always in exactly one phase, and its observer.
 
 Whoever knows that something else begins (the wrapper, the reducer, a hook on optimizers) says
 `enter(phase)`; so the phases of a step add up to the step. A step reaches from the moment the sums
 of one backward have arrived to the moment those of the next have: that moment is nearly the same
 on all ranks, and so a rank's own time since then can be compared with the others'.
+
+The engine tells an `Observer` what happens, one method per event. From that come the phases of the
+stopwatch, the spans of a recording, the comparison of the ranks, and what a rank that stands still
+says about itself. An engine without an observer tests one attribute and continues.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from paceline import env
+from paceline.comm import tree
+from paceline.comm.collectives import tell_of_waiting
 from paceline.comm.membership import Membership
 from paceline.observe import spans
 from paceline.observe.phases import MEASURED, OWN, Phase
 
 KEPT_STEPS = 1000
 """How many steps are remembered at most; older ones have been compared long ago."""
+_CPU = torch.device("cpu")
 _PENDING_LIMIT = 4096
 _RESOLVE_PERIOD = 64
 
@@ -82,7 +99,8 @@ class Stopwatch:
 
     def enter(self, phase: Phase) -> None:
         """What is done from now on belongs to `phase`."""
-        self._leave(None)
+        self.since_ns = self._clock()
+        self._end_phase(self.since_ns, self.phase, self.step, None)
         self.phase = phase
 
     def end_step(self, *, counts: bool = True) -> None:
@@ -90,7 +108,8 @@ class Stopwatch:
 
         A step that does not count was no work of this rank's own.
         """
-        self._leave(counts)
+        self.since_ns = self._clock()
+        self._end_phase(self.since_ns, self.phase, self.step, counts)
         self.phase = Phase.OTHER
         self.awaited = None
         self.step += 1
@@ -115,16 +134,12 @@ class Stopwatch:
         """
         return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in MEASURED}
 
-    def _leave(self, counts: bool | None) -> None:
-        """The phase ends; where the step ends with it, `counts` says whether it counts."""
-        self.since_ns = self._clock()
-        self._account(self.since_ns, self.phase, self.step, counts)
-
-    def _account(self, end_ns: int, phase: Phase, step: int, counts: bool | None) -> None:
+    def _end_phase(self, end_ns: int, phase: Phase, step: int, counts: bool | None) -> None:
+        """A phase has ended; where the step ended with it, `counts` says whether it counts."""
         begin_ns, self._accounted_ns = self._accounted_ns, end_ns
         self._step_ns[phase] += end_ns - begin_ns
         ends_step = counts is not None
-        recorder = spans.recorder()
+        recorder = spans.current
         if recorder is not None and (phase is not Phase.OTHER or ends_step):
             facts = {"step": step, "last": True} if ends_step else {"step": step}
             recorder.add(phase, begin_ns, end_ns, facts)
@@ -145,9 +160,8 @@ class DeviceStopwatch(Stopwatch):
 
     pauses = False
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._cuda: Any = sys.modules["torch"].cuda
         self._device = device
         self._spare_events: list[Any] = []
         self._reached = self._record()
@@ -157,17 +171,18 @@ class DeviceStopwatch(Stopwatch):
         self._pending: deque[tuple[Any, Phase, int, bool | None]] = deque()
         """Events, with what ended there."""
 
-    def _leave(self, counts: bool | None) -> None:
-        self.since_ns = self._clock()
+    def _end_phase(self, end_ns: int, phase: Phase, step: int, counts: bool | None) -> None:
         if len(self._pending) < _PENDING_LIMIT:
-            self._pending.append((self._record(), self.phase, self.step, counts))
+            self._pending.append((self._record(), phase, step, counts))
         if counts is not None or len(self._pending) % _RESOLVE_PERIOD == 0:
             self._resolve()
 
     def _record(self) -> Any:
-        spares = self._spare_events
-        event = spares.pop() if spares else self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
+        if self._spare_events:
+            event = self._spare_events.pop()
+        else:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _resolve(self) -> None:
@@ -178,21 +193,19 @@ class DeviceStopwatch(Stopwatch):
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
             self._spare_events.append(self._reached)
             self._reached = event
-            self._account(round(self._exact_ns), phase, step, counts)
+            super()._end_phase(round(self._exact_ns), phase, step, counts)
 
 
-def of(membership: Membership, device: Any = None) -> Stopwatch:
+def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
     """The stopwatch of this rank: one for a group, however many models it trains there."""
     watch = find(membership.group)
     if watch is None:
-        is_cuda = device is not None and device.type == "cuda"
-        watch = DeviceStopwatch(device) if is_cuda else Stopwatch()
-        _notice_optimizers()
+        watch = DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
+        _notice_waiting_and_optimizers()
     if watch.membership() is not membership:
         watch.membership = weakref.ref(membership)
         watch.on_generation()
         membership.follow(watch.on_generation)
-        _notice_collectives()
     return watch
 
 
@@ -221,31 +234,13 @@ _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary(
 _handles: list[Any] = []
 
 
-def _all() -> set[Stopwatch]:
-    # The references are taken at once: other threads may add theirs meanwhile.
-    groups = [reference() for reference in _watches.keyrefs()]
-    return {_watches[group] for group in groups if group is not None}
-
-
-def _notice_optimizers() -> None:
-    """Hear of every optimizer's steps; torch has hooks for that, which cost nothing until set."""
-    if _handles:
-        return
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-
-    before = register_optimizer_step_pre_hook(lambda *_: _enter_here(Phase.OPTIMIZER))
-    after = register_optimizer_step_post_hook(lambda *_: _enter_here(Phase.DATA))
-    _handles.extend((before, after))
-
-
-def _notice_collectives() -> None:
-    """Have every collective that is waited for count as waiting."""
-    from paceline.comm.collectives import tell_of_waiting  # with torch, which readers lack
-
+def _notice_waiting_and_optimizers() -> None:
+    """Hear of collectives that are waited for, and of every optimizer's steps."""
     tell_of_waiting(waiting)
+    if not _handles:
+        before = register_optimizer_step_pre_hook(partial(_enter_here, Phase.OPTIMIZER))
+        after = register_optimizer_step_post_hook(partial(_enter_here, Phase.DATA))
+        _handles.extend((before, after))
 
 
 def _ignore_optimizers() -> None:
@@ -255,11 +250,170 @@ def _ignore_optimizers() -> None:
             _handles.pop().remove()
 
 
-def _enter_here(phase: Phase) -> None:
+def _enter_here(phase: Phase, *_: object) -> None:
     """All stopwatches of this thread change their phase."""
-    if sys.modules["torch"].compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     thread = threading.get_ident()
-    for watch in _all():
-        if watch.thread == thread:
+    for reference in _watches.keyrefs():  # taken at once: other threads may add theirs meanwhile
+        group = reference()
+        watch = None if group is None else _watches.get(group)
+        if watch is not None and watch.thread == thread:
             watch.enter(phase)
+
+
+class Awaitable(Protocol):
+    """A sum under way. It may have `is_completed()` and `missing()` too."""
+
+    def wait(self) -> None: ...
+
+
+class Observer:
+    """One model's engine, observed.
+
+    forward_begins, forward_ends, backward_begins, bucket_starts ..., wait_for, step_ends
+    """
+
+    def __init__(self, membership: Membership, device: torch.device) -> None:
+        self.watch = of(membership, device)
+        self.detector: Any = None
+        """The `StragglerDetector` of the rank, where ranks are compared."""
+        self._membership = membership
+        self._device = device
+        self._began_ns: list[int] = []
+        """When each bucket of this backward was ready, ..."""
+        self._arrived = 0
+        """... and how many of their sums are known to have arrived, ..."""
+        self._arrived_ns = 0
+        """... the last of them then."""
+
+    def forward_comes(self) -> None:
+        """Buffers are about to be brought up to date, which waits for the other ranks."""
+        self.watch.enter(Phase.WAIT)
+
+    def forward_begins(self) -> None:
+        """In evaluation it is the user's own business."""
+        if torch.is_grad_enabled():
+            self.watch.on_forward()
+        else:
+            self.watch.enter(Phase.OTHER)
+
+    def forward_ends(self, output: Any) -> None:
+        """Note how many samples it had, too, by the length of what came out."""
+        self.watch.enter(Phase.OTHER)
+        recorder = spans.current
+        if recorder is not None and torch.is_grad_enabled():
+            samples = next((len(each) for each in tree.tensors(output) if each.dim()), None)
+            if samples is not None:
+                facts = {"step": self.watch.step, "samples": samples}
+                recorder.add("batch", spans.now_ns(), None, facts)
+
+    def backward_begins(self) -> None:
+        self.watch.enter(Phase.BACKWARD)
+        self._began_ns.clear()
+        self._arrived = self._arrived_ns = 0
+
+    def local_backward_ends(self) -> None:
+        """Nothing is sent: gradients accumulate, and the next thing is more data."""
+        self.watch.enter(Phase.DATA)
+
+    def bucket_starts(self, number: int, in_flight: Sequence[Awaitable], buffer: Tensor) -> None:
+        """This rank's gradients of the bucket are ready; taken before the sum, which would wait."""
+        recorder = spans.current
+        if recorder is None:
+            return
+        now = spans.now_ns()
+        facts = {"step": self.watch.step, "bucket": number, "bytes": buffer.nbytes}
+        recorder.add("ready", now, None, facts)
+        for reduction in in_flight[self._arrived :]:  # up to the first that has not arrived
+            if not getattr(reduction, "is_completed", bool)():
+                break
+            self._note_arrival(recorder, now)
+        self._began_ns.append(now)
+
+    def wait_for(
+        self, in_flight: Sequence[Awaitable], describe: Callable[[int], str], *, is_shadow: bool
+    ) -> None:
+        """Wait for the sums in order; this rank's own work is done, unless it had none."""
+        watch, recorder = self.watch, spans.current
+        watch.enter(Phase.WAIT)
+        try:
+            for number, reduction in enumerate(in_flight):
+                watch.awaited = Awaited(describe, number, reduction)
+                reduction.wait()
+                if recorder is not None and number == self._arrived < len(self._began_ns):
+                    self._note_arrival(recorder, spans.now_ns())
+        finally:
+            watch.end_step(counts=not is_shadow)
+
+    def _note_arrival(self, recorder: spans.SpanRecorder, now_ns: int) -> None:
+        """One lane shows all transfers, so each begins when the one before it has ended."""
+        begin = max(self._began_ns[self._arrived], self._arrived_ns)
+        facts = {"step": self.watch.step, "bucket": self._arrived}
+        self._arrived_ns = max(begin, now_ns)
+        recorder.add(Phase.TRANSFER, begin, self._arrived_ns, facts)
+        self._arrived += 1
+
+    def step_ends(self) -> None:
+        """Gradients are averaged: the same point on every rank, where all can compare notes."""
+        if self.detector is not None:
+            self.detector.on_step(self._membership, self._device)
+
+    def follow_alone(self, output: Any, wants_sync: bool) -> None:
+        """In a world of one there is no reducer: hear of backward from the output itself."""
+        self.forward_ends(output)
+        watch = self.watch
+        step = watch.step
+        ends = watch.end_step if wants_sync else self.local_backward_ends
+
+        def on_output_grad(_grad: Tensor) -> None:
+            if watch.step == step and watch.phase is not Phase.BACKWARD:
+                watch.enter(Phase.BACKWARD)
+                torch.autograd.Variable._execution_engine.queue_callback(ends)
+
+        for tensor in tree.tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
+
+
+def begin(membership: Membership, device: torch.device) -> Observer | None:
+    """Observe a model of this rank, as far as anybody wants to know."""
+    wishes = env.read_observation()
+    rank, size = membership.rank, membership.size
+    if wishes.trace_step and rank == 0 and not _asked_in_vain:
+        _asked_in_vain.append(True)
+        atexit.register(_say_what_was_not_recorded, wishes.trace_step)
+    if wishes.timeline and not spans.is_on():
+        place = env.read_placement()
+        spans.start(wishes.timeline, rank if place is None else place.rank)
+    recorder = spans.current
+    compares = wishes.blames and size > 1
+    looks = wishes.stall_s and size > 1
+    if recorder is None and not compares and not looks:
+        return None
+    # These two look at stopwatches, so they import this module.
+    from paceline.observe import stall, stragglers
+
+    observer = Observer(membership, device)
+    if compares:
+        observer.detector = stragglers.of(membership, device)
+    if recorder is not None:
+        threads = torch.get_num_threads()
+        recorder.tell({"size": size, "device": str(device), "threads": threads})
+    if looks:
+        stall.begin(observer.watch, wishes.stall_s)
+    return observer
+
+
+_asked_in_vain: list[bool] = []
+
+
+def _say_what_was_not_recorded(step: int) -> None:
+    """Nobody records a step of a loop that is all the script's own; it must not be silent."""
+    if not {"paceline.run", "paceline.record.step"} & set(sys.modules):
+        print(
+            f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
+            f"paceline.Run. Here, put paceline.record_step(model, optimizer, step={step}, "
+            "folder=...) around a step.",
+            file=sys.stderr,
+        )

@@ -20,16 +20,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import torch
+
+from paceline import comm
 from paceline.comm.membership import Membership
 from paceline.errors import PeerError
 from paceline.observe import spans, stopwatch
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.stopwatch import StepTimes, Stopwatch
-
-if TYPE_CHECKING:
-    import torch
 
 WINDOWS = 4
 """How many windows count at most: a rank that recovers is forgiven after so many."""
@@ -274,10 +274,6 @@ class StragglerDetector:
                 self._exchange(membership, device)
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
-        import torch
-
-        from paceline import comm
-
         rank = membership.rank
         if self._under_way is not None:
             gathered, arrival = self._under_way
@@ -320,7 +316,7 @@ class StragglerDetector:
     def _set_clock(self, rank: int, numbers: list[RankNumbers]) -> None:
         """Write into the recording how far rank 0's clock is, whenever that is known better."""
         before, self._before = self._before, numbers
-        recorder = spans.recorder()
+        recorder = spans.current
         if recorder is None or not before:
             return
         mine, zero = numbers[rank], numbers[0]
@@ -335,7 +331,7 @@ class StragglerDetector:
         self._knows_clock = True
 
     def _say(self, blame: Blame) -> None:
-        step, recorder = self._watch.step, spans.recorder()
+        step, recorder = self._watch.step, spans.current
         if recorder is not None:
             facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
             recorder.add("blame", spans.now_ns(), None, facts)
@@ -362,8 +358,6 @@ def find(group: Any) -> StragglerDetector | None:
 
 def _exchange_device(group: Any, device: torch.device) -> torch.device:
     """The CPU where the group can, because numbers that lie there already need no copy."""
-    import torch
-
     cpu = torch.device("cpu")
     try:
         group._get_backend(cpu)
