@@ -94,27 +94,26 @@ class DemoOutcome:
     folder: str
     report: str
 
-    def promises(self) -> dict[str, bool]:
+    def promises(self) -> list[tuple[str, bool]]:
         """What was checked, in a sentence each, and whether it is as promised."""
-        workers, other = len(self.rows_by_worker), self.resumed
-        equal = "One worker has nobody to differ from."
-        if workers > 1:
-            verdict = "equal to the last bit" if self.is_bit_equal else "NOT EQUAL"
-            equal = f"The {workers} workers' parameters are {verdict}."
-        alone = f"The same training in one process gives {_compared(self.difference)}"
-        resumed = f"Resumed from the checkpoint of step {other['step']} on "
-        resumed += f"{count_text(int(other['workers']), 'worker')}, it ends with "
-        resumed += _compared(other["difference"])
-        return {
-            equal: self.is_bit_equal,
-            alone: self.difference < ROUNDING,
-            resumed: other["difference"] < ROUNDING,
-        }
+        workers, step = len(self.rows_by_worker), self.resumed["step"]
+        others = count_text(int(self.resumed["workers"]), "worker")
+        verdict = "equal to the last bit" if self.is_bit_equal else "NOT EQUAL"
+        equal = f"The {workers} workers' parameters are {verdict}."
+        return [
+            (equal if workers > 1 else "One worker has nobody to differ from.", self.is_bit_equal),
+            _compared("The same training in one process gives", self.difference),
+            _compared(
+                f"Resumed from the checkpoint of step {step} on {others}, it ends with",
+                self.resumed["difference"],
+            ),
+        ]
 
 
-def _compared(difference: float) -> str:
-    same = "the same" if difference < ROUNDING else "OTHER"
-    return f"{same} parameters: difference {difference:.1e}."
+def _compared(words: str, difference: float) -> tuple[str, bool]:
+    is_same = difference < ROUNDING
+    same = "the same" if is_same else "OTHER"
+    return f"{words} {same} parameters: difference {difference:.1e}.", is_same
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,11 +151,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**asdict(options), **asdict(outcome)}))
     elif args.quiet:
-        broken = [line for line, is_kept in outcome.promises().items() if not is_kept]
-        print("".join(f"{line}\n" for line in broken), end="")
+        print("".join(f"{line}\n" for line, is_kept in outcome.promises() if not is_kept), end="")
     else:
         print(conclusion(outcome))
-    return 0 if all(outcome.promises().values()) else 1
+    return 0 if all(is_kept for _, is_kept in outcome.promises()) else 1
 
 
 def make_folder(wanted: str | None) -> Path:
@@ -203,7 +201,7 @@ def conclusion(outcome: DemoOutcome) -> str:
         epoch, loss, accuracy, seconds = row.values()
         lines.append(f"{epoch:>7}   {loss:>8.4f}   {accuracy:>8.1%}   {seconds:>7.3f}")
     lines.append("")
-    for sentence in outcome.promises():
+    for sentence, _ in outcome.promises():
         lines += textwrap.wrap(sentence, WIDTH)
     lines += ["", *textwrap.wrap(outcome.noise, WIDTH), ""]
     lines.append(f"The run, with {outcome.checkpoints} checkpoints, and its report:")

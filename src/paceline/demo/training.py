@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline import demo
 from paceline.comm.world import init_process_group
 from paceline.data import DistributedSampler
-from paceline.demo import (
-    BATCH_ROWS,
-    CLASSES,
-    FEATURES,
-    HELD_OUT_ROWS,
-    HIDDEN,
-    ROWS,
-    DemoOptions,
-    DemoOutcome,
-)
+from paceline.demo import DemoOptions, DemoOutcome
 from paceline.explain import report
 from paceline.launcher import launch
 from paceline.observe.run_folder import RunFolder, read_events
@@ -31,8 +22,6 @@ from paceline.run import Run, RunOptions
 
 LEARNING_RATE = 0.3
 NOISE = 0.1
-RECORDED_STEP = 3
-"""The step that is followed stage by stage, for the report."""
 
 
 def train(options: DemoOptions, folder: Path) -> DemoOutcome:
@@ -40,36 +29,43 @@ def train(options: DemoOptions, folder: Path) -> DemoOutcome:
     # The first optimizer imports half of torch: once here, not once per worker.
     make_model(options.seed)
     run, copy = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
-    results = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
-    events = read_events(run)
-    saves = {event["step"]: event["name"] for event in events if event["kind"] == "checkpoint"}
+    states = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
+    events: dict[str, list[Any]] = {}
+    for event in read_events(run):
+        events.setdefault(event["kind"], []).append(event)
+    name_by_step = {event["step"]: event["name"] for event in events["checkpoint"]}
     # Begin another run with one checkpoint of this one, as if it had stopped there.
-    name = saves[options.checkpoint_step]
+    name = name_by_step[options.checkpoint_step]
     copy.create()
     shutil.copytree(run.checkpoints / name, copy.checkpoints / name)
     later = launch(
         train_on_worker, options, str(copy.path), workers=options.other_workers, label=False
     )
-    states = [result["state"] for result in results]
     return DemoOutcome(
-        epochs=results[0]["epochs"],
-        rows_by_worker=[result["rows"] for result in results],
+        epochs=[
+            {"epoch": done["epoch"] + 1, **scores["metrics"], "seconds": done["seconds"]}
+            for done, scores in zip(events["epoch"], events["evaluation"], strict=True)
+        ],
+        rows_by_worker=[
+            sum(event["samples"] for event in events["step"] if event["rank"] == rank)
+            for rank in range(options.workers)
+        ],
         is_bit_equal=all(torch.equal(s[name], states[0][name]) for s in states for name in s),
         difference=_difference(states[0], train_alone(options)),
         resumed={
             "workers": options.other_workers,
             "step": options.checkpoint_step,
-            "steps": later[0]["steps"],
-            "difference": _difference(states[0], later[0]["state"]),
+            "steps": sum((e["kind"], e["rank"]) == ("step", 0) for e in read_events(copy)),
+            "difference": _difference(states[0], later[0]),
         },
-        checkpoints=len(saves),
-        noise=next((e["advice"] for e in reversed(events) if e["kind"] == "noise"), ""),
+        checkpoints=len(name_by_step),
+        noise=events["noise"][-1]["advice"],
         folder=str(folder),
         report=str(report.write(run.path)),
     )
 
 
-def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Any]:
+def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Tensor]:
     """What each worker does: its shards of every batch, in step with the others."""
     with init_process_group(device_id=torch.device("cpu")):
         data, held_out = make_data(options.seed)
@@ -78,7 +74,7 @@ def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Any]:
             model,
             optimizer,
             data,
-            global_batch=BATCH_ROWS,
+            global_batch=demo.BATCH_ROWS,
             epochs=options.epochs,
             seed=options.seed,
             folder=folder,
@@ -87,7 +83,7 @@ def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Any]:
                 checkpoint_every=options.checkpoint_step,
                 keep=2 * options.epochs + 2,
                 noise_every=1,
-                trace_step=RECORDED_STEP,
+                trace_step=3,
                 timeline=True,
                 progress="quiet",
                 policy=[options.policy],
@@ -100,20 +96,13 @@ def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Any]:
             accuracy = (scores.argmax(1) == y).float().mean()
             return {"loss": F.cross_entropy(scores, y), "accuracy": accuracy}
 
-        rows, steps = 0, 0
-        table = []
-        begin_s = time.perf_counter()
         for step in run:
             with step:
                 for x, y in step.batches():
                     step.backward(F.cross_entropy(run.model(x), y))
-            rows, steps = rows + step.local_samples, steps + 1
             if step.ends_epoch:
-                seconds = time.perf_counter() - begin_s
-                means = run.evaluate(score, held_out)
-                table.append({"epoch": step.epoch + 1, **means, "seconds": seconds})
-                begin_s = time.perf_counter()
-        return {"epochs": table, "rows": rows, "steps": steps, "state": model.state_dict()}
+                run.evaluate(score, held_out)
+        return model.state_dict()
 
 
 def train_alone(options: DemoOptions) -> dict[str, Tensor]:
@@ -123,7 +112,7 @@ def train_alone(options: DemoOptions) -> dict[str, Tensor]:
     order = DistributedSampler(data, 1, 0, seed=options.seed)
     for epoch in range(options.epochs):
         order.set_epoch(epoch)
-        for x, y in DataLoader(data, BATCH_ROWS, sampler=order):
+        for x, y in DataLoader(data, demo.BATCH_ROWS, sampler=order):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -136,18 +125,20 @@ def make_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     The second data set is more of the same kind, which nobody trains on.
     """
     generator = torch.Generator().manual_seed(seed)
-    direction = F.normalize(torch.randn(FEATURES, generator=generator), dim=0)
-    x = torch.randn(ROWS + HELD_OUT_ROWS, FEATURES, generator=generator)
-    noise = NOISE * torch.randn(ROWS + HELD_OUT_ROWS, generator=generator)
-    y = (x @ direction + noise > 0).long()
-    return TensorDataset(x[:ROWS], y[:ROWS]), TensorDataset(x[ROWS:], y[ROWS:])
+    direction = F.normalize(torch.randn(demo.FEATURES, generator=generator), dim=0)
+    count = demo.ROWS + demo.HELD_OUT_ROWS
+    x = torch.randn(count, demo.FEATURES, generator=generator)
+    y = (x @ direction + NOISE * torch.randn(count, generator=generator) > 0).long()
+    (x, held_out_x), (y, held_out_y) = (each.split(demo.ROWS) for each in (x, y))
+    return TensorDataset(x, y), TensorDataset(held_out_x, held_out_y)
 
 
 def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Two layers, the same for the same seed, and what trains them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+        first = nn.Linear(demo.FEATURES, demo.HIDDEN)
+        model = nn.Sequential(first, nn.ReLU(), nn.Linear(demo.HIDDEN, demo.CLASSES))
     return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
