@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.dp import DataParallel, DPOptions
+from paceline.dp.devices import ReplicaDevice
+from paceline.dp.parameters import ParameterSource
 from paceline.errors import UsageError
 from paceline.testing import seeded
 
@@ -495,3 +497,13 @@ def test_a_number_that_is_nan_everywhere_agrees() -> None:
 def test_devices_may_come_from_a_generator() -> None:
     model = DataParallel(nn.Linear(3, 3), (f"cpu:{number}" for number in range(2)))  # type: ignore[arg-type]
     assert len(model.device_ids) == 2
+
+
+def test_replicas_that_share_a_thread_have_copies_of_their_own_where_sharing_is_off() -> None:
+    devices = [ReplicaDevice(name, torch.device("cpu")) for name in TWO]
+    param = nn.Parameter(torch.ones(3))
+    for share, memories in ((True, 1), (False, 2)):
+        source = ParameterSource(devices, groups=[[0, 1]], share=share)
+        tables, leaves = source.detach([param], [0, 1])
+        assert len({table[id(param)].data_ptr() for table in tables.values()}) == memories
+        assert len(leaves) == memories
