@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ class StepRecording:
     weight_before: float | None
     """The followed weight's value before the step."""
     loss_fn: Callable[[Any, Any], Tensor] | None
+    check: bool
+    """Whether the step is computed again, for which tensors are kept."""
     indices: list[int] | None = None
     """Which rows of the dataset this process has."""
     loss: Tensor | None = None
@@ -126,14 +129,7 @@ class StepHooks:
     that backward left behind, `applied` those that the optimizer found.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Optimizer | None,
-        notes: StepRecording,
-        *,
-        keeps_tensors: bool,
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Optimizer | None, notes: StepRecording) -> None:
         self.model, self.notes = model, notes
         self.calls: list[ForwardPass] = []
         self.whole: ForwardPass | None = None
@@ -152,7 +148,6 @@ class StepHooks:
         """Whether the loss itself looks at gradients, which says more than those of the outputs."""
         self.autocast: tuple[str, torch.dtype] | None = None
         self._optimizer = optimizer
-        self._keeps_tensors = keeps_tensors
         self._outermost = model if isinstance(model, DataParallel) else model.module
         self._handles: list[Any] = []
         self._running: dict[int, ForwardPass] = {}
@@ -213,7 +208,8 @@ class StepHooks:
             add(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
             add(module.register_forward_hook(self._on_return))
         for name, param in self.trained.items():
-            add(param.register_hook(self._on_gradient(name, param)))  # type: ignore[no-untyped-call]
+            hook = partial(self._on_gradient, name, param)
+            add(param.register_hook(hook))  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             add(self._optimizer.register_step_pre_hook(self._on_update))
             add(self._optimizer.register_step_post_hook(self._on_updated))
@@ -260,46 +256,40 @@ class StepHooks:
             output = _separate(output)
             for number, tensor in enumerate(tree.tensors(output)):
                 if tensor.requires_grad:
-                    hook = self._on_output_grad(call, number)
+                    hook = partial(self._on_output_grad, call, number)
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         call.leave_ns = _now()
         if module is self._outermost and "backward" not in self._ns:
             self._ns["returned"] = call.leave_ns
         return output
 
-    def _on_output_grad(self, call: ForwardPass, number: int) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            if self._is_inner():
-                return
-            begin_ns = _now()
-            self._ns.setdefault("backward", begin_ns)
-            self.look_at_buckets()
-            weight = getattr(getattr(self.model, "_reducer", None), "weight", None)
-            self.loss_weight = weight.value if weight is not None and weight.is_set else None
-            if self._keeps_tensors:
-                earlier = call.grads[number]
-                call.grads[number] = grad.detach().clone() if earlier is None else earlier + grad
-            self._await_end()
-            self._overhead_ns += _now() - begin_ns
+    def _on_output_grad(self, call: ForwardPass, number: int, grad: Tensor) -> None:
+        if self._is_inner():
+            return
+        begin_ns = _now()
+        self._ns.setdefault("backward", begin_ns)
+        self.look_at_buckets()
+        weight = getattr(getattr(self.model, "_reducer", None), "weight", None)
+        self.loss_weight = weight.value if weight is not None and weight.is_set else None
+        if self.notes.check:
+            earlier = call.grads[number]
+            call.grads[number] = grad.detach().clone() if earlier is None else earlier + grad
+        self._await_end()
+        self._overhead_ns += _now() - begin_ns
 
-        return hook
-
-    def _on_gradient(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            if self._is_inner():
-                return
-            begin_ns = _now()
-            self._await_end()
-            own = dense(grad.detach())
-            if name in self.local:
-                self.local[name] = self.local[name] + own
-            else:
-                self.has_older_gradients |= param.grad is not None and bool(dense(param.grad).any())
-                self.local[name] = own.clone()
-            self._ns["gradient"] = _now()
-            self._overhead_ns += self._ns["gradient"] - begin_ns
-
-        return hook
+    def _on_gradient(self, name: str, param: nn.Parameter, grad: Tensor) -> None:
+        if self._is_inner():
+            return
+        begin_ns = _now()
+        self._await_end()
+        own = dense(grad.detach())
+        if name in self.local:
+            self.local[name] = self.local[name] + own
+        else:
+            self.has_older_gradients |= param.grad is not None and bool(dense(param.grad).any())
+            self.local[name] = own.clone()
+        self._ns["gradient"] = _now()
+        self._overhead_ns += self._ns["gradient"] - begin_ns
 
     def _is_inner(self) -> bool:
         """Whether these are gradients that a loss is computed from: they record theirs in turn."""
@@ -323,7 +313,7 @@ class StepHooks:
         self.averaged = self._gradients()
 
     def _on_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.applied = self._gradients() if self._keeps_tensors else {}
+        self.applied = self._gradients() if self.notes.check else {}
         if not self.averaged:  # a worker without rows takes part without a backward pass
             self.averaged = self.applied or self._gradients()
         self._ns["update"] = _now()
@@ -362,7 +352,7 @@ class StepHooks:
 
     def _keep(self, value: Any) -> Any:
         """The tensors as they are now: the caller may change them later."""
-        if self._keeps_tensors:
+        if self.notes.check:
             return tree.map_tensors(lambda tensor: tensor.detach().clone(), value)
         return tree.map_tensors(Tensor.detach, value)
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Engine = Literal["DataParallel", "DistributedDataParallel"]
-
-FIRST_VALUES = 6
-"""How many values of a tensor are kept, where values are asked for."""
+EngineName = Literal["DataParallel", "DistributedDataParallel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +203,7 @@ class Model:
 class Trace:
     """One step of one model, as it went."""
 
-    engine: Engine
+    engine: EngineName
     step: int
     """Counted from 1, as in the run folder."""
     created: float

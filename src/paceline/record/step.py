@@ -45,7 +45,7 @@ from paceline.record.engines import (
 from paceline.record.facts import bytes_of, dataset_rows, find_weight
 from paceline.record.hooks import Piece, StepHooks, StepRecording, trained_parameters
 from paceline.record.reference import Reference, check_sums, first_line, not_computed
-from paceline.record.stages import Check, Engine, Model, Trace
+from paceline.record.stages import Check, EngineName, Model, Trace
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
@@ -96,11 +96,12 @@ def record_step(
         weight=followed,
         weight_before=None if followed is None else followed.read(trained),
         loss_fn=loss_fn,
+        check=check,
     )
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
     copied = _copy(model, optimizer, is_main) if check else None
-    hooks = StepHooks(model, optimizer, recording, keeps_tensors=check)
+    hooks = StepHooks(model, optimizer, recording)
     with hooks:
         yield recording
     if not hooks.calls and group is None:
@@ -280,7 +281,7 @@ def _sums_again(hooks: StepHooks, factor: float) -> Iterator[tuple[Tensor, Tenso
 
 def _trace(
     hooks: StepHooks,
-    engine: Engine,
+    engine: EngineName,
     devices: list[str],
     rows: int,
     picture: Picture,
