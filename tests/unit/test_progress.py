@@ -20,7 +20,7 @@ from paceline.errors import SettingError
 from paceline.observe.units import metric_text
 from paceline.progress import Progress, text
 from paceline.progress.live import choose_mode
-from paceline.progress.state import WINDOW_S, EpochRow, ProgressState
+from paceline.progress.text import WINDOW_S, EpochRow, ProgressState
 
 # A busy machine is no reason to fail.
 unhurried = settings(deadline=None, max_examples=60)

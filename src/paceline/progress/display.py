@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from paceline.env import read_screen, read_terminal
 from paceline.progress.live import LivePainter, SendingPainter, choose_mode, has_rich
@@ -29,7 +29,7 @@ from paceline.progress.painters import (
     descriptor,
     terminal_of,
 )
-from paceline.progress.state import ProgressState
+from paceline.progress.text import ProgressState
 
 Metrics = Mapping[str, float] | Callable[[], Mapping[str, float]]
 """Numbers by name, or a function that gives them: it is called only when they will be shown."""
@@ -81,7 +81,8 @@ class Progress:
             has_colour=settings.has_colour,
         )
         self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
-        self._state: ProgressState | None = None
+        self._state = ProgressState()
+        self._is_running = False
         self._due_s = 0.0
         self._turn = _Turn()
 
@@ -99,27 +100,20 @@ class Progress:
     ) -> None:
         """A run begins, or continues after `step` steps of `steps`; `lines` are shown first."""
         now_s = self._clock()
-        state = self._state = ProgressState(
-            name=name,
-            workers=workers,
-            epochs=epochs,
-            steps=steps,
-            global_batch=global_batch,
-            first_step=step,
-            lines=tuple(lines),
-            begin_s=now_s,
-            step=step,
-            epoch=step // steps_per_epoch if steps_per_epoch else 0,
-        )
-        state.mark(now_s)
+        facts: dict[str, Any] = {"name": name, "workers": workers, "epochs": epochs}
+        facts |= {"steps": steps, "global_batch": global_batch, "step": step, "lines": tuple(lines)}
+        epoch = step // steps_per_epoch if steps_per_epoch else 0
+        self._state = ProgressState(**facts, first_step=step, begin_s=now_s, epoch=epoch)
+        self._state.mark(now_s)
+        self._is_running = True
         self._due_s = now_s + self._painter.interval_s
-        self._turn.take(lambda: self._painter.start(state))
+        self._show("start", **facts)
 
     def step(self, step: int, *, epoch: int, samples: int, metrics: Metrics | None = None) -> None:
         """`step` steps are done; this one was in `epoch`, counted from 0, and had `samples`."""
-        state = self._state
-        if state is None:
+        if not self._is_running:
             return
+        state = self._state
         state.step = step
         state.epoch = epoch
         state.samples += samples
@@ -129,7 +123,8 @@ class Progress:
             state.mark(now_s)
             if metrics is not None:
                 state.metrics = dict(metrics() if callable(metrics) else metrics)
-            self._turn.take(lambda: self._painter.step(state))
+            names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
+            self._show("step", **{name: getattr(state, name) for name in names})
 
     def epoch(
         self,
@@ -140,39 +135,45 @@ class Progress:
         samples: int | None = None,
     ) -> None:
         """An epoch, counted from 0, is over: one row of the table."""
-        state = self._state
-        if state is not None:
+        if self._is_running:
+            state = self._state
             row = state.row(epoch)
             row.metrics.update(metrics)
             row.seconds, row.samples = seconds, samples
             state.mark(self._clock())
             state.metrics = dict(metrics)
-            self._turn.take(lambda: self._painter.epoch(state, row))
+            what = {"metrics": row.metrics, "seconds": seconds, "samples": samples}
+            self._show("epoch", epoch=epoch, step=state.step, **what)
 
     def evaluation(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """An evaluation is over: more columns in the row of its epoch."""
-        state = self._state
-        if state is not None:
-            row = state.row(epoch)
+        if self._is_running:
+            row = self._state.row(epoch)
             row.evaluation.update(metrics)
-            self._turn.take(lambda: self._painter.evaluation(state, row))
+            self._show("evaluation", epoch=epoch, step=self._state.step, metrics=row.evaluation)
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something; `level` is `info`, `warning` or `error`."""
-        self._turn.take(lambda: self._painter.message(text, level))
+        self._show("message", text=text, level=level)
 
     def finish(self, status: str = "finished", *, lines: Sequence[str] = ()) -> None:
         """The run is over: show the table and the summary, then `lines`. Later calls do nothing."""
-        state, self._state = self._state, None
-        if state is not None:
+        state = self._state
+        if self._is_running:
+            self._is_running = False
             state.now_s = self._clock()
-            self._turn.take(lambda: self._painter.finish(state, status, lines))
+            what = {"status": status, "step": state.step, "samples": state.samples}
+            self._show("finish", **what, seconds=state.elapsed_s, lines=list(lines))
         self.close()
 
     def close(self) -> None:
         """Leave the terminal as it was, without a summary."""
-        self._state = None
+        self._is_running = False
         self._turn.take(lambda: self._finalizer() and None)
+
+    def _show(self, kind: str, **facts: Any) -> None:
+        state = self._state
+        self._turn.take(lambda: self._painter.show(state, kind, facts))
 
     def __enter__(self) -> Progress:
         return self

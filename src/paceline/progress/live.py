@@ -18,7 +18,7 @@ import os
 import re
 import struct
 import termios
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -27,7 +27,7 @@ from paceline.env import TerminalSettings, read_terminal
 from paceline.errors import SettingError
 from paceline.progress import text
 from paceline.progress.painters import Painter, Sheet, is_terminal
-from paceline.progress.state import EpochRow, ProgressState
+from paceline.progress.text import ProgressState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -221,7 +221,7 @@ class Screen:
             self.write(data)
 
 
-class Channel:
+class ScreenPipe:
     """Rank 0's way to the launcher's screen. Sending never waits and never fails."""
 
     def __init__(self, fd: int) -> None:
@@ -258,36 +258,32 @@ class SendingPainter(Painter):
     def __init__(self, sheet: Sheet, *, has_colour: bool, fd: int = -1) -> None:
         super().__init__(sheet)
         self._has_colour = has_colour
-        self._channel = Channel(fd) if fd >= 0 else None
+        self._channel = ScreenPipe(fd) if fd >= 0 else None
         self._is_live = False
         self._drawn_s = 0.0
 
-    def start(self, state: ProgressState) -> None:
-        self.write(*text.opening(state))
-        self._is_live = True
-        self.begin()
-        self.step(state)
+    def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
+        match kind:
+            case "start":
+                self.write(*text.opening(state))
+                self._is_live = True
+                self.begin()
+                self._step(state)
+            case "step":
+                self._step(state)
+            case "epoch" if state.now_s - self._drawn_s >= self.interval_s:
+                self._step(state)
+            case "message":
+                for line in text.message_lines(**facts):
+                    self.say(text.printable(line), facts["level"])
+            case "finish":
+                self.close()
+                self.write(*text.summary(state, facts["status"], facts["lines"]))
 
-    def step(self, state: ProgressState) -> None:
+    def _step(self, state: ProgressState) -> None:
         if self._is_live:
             self._drawn_s = state.now_s
             self.draw(StatusLine.of(state))
-
-    def epoch(self, state: ProgressState, row: EpochRow) -> None:
-        if state.now_s - self._drawn_s >= self.interval_s:
-            self.step(state)
-
-    def message(self, said: str, level: str) -> None:
-        assert self.sheet is not None
-        # Without a mark the line goes to a log file too, where colours are noise.
-        style = _STYLES.get(level) if self._has_colour and self.sheet.mark else None
-        before, after = (f"\x1b[{style}m", "\x1b[0m") if style else ("", "")
-        for line in text.message_lines(said, level):
-            self.sheet.write_raw(f"{self.sheet.mark}{before}{text.printable(line)}{after}\n")
-
-    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None:
-        self.close()
-        self.write(*text.summary(state, status, lines))
 
     def close(self) -> None:
         if self._is_live:
@@ -305,6 +301,14 @@ class SendingPainter(Painter):
 
     def erase(self) -> None:
         """The line goes away."""
+
+    def say(self, line: str, level: str) -> None:
+        """Write one line of a message."""
+        assert self.sheet is not None
+        # Without a mark the line goes to a log file too, where colours are noise.
+        if self._has_colour and self.sheet.mark and level in _STYLES:
+            line = f"\x1b[{_STYLES[level]}m{line}\x1b[0m"
+        self.sheet.write_raw(f"{self.sheet.mark}{line}\n")
 
 
 class LivePainter(SendingPainter):
@@ -333,12 +337,11 @@ class LivePainter(SendingPainter):
             self.console.width = columns_of_terminal(self.sheet.stream.fileno())
             self._live.update(status.draw(self.console.width), refresh=True)
 
-    def message(self, said: str, level: str) -> None:
+    def say(self, line: str, level: str) -> None:
         from rich.text import Text
 
         style = {"warning": "yellow", "error": "bold red"}.get(level, "")
-        for line in text.message_lines(said, level):
-            self.console.print(Text(text.printable(line), style=style))
+        self.console.print(Text(line, style=style))
 
     def erase(self) -> None:
         live, self._live = self._live, None

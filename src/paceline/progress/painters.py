@@ -10,11 +10,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
+from paceline.comm.codec import plain_json
 from paceline.progress import text
-from paceline.progress.state import EpochRow, ProgressState
+from paceline.progress.text import ProgressState
 
 SILENCE_S = 10.0
 """After so long without a line, a step is worth one."""
@@ -58,24 +59,15 @@ class Painter:
     """
 
     interval_s = math.inf
-    """The shortest time between two calls of `step`."""
+    """The shortest time between two steps that are shown."""
 
     def __init__(self, sheet: Sheet | None) -> None:
         self.sheet = sheet
 
-    def start(self, state: ProgressState) -> None: ...
-
-    def step(self, state: ProgressState) -> None: ...
-
-    def epoch(self, state: ProgressState, row: EpochRow) -> None: ...
-
-    def evaluation(self, state: ProgressState, row: EpochRow) -> None: ...
-
-    def message(self, said: str, level: str) -> None:
-        if level != "info":
-            self.write(*text.message_lines(said, level))
-
-    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None: ...
+    def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
+        """Show what happened: `start`, `step`, `epoch`, `evaluation`, `message` or `finish`."""
+        if kind == "message" and facts["level"] != "info":
+            self.write(*text.message_lines(**facts))
 
     def close(self) -> None:
         """Leave the terminal as it was; called once at the end, however that came."""
@@ -93,30 +85,23 @@ class PlainPainter(Painter):
 
     interval_s = NEWS_S
 
-    def __init__(self, sheet: Sheet | None) -> None:
+    def __init__(self, sheet: Sheet) -> None:
         super().__init__(sheet)
         self._last_s = 0.0
 
-    def start(self, state: ProgressState) -> None:
-        self._last_s = state.now_s
-        self.write(*text.opening(state))
-
-    def step(self, state: ProgressState) -> None:
-        self._write_after(SILENCE_S, state)
-
-    def epoch(self, state: ProgressState, row: EpochRow) -> None:
-        self._write_after(NEWS_S, state)
-
-    def message(self, said: str, level: str) -> None:
-        self.write(*text.message_lines(said, level))
-
-    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None:
-        self.write(*text.summary(state, status, lines))
-
-    def _write_after(self, silence_s: float, state: ProgressState) -> None:
-        if state.now_s - self._last_s >= silence_s:
-            self._last_s = state.now_s
-            self.write(text.status_line(state))
+    def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
+        match kind:
+            case "start":
+                self._last_s = state.now_s
+                self.write(*text.opening(state))
+            case "step" | "epoch":
+                if state.now_s - self._last_s >= (SILENCE_S if kind == "step" else NEWS_S):
+                    self._last_s = state.now_s
+                    self.write(text.status_line(state))
+            case "message":
+                self.write(*text.message_lines(**facts))
+            case "finish":
+                self.write(*text.summary(state, facts["status"], facts["lines"]))
 
 
 class JsonPainter(Painter):
@@ -128,31 +113,8 @@ class JsonPainter(Painter):
 
     interval_s = 1.0
 
-    def start(self, state: ProgressState) -> None:
-        names = ("name", "workers", "epochs", "steps", "global_batch", "lines", "step")
-        self._write("start", {name: getattr(state, name) for name in names})
-
-    def step(self, state: ProgressState) -> None:
-        names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
-        self._write("step", {name: getattr(state, name) for name in names})
-
-    def epoch(self, state: ProgressState, row: EpochRow) -> None:
-        what = {"metrics": row.metrics, "seconds": row.seconds, "samples": row.samples}
-        self._write("epoch", {"epoch": row.epoch, "step": state.step, **what})
-
-    def evaluation(self, state: ProgressState, row: EpochRow) -> None:
-        what = {"epoch": row.epoch, "step": state.step, "metrics": row.evaluation}
-        self._write("evaluation", what)
-
-    def message(self, said: str, level: str) -> None:
-        self._write("message", {"text": said, "level": level})
-
-    def finish(self, state: ProgressState, status: str, lines: Sequence[str]) -> None:
-        what = {"status": status, "step": state.step, "samples": state.samples}
-        self._write("finish", {**what, "seconds": state.elapsed_s, "lines": list(lines)})
-
-    def _write(self, kind: str, what: dict[str, object]) -> None:
-        self.write(json.dumps(_strict({"kind": kind, "t": time.time(), **what})))
+    def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
+        self.write(json.dumps(plain_json({"kind": kind, "t": time.time(), **facts})))
 
 
 def descriptor(stream: TextIO | None) -> int:
@@ -181,12 +143,3 @@ def is_terminal(fd: int) -> bool:
         return os.isatty(fd) and bool(os.get_terminal_size(fd))
     except OSError:
         return False
-
-
-def _strict(value: object) -> object:
-    """A value that strict JSON can hold: floats that are no numbers become words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value

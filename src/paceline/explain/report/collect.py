@@ -257,7 +257,8 @@ def _take_events(story: Story) -> None:
     starts: list[tuple[float, int]] = []
     with contextlib.suppress(WireError, OSError):
         for event in stream_events(story.folder, 0):
-            if event and event["kind"] == "start" and type(step := event.get("step", 0)) is int:
+            is_start = event is not None and event["kind"] == "start" and len(starts) < ROWS_LIMIT
+            if event and is_start and type(step := event.get("step", 0)) is int:
                 starts.append((event["t"], step))
     story.restarts = max(0, len(starts) - 1)
     for rank in ranks[:RANKS_LIMIT]:
