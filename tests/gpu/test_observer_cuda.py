@@ -74,8 +74,8 @@ def train(world: World, phase: str, folder: str) -> list[list[object]]:
     observer = model._reducer.observer
     assert observer is not None
     assert isinstance(observer.watch, DeviceStopwatch)
-    assert observer.detector is not None
-    observer.detector.tell = lambda step, blame: told.append([blame.rank, blame.phase])
+    assert observer.watch.detector is not None
+    observer.watch.detector.tell = lambda step, blame: told.append([blame.rank, blame.phase])
     x = torch.ones(8, 64, device="cuda")
     for step in range(STEPS):
         slow.step = step

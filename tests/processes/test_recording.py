@@ -156,8 +156,12 @@ def train_unevenly(world: World) -> Any:
             model(torch.ones(3, 4)).sum().backward()
     observer = model._reducer.observer
     assert observer is not None
-    assert observer.detector is not None
-    return [observer.watch.step, len(observer.watch.finished), observer.detector.blame is None]
+    assert observer.watch.detector is not None
+    return [
+        observer.watch.step,
+        len(observer.watch.finished),
+        observer.watch.detector.blame is None,
+    ]
 
 
 def test_a_rank_without_inputs_compares_but_is_not_compared_with() -> None:

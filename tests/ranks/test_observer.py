@@ -50,8 +50,8 @@ def train(world: World, phase: str, slow_rank: int) -> Any:
     told = []
     observer = model._reducer.observer
     assert observer is not None
-    assert observer.detector is not None
-    observer.detector.tell = lambda step, blame: told.append((step, blame))
+    assert observer.watch.detector is not None
+    observer.watch.detector.tell = lambda step, blame: told.append((step, blame))
     for step in range(STEPS):
         slow.step = step
         faults.strike(world.rank, step, "data")

@@ -196,72 +196,6 @@ class DeviceStopwatch(Stopwatch):
             super()._end_phase(round(self._exact_ns), phase, step, counts)
 
 
-def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
-    """The stopwatch of this rank: one for a group, however many models it trains there."""
-    watch = find(membership.group)
-    if watch is None:
-        watch = DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
-        _notice_waiting_and_optimizers()
-    if watch.membership() is not membership:
-        watch.membership = weakref.ref(membership)
-        watch.on_generation()
-        membership.follow(watch.on_generation)
-    return watch
-
-
-def find(group: Any) -> Stopwatch | None:
-    """The stopwatch of this rank in `group`, if it has one."""
-    return _watches.get(group)
-
-
-@contextmanager
-def waiting(group: Any) -> Iterator[None]:
-    """Inside, this rank waits for the others, whatever phase it was and will be in."""
-    watch = find(group)
-    if watch is None or watch.phase is Phase.WAIT or not watch.pauses:
-        yield
-        return
-    phase = watch.phase
-    watch.enter(Phase.WAIT)
-    try:
-        yield
-    finally:
-        watch.enter(phase)
-
-
-_watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
-"""By group, and as long as the group: models come and go at other times on every rank."""
-_handles: list[Any] = []
-
-
-def _notice_waiting_and_optimizers() -> None:
-    """Hear of collectives that are waited for, and of every optimizer's steps."""
-    tell_of_waiting(waiting)
-    if not _handles:
-        before = register_optimizer_step_pre_hook(partial(_enter_here, Phase.OPTIMIZER))
-        after = register_optimizer_step_post_hook(partial(_enter_here, Phase.DATA))
-        _handles.extend((before, after))
-
-
-def _ignore_optimizers() -> None:
-    """Let go of the hooks when the last group is gone."""
-    if not _watches:
-        while _handles:
-            _handles.pop().remove()
-
-
-def _enter_here(phase: Phase, *_: object) -> None:
-    """All stopwatches of this thread change their phase."""
-    if torch.compiler.is_compiling():
-        return
-    thread = threading.get_ident()
-    for reference in _watches.keyrefs():  # taken at once: other threads may add theirs meanwhile
-        group = reference()
-        watch = None if group is None else _watches.get(group)
-        if watch is not None and watch.thread == thread:
-            watch.enter(phase)
-
-
 class Awaitable(Protocol):
     """A sum under way. It may have `is_completed()` and `missing()` too."""
 
@@ -276,8 +210,6 @@ class Observer:
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
         self.watch = of(membership, device)
-        self.detector: Any = None
-        """The `StragglerDetector` of the rank, where ranks are compared."""
         self._membership = membership
         self._device = device
         self._began_ns: list[int] = []
@@ -356,8 +288,8 @@ class Observer:
 
     def step_ends(self) -> None:
         """Gradients are averaged: the same point on every rank, where all can compare notes."""
-        if self.detector is not None:
-            self.detector.on_step(self._membership, self._device)
+        if self.watch.detector is not None:
+            self.watch.detector.on_step(self._membership, self._device)
 
     def follow_alone(self, output: Any, wants_sync: bool) -> None:
         """In a world of one there is no reducer: hear of backward from the output itself."""
@@ -374,6 +306,24 @@ class Observer:
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
+
+
+def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
+    """The stopwatch of this rank: one for a group, however many models it trains there."""
+    watch = find(membership.group)
+    if watch is None:
+        watch = DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
+        _notice_waiting_and_optimizers()
+    if watch.membership() is not membership:
+        watch.membership = weakref.ref(membership)
+        watch.on_generation()
+        membership.follow(watch.on_generation)
+    return watch
+
+
+def find(group: Any) -> Stopwatch | None:
+    """The stopwatch of this rank in `group`, if it has one."""
+    return _watches.get(group)
 
 
 def begin(membership: Membership, device: torch.device) -> Observer | None:
@@ -396,13 +346,61 @@ def begin(membership: Membership, device: torch.device) -> Observer | None:
 
     observer = Observer(membership, device)
     if compares:
-        observer.detector = stragglers.of(membership, device)
+        stragglers.of(membership, device)
     if recorder is not None:
         threads = torch.get_num_threads()
         recorder.tell({"size": size, "device": str(device), "threads": threads})
     if looks:
         stall.begin(observer.watch, wishes.stall_s)
     return observer
+
+
+@contextmanager
+def waiting(group: Any) -> Iterator[None]:
+    """Inside, this rank waits for the others, whatever phase it was and will be in."""
+    watch = find(group)
+    if watch is None or watch.phase is Phase.WAIT or not watch.pauses:
+        yield
+        return
+    phase = watch.phase
+    watch.enter(Phase.WAIT)
+    try:
+        yield
+    finally:
+        watch.enter(phase)
+
+
+_watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
+"""By group, and as long as the group: models come and go at other times on every rank."""
+_handles: list[Any] = []
+
+
+def _notice_waiting_and_optimizers() -> None:
+    """Hear of collectives that are waited for, and of every optimizer's steps."""
+    tell_of_waiting(waiting)
+    if not _handles:
+        before = register_optimizer_step_pre_hook(partial(_enter_here, Phase.OPTIMIZER))
+        after = register_optimizer_step_post_hook(partial(_enter_here, Phase.DATA))
+        _handles.extend((before, after))
+
+
+def _ignore_optimizers() -> None:
+    """Let go of the hooks when the last group is gone."""
+    if not _watches:
+        while _handles:
+            _handles.pop().remove()
+
+
+def _enter_here(phase: Phase, *_: object) -> None:
+    """All stopwatches of this thread change their phase."""
+    if torch.compiler.is_compiling():
+        return
+    thread = threading.get_ident()
+    for reference in _watches.keyrefs():  # taken at once: other threads may add theirs meanwhile
+        group = reference()
+        watch = None if group is None else _watches.get(group)
+        if watch is not None and watch.thread == thread:
+            watch.enter(phase)
 
 
 _asked_in_vain: list[bool] = []

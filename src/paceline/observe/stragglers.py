@@ -30,6 +30,7 @@ from paceline.errors import PeerError
 from paceline.observe import spans, stopwatch
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.stopwatch import StepTimes, Stopwatch
+from paceline.observe.units import seconds_text
 
 WINDOWS = 4
 """How many windows count at most: a rank that recovers is forgiven after so many."""
@@ -81,15 +82,14 @@ class Blame:
         return self.rank, self.phase
 
     def __str__(self) -> str:
-        where = (
-            f"its {self.phase} takes {_ms(self.phase_s)}, the others' {_ms(self.others_phase_s)}"
-            if self.phase != Phase.OTHER
-            else f"outside forward, backward, optimizer and data it spends {_ms(self.phase_s)}, "
-            f"the others {_ms(self.others_phase_s)}"
-        )
+        own, others = seconds_text(self.phase_s), seconds_text(self.others_phase_s)
+        where = f"its {self.phase} takes {own}, the others' {others}"
+        if self.phase == Phase.OTHER:
+            where = f"outside forward, backward, optimizer and data it spends {own}, "
+            where += f"the others {others}"
         return (
-            f"Rank {self.rank} is slow: {where}. All ranks wait for it, {_ms(self.slower_by_s)} "
-            f"in each of the last {self.steps} steps."
+            f"Rank {self.rank} is slow: {where}. All ranks wait for it, "
+            f"{seconds_text(self.slower_by_s)} in each of the last {self.steps} steps."
         )
 
 
@@ -177,10 +177,6 @@ def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
     pooled = fmean([mine.variance, *(work.variance for work in others)])
     variance = max(pooled, mine.variance)
     return math.sqrt(variance / mine.steps + pooled / min(work.steps for work in others))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1000:.1f} ms"
 
 
 class RankNumbers(NamedTuple):
