@@ -135,7 +135,9 @@ def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
 
 def _read_zip(path: Path) -> Any:
     _check_zip(path)
-    return _load(path, is_zip=True)
+    # Mapped, not read: a training's file is often three times as large as its weights, and mapped
+    # memory does not grow for a tensor that claims to be larger than its bytes.
+    return _load(path, mmap=True)
 
 
 def _read_old_file(path: Path) -> Any:
@@ -144,16 +146,14 @@ def _read_old_file(path: Path) -> Any:
         for _ in range(4):
             if file.peek(1):
                 _check_instructions(file, path)
-    return _load(path, is_zip=False)
+    return _load(path, mmap=False)
 
 
-def _load(path: Path, is_zip: bool) -> Any:
+def _load(path: Path, mmap: bool) -> Any:
     import torch
 
     try:
-        # Mapped, not read: a training's file is often three times as large as its weights, and
-        # mapped memory does not grow for a tensor that claims to be larger than its bytes.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         wanted = re.search(r"(?:GLOBAL |global: )([a-z_][\w.]*)", str(error))
         if wanted:

@@ -298,15 +298,12 @@ class Staging:
 def _allocate(size: int, needs_pinning: bool) -> Tensor:
     """Memory at the start of a block, pinned where a device copies into it."""
     room = size + BLOCK_BYTES
-    whole = None
-    if needs_pinning:
-        with suppress(RuntimeError):  # more than may be pinned
-            whole = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-    if whole is None:
-        try:
-            whole = torch.empty(room, dtype=torch.uint8)
-        except RuntimeError as error:  # what torch says instead
-            raise MemoryError(f"{room:,} bytes are not to be had") from error
+    try:
+        whole = torch.empty(room, dtype=torch.uint8, pin_memory=needs_pinning)
+    except RuntimeError as error:
+        if needs_pinning:  # more than may be pinned
+            return _allocate(size, needs_pinning=False)
+        raise MemoryError(f"{room:,} bytes are not to be had") from error
     begin = -whole.data_ptr() % BLOCK_BYTES
     return whole[begin : begin + size]
 
