@@ -104,6 +104,11 @@ def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("workers", [-1, 0, 10**12])
+def test_a_number_of_workers_that_cannot_be_right_is_drawn_at_once(workers: int) -> None:
+    assert max(map(len, text_of(replace(DDP, workers=workers)).splitlines())) <= 80
+
+
 def test_three_boxes_side_by_side_cut_no_word_off() -> None:
     shown = text_of(big_trace(workers=3, owner=1))
     assert "385 averaged" in shown

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         told = text if default is None else f"{text} (default: {default})"
         parser.add_argument(flag, metavar=metavar, type=int, default=default, help=told)
     for flag, metavar, text in (
-        ("--model", "FILE:FUNCTION", "your own: it returns (model, dataset, loss_fn)"),
+        ("--model", "FILE:FUNCTION", "your own function: it returns (model, dataset, loss_fn)"),
         ("--weight", "NAME[I,J]", 'the weight to follow, such as "0.weight[3,1]"'),
         ("--folder", "RUN", "also write pipeline/step{n}.json into this run folder"),
     ):

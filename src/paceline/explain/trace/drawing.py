@@ -108,11 +108,11 @@ def _heading(trace: Trace, width: int) -> Iterator[TextLine]:
 
 def _shown_workers(trace: Trace, width: int) -> list[int]:
     """Which workers get a box of their own: first, last, and the followed sample's."""
-    lanes = max(1, min(3, (width - MARGIN) // LANE, trace.workers))
-    everyone = range(trace.workers)
+    everyone = range(max(1, trace.workers))
+    lanes = max(1, min(3, (width - MARGIN) // LANE, len(everyone)))
     stops = trace.sample.stops if trace.sample else []
     owners = [s.worker for s in stops if s.worker is not None and s.worker in everyone]
-    wanted = dict.fromkeys([*owners[:1], 0, everyone[-1], *everyone])
+    wanted = dict.fromkeys([*owners[:1], 0, everyone[-1], *everyone[:3]])
     return sorted(list(wanted)[:lanes])
 
 
@@ -143,7 +143,7 @@ def _stage(
     yield from map(TextLine, side_by_side(boxes, width, is_fed=lanes > 0))
     if len(boxes) > 1 or stage.parts[0].worker is not None:
         hidden = trace.workers - len(shown)
-        if hidden:
+        if hidden > 0:
             others = count_text(hidden, "other worker")
             yield TextLine(f"{' ' * MARGIN}and {others} in the same way", "quiet")
 
