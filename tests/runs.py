@@ -5,7 +5,7 @@ A training keeps its own ledger of samples: the dataset yields each sample's ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from paceline.checkpoint import Written
 from paceline.comm.world import World
-from paceline.observe.run_folder import RunInfo
+from paceline.observe.run_folder import Event, RunInfo
 from paceline.run import Message, Run, RunOptions, StepReport, Summary
 from paceline.testing import seeded
 
@@ -149,3 +149,18 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], **tolerance
     assert got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], **tolerance)
+
+
+def still_valid(events: Iterable[Event]) -> list[Event]:
+    """The events without those that a restart has undone, in the order of their times."""
+    kept: list[Event] = []
+    for event in sorted(events, key=lambda event: event["t"]):
+        if event["kind"] == "start" and event["rank"] == 0:
+            kept = [each for each in kept if not _is_undone(each, event.get("step", 0))]
+        kept.append(event)
+    return kept
+
+
+def _is_undone(event: Event, step: int) -> bool:
+    is_progress = event["kind"] not in {"start", "stop", "message"}
+    return is_progress and isinstance(event.get("step"), int) and event["step"] > step

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.observe.run_folder import (
-    Event,
     EventWriter,
     RunFolder,
     RunInfo,
@@ -439,18 +438,3 @@ def _dp_stages(workers: int, rows: int, rng: random.Random) -> list[Stage]:
             bytes_moved=400,
         ),
     ]
-
-
-def still_valid(events: Iterable[Event]) -> list[Event]:
-    """The events without those that a restart has undone, in the order of their times."""
-    kept: list[Event] = []
-    for event in sorted(events, key=lambda event: event["t"]):
-        if event["kind"] == "start" and event["rank"] == 0:
-            kept = [each for each in kept if not _is_undone(each, event.get("step", 0))]
-        kept.append(event)
-    return kept
-
-
-def _is_undone(event: Event, step: int) -> bool:
-    is_progress = event["kind"] not in {"start", "stop", "message"}
-    return is_progress and isinstance(event.get("step"), int) and event["step"] > step

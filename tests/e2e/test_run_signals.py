@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from synthetic_run import still_valid
+from runs import still_valid
 
 from paceline.observe.run_folder import RunFolder, read_events, read_info
 

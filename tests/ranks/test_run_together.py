@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import CLASSES, QUIET, WIDTH, Rows, Trained, assert_same, mlp, train
-from synthetic_run import still_valid
+from runs import CLASSES, QUIET, WIDTH, Rows, Trained, assert_same, mlp, still_valid, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
