@@ -20,13 +20,12 @@ from paceline.errors import DesyncError, UsageError
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
-from paceline.run.loader import MapLoader
+from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.plan import Generators, Plan, Position, check_batch
 from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
-from paceline.run.stream import StreamLoader
 from paceline.run.watching import StepRecorder, Watching
 from paceline.update import FiniteCheck, make_update
 

@@ -118,25 +118,6 @@ def _load(part: Any, state: Any, words: str) -> None:
         ) from error
 
 
-def refuse_other_run(here: Mapping[str, Any], there: Mapping[str, Any], folder: object) -> None:
-    """Raise if what is in the folder was written by a run with other facts."""
-    for key, words in MUST_BE_EQUAL.items():
-        if key in there and there[key] != here[key]:
-            if key == "dataset_size":
-                raise UsageError(
-                    f"The dataset has {here[key]} samples, but had {there[key]} when the run in "
-                    f"{folder} was saved.",
-                    "Its order and its steps would be others, and samples lost or repeated.",
-                    "Bring the dataset back to what it was, or choose another folder and begin "
-                    "with load_weights().",
-                )
-            raise UsageError(
-                f"The folder {folder} belongs to another run.",
-                f"First difference: {words} is {there[key]!r} there, {here[key]!r} here.",
-                "Choose another folder, or the arguments of that run to continue it.",
-            )
-
-
 class Saving:
     """The checkpoints of one run, seen by one worker."""
 
@@ -151,10 +132,9 @@ class Saving:
         self._lock: FolderLock | None = None
         self._checkpoints: Checkpoints | None = None
         self._open()
-        membership.follow(self._open)
+        membership.follow(self._on_generation)
 
     def _open(self) -> None:
-        """Rank 0 writes, whoever that is in a generation."""
         folder, options = self._folder, self._options
         if folder is not None and self._checkpoints is None and self._membership.rank == 0:
             self._lock = FolderLock(folder)
@@ -164,6 +144,11 @@ class Saving:
                 keep_best=options.keep_best,
                 better=options.better,
             )
+
+    def _on_generation(self) -> None:
+        """Rank 0 writes, whoever that is now."""
+        self._open()
+        self.begin()
 
     def find(self) -> tuple[Any, dict[str, Any]] | None:
         """State and facts of the newest good checkpoint, on every worker; None without one."""
@@ -196,11 +181,28 @@ class Saving:
         """Raise if the folder is another run's: by its checkpoint, or else by its `run.json`."""
         if self._folder is None:
             return
+        folder = self._folder.path
         if there is None:
             info = read_info(self._folder) if self._membership.rank == 0 else None
             keys = ("seed", "global_batch", "dataset_size")
             there = {} if info is None else {key: getattr(info, key) for key in keys}
-        refuse_other_run(here, there, self._folder.path)
+        differences = [key for key in MUST_BE_EQUAL if key in there and there[key] != here[key]]
+        if not differences:
+            return
+        key = differences[0]
+        if key == "dataset_size":
+            raise UsageError(
+                f"The dataset has {here[key]} samples, but had {there[key]} when the run in "
+                f"{folder} was saved.",
+                "Its order and its steps would be others, and samples lost or repeated.",
+                "Bring the dataset back to what it was, or choose another folder and begin with "
+                "load_weights().",
+            )
+        raise UsageError(
+            f"The folder {folder} belongs to another run.",
+            f"First difference: {MUST_BE_EQUAL[key]} is {there[key]!r} there, {here[key]!r} here.",
+            "Choose another folder, or the arguments of that run to continue it.",
+        )
 
     def is_due(self, step: int, ends_epoch: bool, scores: Mapping[str, float]) -> bool:
         """Whether to save after this step; a `best_metric` that is known of it is not lost."""
@@ -225,7 +227,7 @@ class Saving:
             return
         self.saved_step, self._has_metric = position.step, metric is not None
         sums = gather(self._membership, epoch_sums, "Adding up the epoch so far")
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and self._membership.rank == 0:
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
             )

@@ -131,11 +131,9 @@ class StepRecorder:
         if recording.trace is None or self._model.process_group.rank() != 0:
             return
         path = self._folder.pipeline_of(self.number)
-        text = f"Step {self.number} is recorded: `paceline trace {self._folder.path}`."
-        level = "info"
+        said = Message(f"Step {self.number} is recorded: `paceline trace {self._folder.path}`.")
         try:
             record.write(recording.trace, path)
         except OSError as error:
-            text = f"Step {self.number} cannot be recorded in {path}: {error}."
-            level = "warning"
-        self._sinks.tell("message", Message(text, level))
+            said = Message(f"Step {self.number} cannot be recorded in {path}: {error}.", "warning")
+        self._sinks.tell("message", said)
