@@ -8,7 +8,9 @@ reported, and its sums are added to those of the epoch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +28,14 @@ Sums = dict[str, list[float]]
 _MOST_PENDING = 64
 
 
+@dataclass(slots=True)
+class _Part:
+    """The sum, or the count, of one metric of one step: numbers and tensors apart."""
+
+    number: float = 0.0
+    tensors: list[Tensor] = field(default_factory=list)
+
+
 class Metrics:
     """The metrics of the step under way, of steps whose numbers are on their way, of the epoch."""
 
@@ -33,8 +43,8 @@ class Metrics:
         """`report(report, sums)` is called once per step, in order, some time after it."""
         self.epoch: Sums = {}
         self._report = report
-        self._now: dict[str, tuple[list[Number], list[Number]]] = {}
-        """Name to what its sum and its count consist of."""
+        self._now: dict[str, tuple[_Part, _Part]] = {}
+        """Name to sum and count."""
         self._pending: deque[tuple[Any, dict[str, Any], HostCopy | list[float]]] = deque()
 
     def add(self, name: str, value: Number, weight: Number) -> None:
@@ -50,12 +60,12 @@ class Metrics:
                 raise UsageError(
                     f"A metric cannot be named {name!r}.", advice="Use a short string."
                 )
-            entry = self._now[name] = [], []
+            entry = self._now[name] = _Part(), _Part()
         for part, each in zip(entry, (value, count), strict=True):
             if not isinstance(each, Tensor):
-                part.append(float(each))
+                part.number += float(each)
             elif each.numel() == 1:
-                part.append(each.detach())
+                part.tensors.append(each.detach())
             else:
                 raise UsageError(
                     f"The metric {name!r} has {each.numel()} elements.",
@@ -69,8 +79,7 @@ class Metrics:
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
         entries, self._now = self._now, {}
-        parts = [each for entry in entries.values() for part in entry for each in part]
-        tensors = [each for each in parts if isinstance(each, Tensor)]
+        tensors = [each for entry in entries.values() for part in entry for each in part.tensors]
         self._pending.append((report, entries, _together(tensors)))
         self.flush(wait=len(self._pending) > _MOST_PENDING)
 
@@ -83,8 +92,10 @@ class Metrics:
                     return
                 values = values.read().tolist()
             self._pending.popleft()
-            read = iter(values)
-            sums = {name: [_total(part, read) for part in entry] for name, entry in entries.items()}
+            read, sums = iter(values), {}
+            for name, (total, count) in entries.items():
+                in_total = total.number + sum(islice(read, len(total.tensors)))
+                sums[name] = [in_total, count.number + sum(islice(read, len(count.tensors)))]
             merge(self.epoch, sums)
             self._report(report, sums)
 
@@ -127,9 +138,3 @@ def _together(tensors: list[Tensor]) -> HostCopy | list[float]:
     flat = [tensor.to(device, wide, non_blocking=True).reshape(()) for tensor in tensors]
     together = torch.stack(flat)
     return together.tolist() if device.type == "cpu" else HostCopy(together)
-
-
-def _total(part: list[Number], read: Iterator[float]) -> float:
-    """Plain numbers first, then what the device has sent, in the order of the tensors."""
-    numbers = sum(each for each in part if not isinstance(each, Tensor))
-    return numbers + sum(next(read) for each in part if isinstance(each, Tensor))
