@@ -25,7 +25,7 @@ from paceline.record.schema import write as write_trace
 from paceline.record.stages import (
     Answer,
     Check,
-    Engine,
+    EngineName,
     Epoch,
     Layer,
     Model,
@@ -271,7 +271,7 @@ def _tensor(name: str, shape: list[int], rng: random.Random, device: str = "cpu"
     )
 
 
-def synthetic_trace(workers: int = 2, *, engine: Engine = "DistributedDataParallel") -> Trace:
+def synthetic_trace(workers: int = 2, *, engine: EngineName = "DistributedDataParallel") -> Trace:
     """One step of a small model as a recording would have it."""
     build = _ddp_stages if engine == "DistributedDataParallel" else _dp_stages
     rng = random.Random(7)

@@ -316,7 +316,7 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
     for name, value in _items(event.get("phases")):
         spent = as_number(value)
         if spent is not None and 0 <= spent < math.inf:
-            phase = Phase(name) if name in _PHASES else Phase.OTHER
+            phase = _PHASES.get(name, Phase.OTHER)
             rank.phases[phase] = rank.phases.get(phase, 0.0) + spent
             waited += spent if phase is Phase.WAIT else 0.0
     if step in story.least_waits or len(story.least_waits) < COMPARED_STEPS_LIMIT:
@@ -333,7 +333,7 @@ def _take_step(story: Story, rank: Rank, step: int, event: Event) -> None:
                     story.missing.append(METRICS_LEFT_OUT)
 
 
-_PHASES = set(Phase)
+_PHASES = {str(phase): phase for phase in Phase}
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

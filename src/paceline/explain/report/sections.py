@@ -109,6 +109,7 @@ def _epochs(story: Story) -> Html | None:
     if not by_epoch:
         return None
     names = list(columns)[:COLUMNS_LIMIT]
+    says = {name: _say_of(story, name) for _, name in names}
     epochs = sorted(by_epoch)
     if len(epochs) > ROWS_LIMIT:  # evenly spread, the first and the last among them
         apart = (len(epochs) - 1) / (ROWS_LIMIT - 1)
@@ -116,7 +117,7 @@ def _epochs(story: Story) -> Html | None:
     rows = []
     for epoch in epochs:
         row = by_epoch[epoch]
-        cells = [_say_of(story, name)(metric_of(row.get(kind, {}), name)) for kind, name in names]
+        cells = [says[name](metric_of(row.get(kind, {}), name)) for kind, name in names]
         train = row.get("epoch", {})
         samples, seconds = as_number(train.get("samples")), as_number(train.get("seconds"))
         rows.append([f"{epoch + 1}", *cells, figure(samples), duration(seconds)])
@@ -132,8 +133,7 @@ def workers(story: Story) -> Html | None:
     worked = [rank for rank in everyone if rank.steps]
     if not worked:
         return None
-    ranks, found = extremes(worked), find_slow(story)
-    slow = found.rank if found else None
+    ranks, slow = extremes(worked), find_slow(story)
     left = None
     if len(ranks) < len(worked):
         left = (
@@ -142,11 +142,11 @@ def workers(story: Story) -> Html | None:
         )
     return html(
         '<p class="verdict {}">{}</p>{}{}{}',
-        "bad" if found else "good",
+        "bad" if slow else "good",
         who_waited(story),
         note(left),
-        _worker_bars([rank for rank in ranks if rank.phases], slow),
-        _worker_table(ranks, slow),
+        _worker_bars([rank for rank in ranks if rank.phases], slow.rank if slow else None),
+        _worker_table(ranks),
     )
 
 
@@ -182,26 +182,17 @@ def _entry(phase: Phase) -> tuple[str, str, str]:
     return f"look-{phase}", phase, phase.meaning
 
 
-def _worker_table(ranks: Sequence[Rank], slow: int | None) -> Html:
+def _worker_table(ranks: Sequence[Rank]) -> Html:
     order = [*OWN, *(phase for phase in Phase if phase not in OWN)]
     phases = [phase for phase in order if any(phase in rank.phases for rank in ranks)]
     rows = []
     for rank in ranks:
         waited, whole = rank.phases.get(Phase.WAIT), sum(rank.phases.values())
-        verdict = "not measured" if not rank.phases else "even" if slow is None else "waits"
-        verdict = "holds the others up" if rank.rank == slow else verdict
-        rows.append(
-            [
-                f"{rank.rank}",
-                figure(rank.samples),
-                html("<b>{}</b>", duration(rank.own_s)),
-                *(duration(rank.phase_s(phase)) for phase in phases),
-                percent(waited / whole if waited else None),
-                html('<span class="keep">{}</span>', verdict),
-            ]
-        )
-    head = ["worker", "samples", "own work", *phases, "time waiting", "verdict"]
-    shown = table(head, rows, caption="Times are averages of one step", words=(0, len(head) - 1))
+        times = [duration(rank.phase_s(phase)) for phase in phases]
+        own, share = html("<b>{}</b>", duration(rank.own_s)), waited / whole if waited else None
+        rows.append([f"{rank.rank}", figure(rank.samples), own, *times, percent(share)])
+    head = ["worker", "samples", "own work", *phases, "time waiting"]
+    shown = table(head, rows, caption="Times are averages of one step")
     where = {" on ".join(filter(None, (rank.device, rank.host))) for rank in ranks} - {""}
     return join([shown, note(where and f"They ran on: {', '.join(sorted(where)[:8])}.")])
 
