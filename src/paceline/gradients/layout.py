@@ -1,7 +1,7 @@
 """The buckets in use: laid out from a plan, and laid out anew when more is known.
 
 The first layout goes by the reverse order of the parameters. One backward shows in which order
-gradients really come, and how often each comes; from then on buckets can start while backward
+gradients really come, and how often each comes; from the next on buckets can start while backward
 is still running.
 """
 

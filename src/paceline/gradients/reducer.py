@@ -293,6 +293,8 @@ class Reducer(BackwardFollower):
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
         try:
+            if not self._layout.is_learned:
+                self._learn(current.ready)  # before anything is placed: memory is found only once
             if self.weight.is_set and not current.is_shadow:
                 self._refuse_misuse(current)
             while len(current.in_flight) < len(self._layout.buckets):
@@ -308,8 +310,6 @@ class Reducer(BackwardFollower):
             self.current = None
             self.weight.reset()
             self.steps += 1
-        if not self._layout.is_learned:
-            self._learn(current.ready)
         if self.observer is not None:
             self.observer.step_ends()
         after_sync = self.after_sync() if self.after_sync is not None else None
@@ -415,7 +415,7 @@ class Reducer(BackwardFollower):
             comm.broadcast(group, agreed, 0, "Agreeing on the order of the buckets")
             self._layout.messages_are_cheap = getattr(transport, "has_cheap_messages", False)
             if self._layout.lay_out(agreed.tolist()):
-                self._place()
+                self._places = None
         self._order_is_agreed = True
         self.detach()
         self.attach()
