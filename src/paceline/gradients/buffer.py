@@ -333,5 +333,4 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # gradients leave behind, for steps in which only a few are alive at a time. So each bucket's first
 # fill gives that back to the system: the peak is the gradients and one bucket, not twice the
 # gradients. Later fills leave it to the allocator, since the next layer's gradients want it. With
-# 32 MiB of gradients this takes 10 ms in each of the first two steps of a layout, and none after;
-# doing it in the first layout only kept 8 MiB more for good.
+# 32 MiB of gradients this takes 10 ms in each of the first two steps, and none after.

@@ -37,15 +37,11 @@ class BridgedBuckets(SharedBuckets):
         segment: Segment,
         flats: Sequence[Flat],
         ranks: Sequence[int],
-        position: int,
-        size: int,
-        peers: Peers,
-        *,
         group: Group,
+        peers: Peers,
         leaders: Any,
     ) -> None:
-        super().__init__(segment, flats, ranks, position, size, peers)
-        self._group = group
+        super().__init__(segment, flats, ranks, group, peers)
         self._leaders = leaders
         places = segment.places
         self._copied = [places.copied_word(p) for p in range(len(ranks))]
@@ -76,8 +72,8 @@ class BridgedBuckets(SharedBuckets):
             try:
                 work = self._leaders.allreduce([flat])
             except RuntimeError as error:
-                raise comm.explain_failure(self._group, what, error) from error
-            pending = comm.Pending(work, self._group, what)
+                raise comm.explain_failure(self.group, what, error) from error
+            pending = comm.Pending(work, self.group, what)
             self._sent.append((number, self.turns[number], pending, what))
         while self._sent and self._sent[0][2].is_completed():
             number, turn, pending, _ = self._sent.popleft()
@@ -123,9 +119,9 @@ class BridgedBuckets(SharedBuckets):
             self._awaited, self._look_at_s = (number, turn), now_s + WORDS_EVERY_S
         elif now_s > self._look_at_s:
             self._look_at_s = now_s + WORDS_EVERY_S
-            if comm.have_left(self._group, self._abroad):
+            if comm.have_left(self.group, self._abroad):
                 cause = RuntimeError("a rank of another host has left")
-                raise comm.explain_failure(self._group, what, cause)
+                raise comm.explain_failure(self.group, what, cause)
 
     def _is_summed_here(self, number: int) -> bool:
         return super().has_arrived(number, self.turns[number])
@@ -150,17 +146,8 @@ class BetweenHosts(SharedMemory):
         self._between_all = C10d(group, "slices belong to single ranks")
 
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
-        ranks = self.hosts.neighbours
-        return BridgedBuckets(
-            segment,
-            flats,
-            ranks,
-            ranks.index(self.group.rank()),
-            self.group.size(),
-            self.peers,
-            group=self.group,
-            leaders=self._leaders,
-        )
+        ranks, group = self.hosts.neighbours, self.group
+        return BridgedBuckets(segment, flats, ranks, group, self.peers, self._leaders)
 
     def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
         return self._between_all.scatter_sum(flat, what)

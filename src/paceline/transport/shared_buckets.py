@@ -46,7 +46,7 @@ Chunk = tuple[tuple[Tensor, ...], bool]
 class SharedBuckets:
     """All ranks' buckets of one layout, seen from one rank.
 
-    `position` is this rank's place among the `ranks` of its host; `size` is that of the world.
+    `ranks` are those of this host; `position` is this rank's place among them.
     """
 
     applies_weights = True
@@ -56,19 +56,19 @@ class SharedBuckets:
         segment: Segment,
         flats: Sequence[Flat],
         ranks: Sequence[int],
-        position: int,
-        size: int,
+        group: Group,
         peers: Peers,
     ) -> None:
+        self.group = group
+        self.position = position = ranks.index(group.rank())
+        self._size: int = group.size()
         self.homes = [segment.bucket(position, b, flat) for b, flat in enumerate(flats)]
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
         self._addresses = [home.data_ptr() for home in self.homes]
         self.ranks = ranks
-        self.position = position
         self.peers = peers
         self.segment = segment
         self._flats = flats
-        self._size = size
         self.words = segment.words
         places = segment.places
         positions = range(len(ranks))
@@ -291,16 +291,13 @@ class Channel(SharedBuckets):
     being read. So a rank that has something to tell does not wait for those that listen late.
     """
 
-    def __init__(
-        self, group: Group, segment: Segment, ranks: Sequence[int], position: int, peers: Peers
-    ) -> None:
+    def __init__(self, segment: Segment, ranks: Sequence[int], group: Group, peers: Peers) -> None:
         slot = Flat(SLOT_BYTES, torch.uint8, torch.device("cpu"))
-        super().__init__(segment, [slot] * SLOTS, ranks, position, len(ranks), peers)
-        self._group = group
+        super().__init__(segment, [slot] * SLOTS, ranks, group, peers)
         self._turn = 0
         self._written = [0] * SLOTS
         """By slot, the turn in which this rank last wrote into it."""
-        self._others = [p for p in range(len(ranks)) if p != position]
+        self._others = [p for p in range(len(ranks)) if p != self.position]
         self._met = [segment.places.copied_word(p) for p in range(len(ranks))]
         self._meetings = 0
         with _lock:
@@ -331,7 +328,7 @@ class Channel(SharedBuckets):
         To be called before waiting in a process group, which does not notice a stopped rank.
         """
         with _lock:
-            ours = [channel for channel in _channels if channel._group is self._group]
+            ours = [channel for channel in _channels if channel.group is self.group]
         for channel in ours:
             channel._meetings += 1
             channel.words[channel._met[channel.position]] = channel._meetings

@@ -62,9 +62,7 @@ class SharedMemory:
         self.channel.copy(flat.view(torch.uint8), root, what)
 
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
-        ranks = self.hosts.neighbours
-        position = ranks.index(self.group.rank())
-        return SharedBuckets(segment, flats, ranks, position, self.group.size(), self.peers)
+        return SharedBuckets(segment, flats, self.hosts.neighbours, self.group, self.peers)
 
     def _share(self, flats: Sequence[Flat], what: str) -> SharedBuckets | C10d:
         self.channel.meet(what)
@@ -114,5 +112,4 @@ def open_channel(group: Group, hosts: Hosts, peers: Peers) -> tuple[Channel | No
     segment, problem = share_segment(group, hosts, [SLOT_BYTES] * SLOTS, "Sharing memory")
     if segment is None:
         return None, problem
-    ranks = hosts.neighbours
-    return Channel(group, segment, ranks, ranks.index(group.rank()), peers), ""
+    return Channel(segment, hosts.neighbours, group, peers), ""
