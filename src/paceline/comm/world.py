@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from types import TracebackType
@@ -121,17 +121,7 @@ def init_process_group(
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
     dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
-    return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        local_size=local_size,
-        node=place.node if place else 0,
-        device=device,
-        group=dist.group.WORLD,
-        source=source,
-        owns_group=True,
-    )
+    return replace(current_world(), device=device, source=source, owns_group=True)
 
 
 _groups = count()
@@ -142,16 +132,14 @@ def current_world() -> World:
     """Describe the default process group that is already there, whoever made it."""
     group = default_group()
     place = env.read_placement()
-    rank = group.rank()
-    local_rank = place.local_rank if place else 0
     if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         device = CPU
     return World(
-        rank=rank,
+        rank=group.rank(),
         size=group.size(),
-        local_rank=local_rank,
+        local_rank=place.local_rank if place else 0,
         local_size=place.local_size if place else 1,
         node=place.node if place else 0,
         device=device,

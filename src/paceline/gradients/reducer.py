@@ -270,7 +270,7 @@ class Reducer(BackwardFollower):
         """Ask the transport where new buckets are to live; all ranks do so at the same point."""
         plans = [bucket.plan for bucket in self._layout.buckets]
         what = f"Step {self.steps}: finding memory for the buckets"
-        found = place(self._transport.get(), plans, what) if self.size > 1 else Alone(len(plans))
+        found = place(self._transport.get(), plans, what)
         for bucket, home in zip(self._layout.buckets, found.homes, strict=True):
             bucket.settle_in(home)
             is_whole = self._hook is not None or found.divides(bucket.plan.dtype)
@@ -516,24 +516,6 @@ class Reducer(BackwardFollower):
         ends = dict.fromkeys(repr(name) for name in (*names[:1], *names[-1:]))
         inside = f" ({' to '.join(ends)})" if ends else ""
         return f"Step {self.steps}: the sum of bucket {number}{inside}"
-
-
-class Alone:
-    """Where buckets live in a world of one, and a sum there: there is nothing to wait for."""
-
-    applies_weights = False
-
-    def __init__(self, count: int) -> None:
-        self.homes = [None] * count
-
-    def divides(self, _dtype: torch.dtype) -> bool:
-        return False
-
-    def start(self, _number: int, _buffer: Tensor, _weight: float, _what: str) -> Alone:
-        return self
-
-    def wait(self) -> None:
-        return
 
 
 # Note [Who keeps whom alive]

@@ -18,8 +18,11 @@ class C10d:
     def __init__(self, group: Group, why: str) -> None:
         self.description = f"c10d: {why}"
         self._group = group
+        self._is_alone = group.size() == 1  # then the group may be without a backend
 
     def sum(self, flat: Tensor, what: str) -> Reduction:
+        if self._is_alone:
+            return _All([])
         return comm.start_all_reduce(self._group, flat, what)
 
     def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
@@ -39,19 +42,17 @@ class C10d:
         )
 
     def copy(self, flat: Tensor, root: int, what: str) -> None:
-        comm.broadcast(self._group, flat, root, what)
+        if not self._is_alone:
+            comm.broadcast(self._group, flat, root, what)
 
     def _slices(self, flat: Tensor) -> list[tuple[int, int, int]]:
         """Owner, start and stop of every slice that is not empty; none in a world of one."""
-        size = self._group.size()
-        if size == 1:  # it has a group without a backend
-            return []
-        cut = slices(flat.numel(), size)
+        cut = [] if self._is_alone else slices(flat.numel(), self._group.size())
         return [(owner, start, stop) for owner, (start, stop) in enumerate(cut) if start < stop]
 
 
 class _All:
-    """Several collectives under way, waited for in order."""
+    """Several collectives under way, waited for in order; or none."""
 
     def __init__(self, parts: Sequence[Reduction]) -> None:
         self._parts = parts
