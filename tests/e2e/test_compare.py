@@ -39,26 +39,31 @@ def test_every_engine_has_a_row_with_what_it_costs() -> None:
     torch.testing.assert_close(list(module.parameters()), before)
 
 
-def test_a_batch_without_targets_and_a_model_of_containers_will_do() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+class Two(nn.Module):
+    """Takes two inputs and returns a container."""
 
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"a": self.linear(a), "b": self.linear(b)}
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
 
-    batch = (torch.rand(5, 3), torch.rand(5, 3))
-    found = compare(Two(), batch, device_ids=["cpu:0", "cpu:1", "cpu:2"], steps=1)
-    assert found.rows[3].processes == 3
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": self.linear(a), "b": self.linear(b)}
 
 
-def test_the_command_loads_what_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+def two_without_targets() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], None]:
+    return Two(), (torch.rand(5, 3), torch.rand(5, 3)), None
+
+
+def test_the_command_compares_what_it_is_told_to_with_or_without_targets(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    args = parser.parse_args([f"{__name__}:made_here", "--steps", "1", "--devices", "cpu:0,cpu:1"])
+    target = f"{__name__}:two_without_targets"
+    args = parser.parse_args([target, "--steps", "1", "--devices", "cpu:0,cpu:1,cpu:2"])
     assert command.main(args) == 0
-    assert "DistributedDataParallel" in capsys.readouterr().out
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last[:2] == ["DistributedDataParallel", "3"]
 
 
 def test_mistakes_are_answered() -> None:
