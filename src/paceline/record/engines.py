@@ -18,6 +18,8 @@ import torch
 from paceline.ddp.wrapper import bare
 from paceline.observe.units import bytes_text, count_text, list_text, shape_text
 from paceline.record.facts import (
+    ForwardPass,
+    StepRecording,
     bytes_of,
     dataset_facts,
     dataset_rows,
@@ -26,7 +28,7 @@ from paceline.record.facts import (
     row_values,
     tree_facts,
 )
-from paceline.record.hooks import ForwardPass, StepHooks, StepRecording, memories
+from paceline.record.hooks import StepHooks, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]

@@ -1,25 +1,126 @@
-"""What is written down of live tensors, and where the followed sample and weight are found."""
+"""What is written down of a live step: its forward passes, its tensors, what its caller says.
+
+Live tensors come in here; what leaves it for a trace are `TensorFacts`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import lt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import tree
 from paceline.errors import UsageError
-from paceline.record.stages import Stats, TensorFacts
+from paceline.record.stages import Stats, TensorFacts, Trace
 
 FIRST_VALUES = 6
 """How many values of a tensor are kept, where values are asked for."""
 FEWEST_FOR_STATS = 8
 """Statistics of fewer values would nearly be the values."""
+
+Memory = tuple[str, int]
+"""Device and address of a storage: two tensors with the same one share bytes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """The rows of one forward pass and what the loss said of them: enough to compute it again."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    """Of the loss, by output."""
+    random_state: list[Tensor] = field(default_factory=list)
+    """Of the generators before the pass; empty where it drew no random numbers."""
+    targets: list[Tensor] = field(default_factory=list)
+    """What the loss compares the outputs with, where that is known."""
+
+    @property
+    def rows(self) -> int:
+        return next((tensor.shape[0] for tensor in self.inputs if tensor.dim()), 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardPass(Piece):
+    """One call of the module, of a replica, or of `DataParallel` with the whole batch."""
+
+    module: nn.Module
+    arguments: Any
+    """args and kwargs, whose tensors are the inputs."""
+    output: Any = None
+    memories: list[Memory]
+    """Of the inputs."""
+    weights: set[Memory]
+    """Of the parameters that were used."""
+    replica: int
+    """Which one it is, 0 without replicas."""
+    turn: int = 0
+    """How many times this module, or this replica, was called before in the step."""
+    arrive_ns: int
+    """Before anything was written down."""
+    begin_ns: int = 0
+    end_ns: int = 0
+    leave_ns: int = 0
+    """After everything was written down."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecording:
+    """One step being recorded: what the caller wants to know of it, and says about it.
+
+    `trace` is there when the block has ended.
+    """
+
+    step: int
+    dataset: Any
+    values: bool
+    sample: int | None
+    weight: WeightRef | None
+    weight_before: float | None
+    """The followed weight's value before the step."""
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    check: bool
+    """Whether the step is computed again, for which tensors are kept."""
+    indices: list[int] | None = None
+    """Which rows of the dataset this process has."""
+    loss: Tensor | None = None
+    """The sum of all losses."""
+    loss_weight: float | None = None
+    """Over how many items it is a sum; None where nobody said."""
+    targets: list[Any] = field(default_factory=list)
+    """One for each loss."""
+    trace: Trace | None = None
+
+    def note_batch(self, indices: Sequence[int]) -> None:
+        """Say which rows of the dataset this worker's batch has, in order."""
+        self.indices = [int(index) for index in indices]
+
+    def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
+        """Say what the loss is, before backward; of several, their sum is shown.
+
+        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
+        With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
+        batch too.
+        """
+        self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
+        value = loss.detach().clone()
+        self.loss = value if self.loss is None else self.loss + value
+        if weight is not None:
+            self.loss_weight = (self.loss_weight or 0.0) + weight
+
+    def read_weight(self, tensors: Mapping[str, Tensor]) -> float | None:
+        """The followed weight in one of several tensors by name."""
+        return None if self.weight is None else self.weight.read(tensors)
 
 
 def facts_of(name: str, tensor: Tensor, *, values: bool) -> TensorFacts:

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from paceline.comm import tree
 from paceline.ddp.sync_batch_norm import SyncBatchNorm
 from paceline.observe.units import list_text
-from paceline.record.hooks import Piece, StepHooks, dense, trained_parameters
+from paceline.record.facts import Piece
+from paceline.record.hooks import StepHooks, dense, trained_parameters
 from paceline.record.stages import Check
 
 # How far apart two orders of the same sums may end, as a share of the largest number.

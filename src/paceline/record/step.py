@@ -42,8 +42,8 @@ from paceline.record.engines import (
     loss_factor,
     merge_stages,
 )
-from paceline.record.facts import bytes_of, dataset_rows, find_weight
-from paceline.record.hooks import Piece, StepHooks, StepRecording, trained_parameters
+from paceline.record.facts import Piece, StepRecording, bytes_of, dataset_rows, find_weight
+from paceline.record.hooks import StepHooks, trained_parameters
 from paceline.record.reference import Reference, check_sums, first_line, not_computed
 from paceline.record.stages import Check, EngineName, Model, Trace
 
