@@ -114,13 +114,10 @@ def summarise(steps: Sequence[StepTimes]) -> OwnWork:
 def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
     """The rank that the last windows, each by rank, show to be slow, if any does."""
     recent = windows[-WINDOWS:]
-    last = recent[-LEAST_WINDOWS:]
-    slowest = {_slowest(window) for window in last}
-    if len(last) < LEAST_WINDOWS or len(slowest) > 1:
+    leads = [lead for window in recent[-LEAST_WINDOWS:] if (lead := _lead(window))]
+    if len(leads) < LEAST_WINDOWS or len({rank for rank, _ in leads}) > 1:
         return None
-    (rank,) = slowest
-    if rank is None:
-        return None
+    rank = leads[0][0]
     together = [_together([window[r] for window in recent]) for r in range(len(recent[-1]))]
     mine = together[rank]
     others = [work for r, work in enumerate(together) if r != rank and work.steps]
@@ -128,7 +125,7 @@ def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
     excess = mine.seconds - typical_s
     if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _chance(mine, others)):
         return None
-    if any(_excess(window, rank) < excess / 3 for window in last):
+    if min(lead for _, lead in leads) < excess / 3:
         return None  # it is one window's accident that carries the average
     usual = {phase: median(work.seconds_by_phase[phase] for work in others) for phase in OWN}
     phase = max(OWN, key=lambda phase: mine.seconds_by_phase[phase] - usual[phase])
@@ -142,15 +139,13 @@ def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
     )
 
 
-def _slowest(window: Sequence[OwnWork]) -> int | None:
-    """The rank with the most work of its own, where at least two had any."""
-    busy = [rank for rank, work in enumerate(window) if work.steps]
-    return max(busy, key=lambda rank: window[rank].seconds) if len(busy) > 1 else None
-
-
-def _excess(window: Sequence[OwnWork], rank: int) -> float:
-    others = [work.seconds for r, work in enumerate(window) if r != rank and work.steps]
-    return window[rank].seconds - median(others)
+def _lead(window: Sequence[OwnWork]) -> tuple[int, float] | None:
+    """The rank with the most work of its own, and by how much; where at least two had any."""
+    seconds = {rank: work.seconds for rank, work in enumerate(window) if work.steps}
+    if len(seconds) < 2:
+        return None
+    rank = max(seconds, key=seconds.__getitem__)
+    return rank, seconds.pop(rank) - median(seconds.values())
 
 
 def _together(windows: Sequence[OwnWork]) -> OwnWork:
