@@ -235,7 +235,7 @@ def read_terminal(environ: Mapping[str, str] = os.environ) -> TerminalSettings:
         progress=environ.get("PACELINE_PROGRESS", "").strip().lower(),
         is_ci=environ.get("CI", "").lower() not in ("", "0", "false"),
         is_dumb=environ.get("TERM") == "dumb",
-        has_colour=not environ.get("NO_COLOR"),
+        has_colour=not environ.get("NO_COLOR") and environ.get("TERM") != "dumb",
     )
 
 
@@ -340,7 +340,6 @@ def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
     trace_step = read_int(environ, "PACELINE_TRACE_STEP", default=0)
     if trace_step < 0:
         raise SettingError(
-            f"PACELINE_TRACE_STEP is {trace_step}.",
-            advice="Steps count from 1; 0 means none.",
+            f"PACELINE_TRACE_STEP is {trace_step}.", advice="Steps count from 1; 0 means none."
         )
     return Observation(environ.get("PACELINE_TIMELINE", ""), float(stall), blame == "1", trace_step)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines, wants_colour
+from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines
 
 
 def test_lines_come_out_whole_however_the_bytes_arrive() -> None:
@@ -58,17 +56,9 @@ def test_binary_garbage_and_endless_lines_pass_in_bounded_memory() -> None:
 def test_labels_carry_the_rank_and_colour_only_the_label() -> None:
     written: list[bytes] = []
     writes = {1: written.append, 2: written.append}
-    console = Console(writes, live=frozenset({2}), has_colour=True)
+    console = Console(writes, coloured=frozenset({2}))
     console.show(1, [(3, b"text"), (None, b"bare")])
     console.show(2, [(3, b"text")])
     assert written[0] == b"[rank 3] text\nbare\n"
     assert written[1].startswith(b"\x1b[")
     assert written[1].endswith(b"[rank 3] \x1b[0mtext\n")
-
-
-@pytest.mark.parametrize(
-    ("environ", "colour"),
-    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
-)
-def test_colour_is_for_those_who_want_it(environ: dict[str, str], colour: bool) -> None:
-    assert wants_colour(environ) is colour

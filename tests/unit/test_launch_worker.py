@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launcher.worker import Instructions, claim_store, when_imported
+from paceline.launcher.worker import Instructions, when_imported
 
 
 @pytest.fixture
@@ -70,8 +70,3 @@ def test_instructions_are_taken_out_of_the_environment(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert Instructions.take() == instructions
     assert not any(name in os.environ for name in instructions.as_variable())
-
-
-def test_only_the_first_claims_the_store(tmp_path: Path) -> None:
-    path = str(tmp_path / "claimed")
-    assert [claim_store(path), claim_store(path)] == [True, False]

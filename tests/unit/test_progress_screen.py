@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.env import SCREEN_VARIABLE, read_screen, screen_environment
-from paceline.launcher.output import Console, Records, Stream, open_records
+from paceline.launcher.output import Console, Records, Stream
 from paceline.progress import Progress
 from paceline.progress.live import Screen, StatusLine, can_draw, read_record
 from tests.terminals import Glass
@@ -147,7 +147,7 @@ def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
 
 def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
     reader, writer = os.pipe()
-    stream = Stream(reader, 1, rank=1, console=desk.console())
+    stream = Stream(reader, 1, desk.console(), rank=1)
     desk.screen.receive(HALF)
     desk.written.clear()
     os.write(writer, b"".join(b"%d\n" % number for number in range(5_000)))
@@ -426,7 +426,7 @@ def test_a_launcher_that_does_not_draw_still_offers_its_mark(worker: Worker) -> 
 
 def test_marked_lines_lose_their_rank_and_end_what_was_not_ended(desk: Desk) -> None:
     reader, writer = os.pipe()
-    stream = Stream(reader, 1, rank=0, console=desk.console(), mark="<mark>")
+    stream = Stream(reader, 1, desk.console(), rank=0, mark="<mark>")
     os.write(writer, b"one\nhalf<mark>of the run\n<mark>\nthree\n")
     stream.read(0.0)
     assert desk.glass.lines == ["[rank 0] one", "[rank 0] half", "of the run", "", "[rank 0] three"]
@@ -435,7 +435,8 @@ def test_marked_lines_lose_their_rank_and_end_what_was_not_ended(desk: Desk) -> 
 
 
 def test_records_are_drawn_as_they_come_and_the_end_of_rank_0_removes_the_line(desk: Desk) -> None:
-    records, writer = open_records(desk.screen)
+    reader, writer = os.pipe()
+    records = Records(reader, desk.screen)
     os.write(writer, HALF.to_json().encode()[:20])
     records.read(0.0)
     assert desk.glass.lines == []

@@ -231,8 +231,7 @@ class LaunchOptions:
         "--numa-binding MODE",
         "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
         matching(
-            "|node|socket|exclusive|core-complex",
-            "Use node, socket, exclusive or core-complex.",
+            "|node|socket|exclusive|core-complex", "Use node, socket, exclusive or core-complex."
         ),
     )
     role: str = flag("--role NAME", "a name for the workers", default="default", tells="ROLE_NAME")
@@ -254,8 +253,7 @@ class LaunchOptions:
         "--node-rank R", "this machine's number, from 0 (static rendezvous)", optional(whole(0))
     )
     master_addr: str = flag(
-        "--master-addr ADDR",
-        "the address of machine 0 (static rendezvous); 127.0.0.1 by default",
+        "--master-addr ADDR", "the address of machine 0 (static rendezvous); 127.0.0.1 by default"
     )
     master_port: int | None = flag(
         "--master-port PORT",
@@ -265,10 +263,7 @@ class LaunchOptions:
     rdzv_backend: str = flag(
         "--rdzv-backend NAME",
         "static: machines have a --node-rank; c10d: they get it on arrival at --rdzv-endpoint",
-        matching(
-            "static|c10d",
-            "Use static with --node-rank, or c10d with --rdzv-endpoint.",
-        ),
+        matching("static|c10d", "Use static with --node-rank, or c10d with --rdzv-endpoint."),
         default="static",
     )
     rdzv_endpoint: tuple[str, int | None] | None = flag(
@@ -280,8 +275,7 @@ class LaunchOptions:
         "--rdzv-id ID",
         "a name for this run, the same on all machines",
         matching(  # it becomes part of a folder's name
-            r"[A-Za-z0-9._-]{0,64}",
-            "Use up to 64 letters, digits, dots, dashes and underscores.",
+            r"[A-Za-z0-9._-]{0,64}", "Use up to 64 letters, digits, dots, dashes and underscores."
         ),
     )
     rdzv_conf: Mapping[str, float] = flag(
@@ -467,12 +461,9 @@ class LaunchOptions:
     @property
     def writes_logs(self) -> bool:
         """Whether anything goes to log files, so that their folder must exist."""
-        chosen = [*self.redirects.values(), *self.tee.values()]
-        return bool(self.log_dir or any(chosen) or self.has_filters)
-
-    @property
-    def has_filters(self) -> bool:
-        return bool(self.duplicate_stdout_filters or self.duplicate_stderr_filters)
+        streams = any(self.redirects.values()) or any(self.tee.values())
+        words = self.duplicate_stdout_filters or self.duplicate_stderr_filters
+        return bool(self.log_dir or streams or words)
 
     def told(self) -> dict[str, str]:
         """The variables through which workers learn of the flags that concern them."""

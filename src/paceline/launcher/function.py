@@ -26,9 +26,16 @@ from typing import Any, TypeVar
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
-from paceline.launcher.output import Pipes, text_console
+from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, describe_exit, end_now
+from paceline.launcher.process import (
+    Ending,
+    OrphanGuard,
+    WorkerProcess,
+    abandon,
+    describe_exit,
+    start_all,
+)
 from paceline.launcher.store import StoreSocket
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
@@ -54,12 +61,13 @@ def launch(
     _check(fn, workers, threads)
     import torch  # noqa: F401  loaded once here, not once per worker
 
-    options = LaunchOptions(program="", threads=threads, no_label=not label)
+    options = LaunchOptions(
+        program="", threads=threads, no_label=not label, shutdown_timeout=shutdown_timeout_s
+    )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        store = stack.enter_context(closing(StoreSocket(os.path.join(folder, "store-claimed"))))
+        store = stack.enter_context(closing(StoreSocket()))
         guard = stack.enter_context(closing(OrphanGuard()))
-        forks = stack.enter_context(closing(_Forks(partial(fn, *args), store, guard)))
         specs = plan_workers(
             options,
             store.first_place(workers),
@@ -69,13 +77,8 @@ def launch(
             cores=count_cores(),
             interface=env.loopback_interface(),
         )
-        forks.start(specs)
-        ending = Supervisor(
-            forks.workers,
-            guard,
-            shutdown_timeout_s=shutdown_timeout_s,
-            store=store,
-        ).run()
+        forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store, guard)))
+        ending = Supervisor(forks.start(), guard, options, store=store).run()
         if not ending.succeeded:
             raise _worker_error(ending, workers)
         return _read_results([_result_file(spec) for spec in specs])
@@ -88,10 +91,16 @@ class _Forks:
     are made just before it, and its ends of them closed here just after.
     """
 
-    def __init__(self, call: Callable[[], object], store: StoreSocket, guard: OrphanGuard) -> None:
+    def __init__(
+        self,
+        call: Callable[[], object],
+        specs: list[WorkerSpec],
+        store: StoreSocket,
+        guard: OrphanGuard,
+    ) -> None:
         self.call = call
         self.store = store
-        self.console = text_console(sys.stdout, sys.stderr, os.environ)
+        self.console = open_console(os.environ)
         self.ours = [guard.writer, store.linger_writer]
         """What only the calling process may hold open."""
         self.workers: list[WorkerProcess] = []
@@ -99,27 +108,23 @@ class _Forks:
         self.error: BaseException | None = None
         self.started = threading.Event()
         self.finished = threading.Event()
-        context = contextvars.copy_context()
+        run = contextvars.copy_context().run
         self.thread = threading.Thread(
-            target=context.run, args=(self._fork_all,), name="paceline-launch", daemon=True
+            target=run, args=(self._fork_all, specs), name="paceline-launch", daemon=True
         )
 
-    def start(self, specs: list[WorkerSpec]) -> None:
-        """Fork them all; if one cannot be, or on an interrupt, end those that were."""
-        for spec in specs:
-            os.mkdir(os.path.dirname(spec.error_file), 0o700)
-        self.specs = specs
+    def start(self) -> list[WorkerProcess]:
+        """Fork them all; on an interrupt, end those that were forked."""
+        self.thread.start()
         try:
-            self.thread.start()
             self.started.wait()
-            if self.error is not None:
-                raise self.error
         except BaseException:
             self.started.wait()
-            end_now(self.workers)
-            for worker in self.workers:
-                worker.close()
+            abandon(self.workers)
             raise
+        if self.error is not None:
+            raise self.error
+        return self.workers
 
     def close(self) -> None:
         self.finished.set()
@@ -129,17 +134,16 @@ class _Forks:
             process.join()
             process.close()
 
-    def _fork_all(self) -> None:
+    def _fork_all(self, specs: list[WorkerSpec]) -> None:
         try:
-            for spec in self.specs:
-                self._fork(replace(spec, takes_terminal=False))
-                self.store.shut()  # rank 0 has it now
+            self.workers = start_all(specs, self._fork)
         except BaseException as error:
             self.error = error
         self.started.set()
         self.finished.wait()
 
-    def _fork(self, spec: WorkerSpec) -> None:
+    def _fork(self, spec: WorkerSpec) -> WorkerProcess:
+        spec = replace(spec, takes_terminal=False)
         pipes = Pipes(spec, self.console)
         self.ours += pipes.ours
         process = multiprocessing.get_context("fork").Process(
@@ -150,11 +154,10 @@ class _Forks:
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         pipes.close_theirs()
+        self.store.shut()  # rank 0, which is the first, has it now
         self.processes.append(process)
         poll = partial(getattr, process, "exitcode")
-        self.workers.append(
-            WorkerProcess(spec.rank, process.pid or -1, poll, spec.error_file, pipes)
-        )
+        return WorkerProcess(spec.rank, process.pid or -1, poll, spec.error_file, pipes)
 
     def _work(self, spec: WorkerSpec, pipes: Pipes, parent: int) -> None:
         """A worker's whole life, after the fork."""
@@ -164,11 +167,10 @@ class _Forks:
         _settle_in(pipes)
         die_with(parent)
         os.environ.update({**spec.environment, **pipes.variables})
-        _set_threads()
-        instructions = Instructions(parent=parent, status_fd=pipes.status_writer)
-        if spec.rank == 0:
-            instructions = replace(instructions, **self.store.instructions)
-        worker = Worker(instructions)
+        if "OMP_NUM_THREADS" in os.environ:  # torch read it when the parent imported it
+            sys.modules["torch"].set_num_threads(env.read_int(os.environ, "OMP_NUM_THREADS"))
+        serving = self.store.instructions if spec.rank == 0 else {}
+        worker = Worker(Instructions(parent=parent, status_fd=pipes.status_writer, **serving))
         worker.prepare()
         try:
             sys.exit(worker.call(lambda: _write_result(_result_file(spec), self.call())))
@@ -191,14 +193,6 @@ def _settle_in(pipes: Pipes) -> None:
         text = os.fdopen(fd, "w", 1, encoding="utf-8", errors="replace", closefd=False)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-
-
-def _set_threads() -> None:
-    """Tell torch, which read the variable when the parent imported it."""
-    import torch
-
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(env.read_int(os.environ, "OMP_NUM_THREADS"))
 
 
 def _result_file(spec: WorkerSpec) -> str:

@@ -9,17 +9,18 @@ has a `Screen`, whose bottom line says where the run is: `Records` reads that fr
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
-from typing import BinaryIO, TextIO
+from typing import IO, TextIO
 
 from paceline.env import read_terminal, screen_environment
-from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec
+from paceline.launcher.plan import STDERR, STDOUT, Route, WorkerSpec
 from paceline.progress.live import Screen, StatusLine, can_draw, read_record
 from paceline.progress.painters import terminal_of
 
@@ -89,21 +90,21 @@ def _last_rewrite(line: bytes) -> bytes:
 
 
 class Console:
-    """Where labelled lines go: two files, or a notebook's `sys.stdout` and `sys.stderr`."""
+    """Where labelled lines go: the launcher's standard output and standard error."""
 
     def __init__(
         self,
         write_by_stream: Mapping[int, Callable[[bytes], object]],
         *,
-        live: frozenset[int] = frozenset({1, 2}),
-        has_colour: bool = False,
+        live: frozenset[int] = frozenset({STDOUT, STDERR}),
+        coloured: frozenset[int] = frozenset(),
         screen: Screen | None = None,
         on_screen: frozenset[int] = frozenset(),
     ) -> None:
         self.write_by_stream = write_by_stream
         self.live = live
         """Streams that somebody watches; the others are logs."""
-        self.has_colour = has_colour
+        self.coloured = coloured
         self.screen = screen
         """The terminal's bottom line, where there is a terminal that can have one."""
         self.on_screen = on_screen
@@ -114,9 +115,8 @@ class Console:
     def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
         """Write lines at once, each with its rank unless that is None."""
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
-        screen = self.screen if stream in self.on_screen else None
-        if screen is not None and screen.is_drawn:
-            screen.write_above(data)
+        if self.screen is not None and self.screen.is_drawn and stream in self.on_screen:
+            self.screen.write_above(data)
         else:
             self.write_by_stream[stream](data)
 
@@ -124,65 +124,47 @@ class Console:
         if rank is None:
             return b""
         label = f"[rank {rank}] ".encode()
-        if self.has_colour and stream in self.live:
+        if stream in self.coloured:
             label = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
         return label
 
 
-def file_console(environ: Mapping[str, str]) -> Console:
-    """The launcher's own standard streams, coloured where they are terminals."""
-    writes = {fd: partial(write_all, fd) for fd in (1, 2)}
-    screen, on_screen = _screen(writes[1], (1, 2), sys.stdout.encoding or "utf-8", environ)
-    live = frozenset(filter(os.isatty, (1, 2)))
-    has_colour = wants_colour(environ)
-    return Console(writes, live=live, has_colour=has_colour, screen=screen, on_screen=on_screen)
+def open_console(environ: Mapping[str, str]) -> Console:
+    """Python's own streams. In a notebook they are not files, and encode what they are given."""
+    streams = {STDOUT: sys.stdout, STDERR: sys.stderr}
+    writes = {number: partial(_write, stream) for number, stream in streams.items()}
+    terminals = {n: fd for n, stream in streams.items() if (fd := terminal_of(stream)) >= 0}
+    notebook = {n for n, stream in streams.items() if not isinstance(stream, io.TextIOWrapper)}
+    has_colour = read_terminal(environ).has_colour
+    fd = terminals.get(STDOUT, -1)
+    screen = None
+    if can_draw(fd, environ):
+        encoding = sys.stdout.encoding if STDOUT not in notebook else "utf-8"
+        screen = Screen(writes[STDOUT], fd=fd, encoding=encoding, has_colour=has_colour)
+    return Console(
+        writes,
+        live=frozenset(terminals) | notebook,
+        coloured=frozenset(terminals) if has_colour else frozenset(),
+        screen=screen,
+        on_screen=frozenset(n for n, other in terminals.items() if _are_same(other, fd)),
+    )
 
 
-def text_console(stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> Console:
-    """Python's own streams, which in a notebook are not files, and encode what they are given."""
-
-    def write(stream: TextIO, data: bytes) -> None:
+def _write(stream: TextIO, data: bytes) -> None:
+    if isinstance(stream, io.TextIOWrapper):
+        stream.buffer.write(data)
+    else:
         stream.write(data.decode("utf-8", "replace"))
-        stream.flush()
-
-    writes = {1: partial(write, stdout), 2: partial(write, stderr)}
-    fds = terminal_of(stdout), terminal_of(stderr)
-    screen, on_screen = _screen(writes[1], fds, "utf-8", environ)
-    return Console(writes, screen=screen, on_screen=on_screen)
-
-
-def _screen(
-    write: Callable[[bytes], object],
-    fds: tuple[int, int],
-    encoding: str,
-    environ: Mapping[str, str],
-) -> tuple[Screen | None, frozenset[int]]:
-    """The bottom line of the terminal behind standard output, and the streams that lead there."""
-    if not can_draw(fds[0], environ):
-        return None, frozenset()
-    screen = Screen(write, fd=fds[0], encoding=encoding, has_colour=wants_colour(environ))
-    return screen, frozenset(n for n, fd in enumerate(fds, 1) if _are_same(fd, fds[0]))
+    stream.flush()
 
 
 def _are_same(fd: int, other: int) -> bool:
     """Whether both lead to the same terminal."""
     try:
-        if os.path.sameopenfile(fd, other):
-            return True
-        # /dev/tty is another name for it; these fail for any terminal but the one in control.
-        return os.tcgetpgrp(fd) == os.tcgetpgrp(other)
+        # /dev/tty is another name for it; tcgetpgrp fails for any terminal but the one in control.
+        return os.path.sameopenfile(fd, other) or os.tcgetpgrp(fd) == os.tcgetpgrp(other)
     except OSError:
         return False
-
-
-def wants_colour(environ: Mapping[str, str]) -> bool:
-    settings = read_terminal(environ)
-    return settings.has_colour and not settings.is_dumb
-
-
-def write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 class Source:
@@ -243,37 +225,34 @@ class Records(Source):
         super().close()
 
 
-def open_records(screen: Screen) -> tuple[Records, int]:
-    """A pipe for the screen's bottom line: our end, and rank 0's, which never makes it wait."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    return Records(reader, screen), writer
-
-
 class Stream(Source):
-    """One stream of one worker, from its pipe to the console, a log file, or both."""
+    """One stream of one worker, from its pipe to where its route leads."""
 
     def __init__(
         self,
         fd: int,
         number: int,
+        console: Console,
+        route: Route = Route(),  # noqa: B008  it is frozen
         *,
         rank: int | None,
-        console: Console | None,
-        log: BinaryIO | None = None,
-        copy: LineCopy | None = None,
-        patience_s: float = LOG_PATIENCE_S,
         mark: str = "",
     ) -> None:
         """Lines that begin with `mark` are shown without the rank: they speak for all."""
         super().__init__(fd)
         self.number = number
-        self.rank = rank
         self.console = console
-        self.log = log
-        self.copy = copy
+        self.route = route
+        self.rank = rank
         self.mark = mark.encode()
-        self.lines = Lines(patience_s)
+        self.lines = Lines(TERMINAL_PATIENCE_S if number in console.live else LOG_PATIENCE_S)
+        self.files = ExitStack()
+        self.log = self._open(route.log_file, "wb")
+        self.filtered = self._open(route.filtered_file, "ab")
+        """Shared with the other workers."""
+
+    def _open(self, path: str, mode: str) -> IO[bytes] | None:
+        return self.files.enter_context(open(path, mode, buffering=0)) if path else None
 
     @property
     def due_s(self) -> float | None:  # type: ignore[override]
@@ -290,17 +269,16 @@ class Stream(Source):
     def close(self) -> None:
         self._show(self.lines.close())
         super().close()
-        if self.log is not None:
-            self.log.close()
+        self.files.close()
 
     def _show(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
         ranked = [pair for line in lines for pair in self._unmarked(line)]
-        if self.console is not None:
+        if ranked and self.route.on_console:
             self.console.show(self.number, ranked)
-        if self.copy is not None:
-            self.copy.write(line for _, line in ranked)
+        if self.filtered is not None:
+            for _, line in ranked:
+                if any(word in line for word in self.route.words):
+                    self.filtered.write(line + b"\n")
 
     def _unmarked(self, line: bytes) -> list[tuple[int | None, bytes]]:
         """The line with its rank, or without it behind a mark; what had not ended is a line."""
@@ -310,64 +288,35 @@ class Stream(Source):
         return [*([(self.rank, before)] if before else []), *((None, part) for part in marked)]
 
 
-class LineCopy:
-    """A file that gets the lines with one of some words in them, from all workers."""
-
-    def __init__(self, path: str, words: Iterable[str]) -> None:
-        self.words = [word.encode() for word in words]
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-
-    def write(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            if any(word in line for word in self.words):
-                self.file.write(line + b"\n")
-
-    def close(self) -> None:
-        self.file.close()
-
-
 class Pipes:
     """Everything between the launcher and one worker: our ends to read from, its ends to pass on.
 
     A worker that takes the terminal inherits the launcher's streams instead, which are None here.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        console: Console,
-        copies: Mapping[int, LineCopy] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, console: Console) -> None:
         self.status_fd, self.status_writer = os.pipe()
         self.theirs = [self.status_writer]
         self.sources: list[Source] = []
         self.streams: dict[int, int | None] = {STDOUT: None, STDERR: None}
         self.variables: dict[str, str] = {}
         if not spec.takes_terminal:
-            for number in self.streams:
-                self.streams[number] = self._open(spec, number, console, copies.get(number))
+            marks = {STDOUT: console.mark if spec.marks_lines else "", STDERR: ""}
+            for number, mark in marks.items():
+                self.streams[number] = self._open(spec, number, console, mark)
         if spec.speaks_for_all:
-            self._offer_screen(console, console.mark if spec.may_mark(STDOUT) else "")
+            self._offer_screen(console, console.mark if spec.marks_lines else "")
 
-    def _open(self, spec: WorkerSpec, number: int, console: Console, copy: LineCopy | None) -> int:
+    def _open(self, spec: WorkerSpec, number: int, console: Console, mark: str) -> int:
         """The worker's end of one stream."""
         route = spec.routes[number]
-        if not route.on_console and copy is None:
+        if route.on_console or route.filtered_file:
+            reader, writer = os.pipe()
+            stream = Stream(reader, number, console, route, rank=spec.label, mark=mark)
+            self.sources.append(stream)
+        else:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             writer = os.open(route.log_file or os.devnull, flags, 0o600)
-        else:
-            reader, writer = os.pipe()
-            stream = Stream(
-                reader,
-                number,
-                rank=spec.label,
-                console=console if route.on_console else None,
-                log=open(route.log_file, "wb", buffering=0) if route.log_file else None,  # noqa: SIM115
-                copy=copy,
-                patience_s=TERMINAL_PATIENCE_S if number in console.live else LOG_PATIENCE_S,
-                mark=console.mark if spec.may_mark(number) else "",
-            )
-            self.sources.append(stream)
         self.theirs.append(writer)
         return writer
 
@@ -375,8 +324,9 @@ class Pipes:
         """Let rank 0 say what the bottom line of the screen should be, if there is one."""
         writer = -1
         if console.screen is not None:
-            records, writer = open_records(console.screen)
-            self.sources.append(records)
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)  # a slow launcher never makes it wait
+            self.sources.append(Records(reader, console.screen))
             self.theirs.append(writer)
         stdout = self.streams[STDOUT]
         self.variables = screen_environment(writer, STDOUT if stdout is None else stdout, mark)

@@ -33,6 +33,9 @@ class Route:
 
     on_console: bool = True
     log_file: str = ""
+    filtered_file: str = ""
+    """Takes the lines with one of `words` in them, from all workers."""
+    words: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,6 @@ class WorkerSpec:
     """One worker to be started."""
 
     rank: int
-    local_rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     error_file: str
@@ -56,10 +58,11 @@ class WorkerSpec:
         """Rank 0 alone says where the run is, and not if nobody wants to see what it says."""
         return self.rank == 0 and self.routes[STDOUT].on_console
 
-    def may_mark(self, stream: int) -> bool:
-        """Whether it may mark lines of the whole run: only where nobody but us reads them."""
+    @property
+    def marks_lines(self) -> bool:
+        """Whether it marks lines of the whole run: only where nobody but us reads them."""
         is_ours = not self.takes_terminal and not self.routes[STDOUT].log_file
-        return is_ours and stream == STDOUT and self.speaks_for_all
+        return is_ours and self.speaks_for_all
 
 
 def plan_workers(
@@ -92,15 +95,11 @@ def plan_workers(
         if options.virtual_local_rank:
             visible = _visible_device(environ, local_rank)
             ours |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible}
-        routes = {
-            STDOUT: _route(options, local_rank, STDOUT, os.path.dirname(error_file)),
-            STDERR: _route(options, local_rank, STDERR, os.path.dirname(error_file)),
-        }
-        is_plain = set(routes.values()) == {Route()} and not options.has_filters
+        routes = {n: _route(options, local_rank, n, folder) for n in (STDOUT, STDERR)}
+        is_plain = set(routes.values()) == {Route()}
         specs.append(
             WorkerSpec(
                 rank=place.rank,
-                local_rank=local_rank,
                 argv=argv,
                 environment={**defaults, **environ, **ours, **options.told()},
                 error_file=error_file,
@@ -152,11 +151,18 @@ def _route(options: LaunchOptions, local_rank: int, stream: int, folder: str) ->
         for by_rank in (options.redirects, options.tee)
     )
     shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
-    name = "stdout.log" if stream == STDOUT else "stderr.log"
+    name, words = (
+        ("stdout.log", options.duplicate_stdout_filters)
+        if stream == STDOUT
+        else ("stderr.log", options.duplicate_stderr_filters)
+    )
+    log_file = os.path.join(folder, str(local_rank), name)
     # As under torchrun, what is both redirected and teed is teed.
     return Route(
         on_console=shown and (teed or not redirected),
-        log_file=os.path.join(folder, name) if redirected or teed else "",
+        log_file=log_file if redirected or teed else "",
+        filtered_file=os.path.join(folder, f"filtered_{name}") if words else "",
+        words=tuple(word.encode() for word in words),
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paceline.launcher.output import Pipes
+from paceline.launcher.plan import WorkerSpec
 
 MAX_ERROR_BYTES = 4 * 2**20
 _TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
@@ -62,6 +63,28 @@ class WorkerProcess:
         return True
 
 
+def start_all(
+    specs: Iterable[WorkerSpec], start: Callable[[WorkerSpec], WorkerProcess]
+) -> list[WorkerProcess]:
+    """Start workers one by one; if one cannot be started, end those that were."""
+    workers: list[WorkerProcess] = []
+    try:
+        for spec in specs:
+            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
+            workers.append(start(spec))
+    except BaseException:
+        abandon(workers)
+        raise
+    return workers
+
+
+def abandon(workers: Iterable[WorkerProcess]) -> None:
+    """End workers that nobody supervises yet."""
+    end_now(workers)
+    for worker in workers:
+        worker.close()
+
+
 def end_now(workers: Iterable[WorkerProcess]) -> None:
     """Kill workers without asking, and wait until they are gone."""
     for worker in workers:
@@ -92,11 +115,11 @@ class OrphanGuard:
                 os._exit(0)
         os.close(reader)
 
-    def add(self, group: int) -> None:
-        self._say(f"+{group}\n")
+    def add(self, worker: WorkerProcess) -> None:
+        self._say("+", worker)
 
-    def remove(self, group: int) -> None:
-        self._say(f"-{group}\n")
+    def remove(self, worker: WorkerProcess) -> None:
+        self._say("-", worker)
 
     def close(self) -> None:
         """Dismiss it. Groups that were not removed are killed."""
@@ -104,9 +127,10 @@ class OrphanGuard:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # somebody killed it: the kernel still does its part
-            os.write(self.writer, line.encode())
+    def _say(self, change: str, worker: WorkerProcess) -> None:
+        if worker.leads_group:
+            with contextlib.suppress(OSError):  # somebody killed it: the kernel still does its part
+                os.write(self.writer, f"{change}{worker.pid}\n".encode())
 
 
 def _wait_and_kill(reader: int) -> None:
@@ -156,10 +180,6 @@ class WorkerEnd:
     def is_secondary(self) -> bool:
         return self.error is not None and self.error.is_secondary
 
-    @property
-    def sort_key(self) -> tuple[bool, int]:
-        return self.is_secondary, (self.error and self.error.time_ns) or self.noticed_ns
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
@@ -173,7 +193,10 @@ class Ending:
 
     @property
     def first_failure(self) -> WorkerEnd | None:
-        return min((w for w in self.workers if w.failed), key=lambda w: w.sort_key, default=None)
+        def key(end: WorkerEnd) -> tuple[bool, int]:
+            return end.is_secondary, (end.error and end.error.time_ns) or end.noticed_ns
+
+        return min((end for end in self.workers if end.failed), key=key, default=None)
 
     @property
     def succeeded(self) -> bool:

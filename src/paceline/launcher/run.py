@@ -15,23 +15,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from functools import partial
 
-from paceline import env
 from paceline.comm.sockets import interface_towards
-from paceline.env import Placement
+from paceline.env import Placement, loopback_interface
 from paceline.errors import UsageError
-from paceline.launcher.flags import (
-    FLAGS,
-    SHUTDOWN_TIMEOUT_S,
-    SIGNAL_TIMEOUT_S,
-    LaunchOptions,
-    add_flags,
-    read_options,
-)
-from paceline.launcher.output import LineCopy, Pipes, file_console, write_all
+from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
+from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
@@ -40,7 +32,7 @@ from paceline.launcher.plan import (
     count_workers,
     plan_workers,
 )
-from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, end_now, report
+from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, report, start_all
 from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreSocket
 from paceline.launcher.supervise import SignalInbox, Supervisor
 from paceline.launcher.worker import Instructions
@@ -75,8 +67,6 @@ def main(args: argparse.Namespace) -> int:
     check_program(options)
     with ExitStack() as stack:
         run = LocalRun(options, stack)
-        if run.log_root:
-            say(f"paceline: log files are in {run.log_root}\n")
         if options.is_single_node:
             return run.run_attempts(run.run_alone, run.local_size)
         from paceline.launcher.nodes import run_with_others
@@ -125,10 +115,10 @@ class LocalRun:
         self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
         self.guard = stack.enter_context(closing(OrphanGuard()))
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
-        self.console = file_console(os.environ)
-        self.log_root = (
-            _make_log_folder(options.log_dir, self.run_id) if options.writes_logs else ""
-        )
+        self.console = open_console(os.environ)
+        if options.writes_logs:
+            self.folder = _make_log_folder(options.log_dir, self.run_id)
+            say(f"paceline: log files are in {self.folder}\n")
 
     def run_attempts(
         self,
@@ -154,8 +144,7 @@ class LocalRun:
     def run_alone(self, attempt: int) -> Ending:
         """Run one attempt whose workers are all on this machine."""
         patience_s = 0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S
-        claim_file = os.path.join(self.folder, f"store-claimed-{attempt}")
-        with closing(StoreSocket(claim_file, *self.options.meeting_point, patience_s)) as store:
+        with closing(StoreSocket(*self.options.meeting_point, patience_s)) as store:
             return self.run(store.first_place(self.local_size), attempt, store=store)
 
     def run(
@@ -167,104 +156,72 @@ class LocalRun:
         look_elsewhere: Callable[[], str] | None = None,
     ) -> Ending:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
-        options = self.options
-        folder = os.path.join(self.log_root or self.folder, f"attempt_{attempt}")
+        is_local = first.is_on_loopback
         specs = plan_workers(
-            options,
+            self.options,
             first,
             run_id=self.run_id,
-            folder=folder,
+            folder=os.path.join(self.folder, f"attempt_{attempt}"),
             environ={"PACELINE_STALL_S": STALL_S, **os.environ},
             cores=count_cores(),
-            interface=(
-                env.loopback_interface()
-                if first.is_on_loopback
-                else interface_towards(first.master_addr)
-            ),
+            interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,
         )
-        for spec in specs:
-            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
-        with ExitStack() as stack:
-            copies = {
-                number: stack.enter_context(closing(LineCopy(os.path.join(folder, name), words)))
-                for number, name, words in (
-                    (STDOUT, "filtered_stdout.log", options.duplicate_stdout_filters),
-                    (STDERR, "filtered_stderr.log", options.duplicate_stderr_filters),
-                )
-                if words
-            }
-            workers = self._start(specs, store, copies)
-            given_s = options.shutdown_timeout
-            return Supervisor(
-                workers,
-                self.guard,
-                shutdown_timeout_s=SHUTDOWN_TIMEOUT_S if given_s is None else given_s,
-                signal_timeout_s=SIGNAL_TIMEOUT_S if given_s is None else given_s,
-                inbox=self.inbox,
-                on_stopping=self._show_stopping,
-                store=store,
-                look_elsewhere=look_elsewhere,
-                look_every_s=options.monitor_interval,
-            ).run()
+        return Supervisor(
+            start_all(specs, partial(self._start, store)),
+            self.guard,
+            self.options,
+            inbox=self.inbox,
+            on_stopping=self._show_stopping,
+            store=store,
+            look_elsewhere=look_elsewhere,
+        ).run()
 
     def _show_stopping(self) -> None:
         if self.console.screen is not None:
             self.console.screen.note(STOPPING)
 
-    def _start(
-        self, specs: list[WorkerSpec], store: StoreSocket | None, copies: Mapping[int, LineCopy]
-    ) -> list[WorkerProcess]:
-        """Start all workers; if one cannot be started, end those that were."""
-        workers: list[WorkerProcess] = []
+    def _start(self, store: StoreSocket | None, spec: WorkerSpec) -> WorkerProcess:
+        """Start a worker as a program of its own."""
+        pipes = Pipes(spec, self.console)
+        serving = store.instructions if store is not None and spec.rank == 0 else {}
         instructions = Instructions(
             parent=os.getpid(),
             kind=self.options.kind,
             as_torch=self.options.as_torch,
             numa=self.options.numa_binding,
+            status_fd=pipes.status_writer,
+            **serving,
         )
+        on_terminal = os.isatty(0)
+        leads_group = not (spec.takes_terminal and on_terminal)
         try:
-            for spec in specs:
-                serving = store.instructions if store is not None and spec.rank == 0 else {}
-                pipes = Pipes(spec, self.console, copies)
-                workers.append(start_program(spec, replace(instructions, **serving), pipes))
-        except BaseException:
-            end_now(workers)
-            raise
-        return workers
-
-
-def start_program(spec: WorkerSpec, instructions: Instructions, pipes: Pipes) -> WorkerProcess:
-    """Start a worker as a program of its own."""
-    instructions = replace(instructions, status_fd=pipes.status_writer)
-    on_terminal = os.isatty(0)
-    leads_group = not (spec.takes_terminal and on_terminal)
-    try:
-        process = subprocess.Popen(
-            spec.argv,
-            env={**spec.environment, **pipes.variables, **instructions.as_variable()},
-            pass_fds=[*pipes.theirs, *instructions.fds],
-            # Many workers cannot share a keyboard: one that reads it would be stopped.
-            stdin=subprocess.DEVNULL if on_terminal and not spec.takes_terminal else None,
-            stdout=pipes.streams[STDOUT],
-            stderr=pipes.streams[STDERR],
-            process_group=0 if leads_group else None,
+            process = subprocess.Popen(
+                spec.argv,
+                env={**spec.environment, **pipes.variables, **instructions.as_variable()},
+                pass_fds=[*pipes.theirs, *instructions.fds],
+                # Many workers cannot share a keyboard: one that reads it would be stopped.
+                stdin=subprocess.DEVNULL if on_terminal and not spec.takes_terminal else None,
+                stdout=pipes.streams[STDOUT],
+                stderr=pipes.streams[STDERR],
+                process_group=0 if leads_group else None,
+            )
+        except OSError as error:
+            pipes.close()
+            raise UsageError(
+                f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
+                advice="PYTHON_EXEC chooses the interpreter, if it is set.",
+            ) from error
+        pipes.close_theirs()
+        return WorkerProcess(
+            spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
         )
-    except OSError as error:
-        pipes.close()
-        raise UsageError(
-            f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
-            advice="PYTHON_EXEC chooses the interpreter, if it is set.",
-        ) from error
-    pipes.close_theirs()
-    return WorkerProcess(
-        spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
-    )
 
 
 def say(text: str) -> None:
     """Tell the user, on stderr and at once."""
-    write_all(2, text.encode("utf-8", "replace"))
+    sys.stderr.buffer.write(text.encode("utf-8", "replace"))
+    sys.stderr.flush()
 
 
 def _make_log_folder(root: str, run_id: str) -> str:

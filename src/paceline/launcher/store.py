@@ -2,24 +2,20 @@
 
 Binding here ends the race for port 29500, and keeps the store off every other interface. Rank 0
 inherits the socket and serves the store once it has imported torch. Where no rank 0 of ours ever
-does (another program, or training in a child process), this module is run as a process that
-serves, when the first caller comes. Whoever creates the claim file first is the one who serves.
+does (another program, or training in a child process), the launcher imports torch and serves,
+some time after the first caller came. Whoever takes the one byte out of a pipe serves.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from datetime import timedelta
 from typing import Any
 
 from paceline.comm.sockets import listen
 from paceline.env import LOOPBACK, Placement
-from paceline.launcher.worker import Instructions, claim_store, die_with
 
-# A rank 0 that is still importing torch must not lose the store to another process.
+# A rank 0 that is still importing torch must not lose the store to the launcher.
 SCRIPT_PATIENCE_S = 5.0
 
 
@@ -27,16 +23,18 @@ class StoreSocket:
     """The listening socket of one attempt, until somebody serves the store behind it."""
 
     def __init__(
-        self, claim_file: str, host: str = "", port: int = 0, patience_s: float = SCRIPT_PATIENCE_S
+        self, host: str = "", port: int = 0, patience_s: float = SCRIPT_PATIENCE_S
     ) -> None:
-        self.claim_file = claim_file
         self.host = host or LOOPBACK
         self.socket = listen(self.host, port)
         self.port: int = self.socket.getsockname()[1]
         self.patience_s = patience_s
         """How long the first caller waits for a rank 0 that may serve."""
+        self.claim_fd, claim_writer = os.pipe()
+        os.write(claim_writer, b"1")
+        os.close(claim_writer)
         self.linger_reader, self.linger_writer = os.pipe()
-        self.server: subprocess.Popen[bytes] | None = None
+        self.store: Any = None
 
     def first_place(self, size: int) -> Placement:
         """The place of the first of `size` workers that meet here, all on this machine."""
@@ -47,25 +45,17 @@ class StoreSocket:
         """What rank 0 must know to serve."""
         return {
             "listen_fd": self.fileno(),
-            "claim_file": self.claim_file,
+            "claim_fd": self.claim_fd,
             "linger_fd": self.linger_reader,
         }
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def start_server(self) -> None:
-        """Serve from a process of its own, unless somebody serves already."""
-        if claim_store(self.claim_file):
-            instructions = Instructions(parent=os.getpid(), listen_fd=self.fileno())
-            place = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
-            self.server = subprocess.Popen(
-                [sys.executable, "-P", "-m", "paceline.launcher.store"],
-                env={**os.environ, **place, **instructions.as_variable()},
-                pass_fds=[self.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
+    def serve(self) -> None:
+        """Serve from this process, unless rank 0 does."""
+        if os.read(self.claim_fd, 1):
+            self.store = open_store(self.host, self.port, self.socket.detach())
         self.shut()
 
     def shut(self) -> None:
@@ -81,10 +71,9 @@ class StoreSocket:
     def close(self) -> None:
         self.shut()
         self.release()
+        os.close(self.claim_fd)
         os.close(self.linger_reader)
-        if self.server is not None:
-            self.server.kill()
-            self.server.wait()
+        self.store = None
 
 
 def open_store(host: str, port: int, listen_fd: int = -1, timeout_s: float = 300.0) -> Any:
@@ -104,17 +93,3 @@ def open_store(host: str, port: int, listen_fd: int = -1, timeout_s: float = 300
         wait_for_workers=False,
         **serving,
     )
-
-
-def main() -> None:
-    """Serve until the launcher kills this process, or dies."""
-    instructions = Instructions.take()
-    die_with(instructions.parent)
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = open_store(*address, instructions.listen_fd)
-    while store is not None:
-        signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -22,6 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Source
 from paceline.launcher.process import (
     Ending,
@@ -49,7 +50,7 @@ _LONGEST_WAIT_S = 0.2
 class Supervisor:
     """Passes on output and waits for everybody's end; ends everybody when one fails.
 
-    After a signal to the launcher workers have `signal_timeout_s` to end, and a second one kills.
+    After a signal to the launcher workers have longer to end, and a second signal kills.
     `store` is released when only the first worker is left, which may serve it for the others.
     `look_elsewhere` says why to end here too because of other machines, or nothing.
     """
@@ -58,24 +59,23 @@ class Supervisor:
         self,
         workers: list[WorkerProcess],
         guard: OrphanGuard,
+        options: LaunchOptions,
         *,
-        shutdown_timeout_s: float,
-        signal_timeout_s: float = 0.0,
         inbox: SignalInbox | None = None,
         on_stopping: Callable[[], object] = lambda: None,
         store: StoreSocket | None = None,
         look_elsewhere: Callable[[], str] | None = None,
-        look_every_s: float = 0.1,
     ) -> None:
         self.workers = workers
         self.guard = guard
-        self.shutdown_timeout_s = shutdown_timeout_s
-        self.signal_timeout_s = signal_timeout_s
+        self.options = options
+        given_s = options.shutdown_timeout
+        self.shutdown_timeout_s = SHUTDOWN_TIMEOUT_S if given_s is None else given_s
+        self.signal_timeout_s = SIGNAL_TIMEOUT_S if given_s is None else given_s
         self.inbox = inbox
         self.on_stopping = on_stopping
         self.store = store
         self.look_elsewhere = look_elsewhere
-        self.look_every_s = look_every_s
         self.selector = selectors.DefaultSelector()
         self.alive: list[WorkerProcess] = []
         self.sources: list[Source] = []
@@ -106,13 +106,12 @@ class Supervisor:
             self._listen(self.inbox.fileno(), self.on_signal)
         if self.store is not None and self.store.fileno() >= 0:
             self._listen(self.store.fileno(), self.on_first_caller)
-        self._after(self.look_every_s, "elsewhere", self.on_look_due)
+        self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
         self._release_the_last()
 
     def _watch(self, worker: WorkerProcess) -> None:
         self.alive.append(worker)
-        if worker.leads_group:
-            self.guard.add(worker.pid)
+        self.guard.add(worker)
         self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
             worker.pidfd = os.pidfd_open(worker.pid)
@@ -173,9 +172,8 @@ class Supervisor:
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
         error = read_error(worker.error_file)
-        by_itself = bool(worker.failed_ns) or not self.ending_since_ns
-        if error is not None and 0 < error.time_ns <= self.ending_since_ns:
-            by_itself = True
+        failed_before = error is not None and 0 < error.time_ns <= self.ending_since_ns
+        by_itself = bool(worker.failed_ns) or failed_before or not self.ending_since_ns
         end = self.ends[worker.rank] = WorkerEnd(
             rank=worker.rank,
             exit_code=code,
@@ -188,35 +186,34 @@ class Supervisor:
         self._release_the_last()
 
     def on_failure(self, is_secondary: bool) -> None:
-        if is_secondary:
-            if "blame" not in self.timers:
-                self._after(BLAME_PATIENCE_S, "blame", self.end_all)
-        else:
+        if not is_secondary:
             self.end_all()
+        elif "blame" not in self.timers:
+            self._after(BLAME_PATIENCE_S, "blame", self.end_all)
 
     def on_signal(self) -> None:
         for number in self.inbox.read() if self.inbox is not None else ():
             if not self.ending_since_ns:
                 self.signal = number
-                self.end_all(number, self.signal_timeout_s)
+                self.end_all(number)
                 self.on_stopping()
             elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
                 self.kill_all()  # somebody presses Ctrl-C again
 
     def on_first_caller(self) -> None:
-        """Somebody calls the store. Unless rank 0 answers soon, a process of ours must."""
+        """Somebody calls the store. Unless rank 0 answers soon, the launcher must."""
         assert self.store is not None
         self.selector.unregister(self.store.fileno())
-        self._after(self.store.patience_s, "store", self.store.start_server)
+        self._after(self.store.patience_s, "store", self.store.serve)
 
     def on_look_due(self) -> None:
         if self.look_elsewhere is not None and not self.ending_since_ns:
             self.elsewhere = self.look_elsewhere()
             if self.elsewhere:
                 self.end_all()
-            self._after(self.look_every_s, "elsewhere", self.on_look_due)
+            self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
 
-    def end_all(self, number: int = signal.SIGTERM, timeout_s: float | None = None) -> None:
+    def end_all(self, number: int = signal.SIGTERM) -> None:
         """Ask every worker to end; kill those that have not after the timeout."""
         if self.ending_since_ns:
             return
@@ -225,7 +222,7 @@ class Supervisor:
             if not worker.failed_ns:  # one that has failed is ending by itself
                 worker.send(number)
                 worker.send(signal.SIGCONT)
-        patience_s = self.shutdown_timeout_s if timeout_s is None else timeout_s
+        patience_s = self.shutdown_timeout_s if self.signal is None else self.signal_timeout_s
         self._after(patience_s, "kill", self.kill_all)
 
     def kill_all(self) -> None:
@@ -258,8 +255,7 @@ class Supervisor:
 
     def _close(self) -> None:
         for worker in self.workers:
-            if worker.leads_group:
-                self.guard.remove(worker.pid)
+            self.guard.remove(worker)
             worker.close()
         self.selector.close()
 

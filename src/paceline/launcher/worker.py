@@ -57,8 +57,8 @@ class Instructions:
     """Where one byte tells the launcher at once that this worker failed, or serves the store."""
     listen_fd: int = -1
     """The store's listening socket; only rank 0 of a single machine has it."""
-    claim_file: str = ""
-    """Whoever creates this file first serves the store."""
+    claim_fd: int = -1
+    """Whoever reads the one byte in this pipe serves the store."""
     linger_fd: int = -1
     """Ends with the last other worker: until then the one that serves the store stays."""
     as_torch: bool = False
@@ -72,7 +72,8 @@ class Instructions:
     @property
     def fds(self) -> list[int]:
         """The descriptors among them that the worker inherits."""
-        return [fd for fd in (self.status_fd, self.listen_fd, self.linger_fd) if fd >= 0]
+        known = (self.status_fd, self.listen_fd, self.claim_fd, self.linger_fd)
+        return [fd for fd in known if fd >= 0]
 
     def as_variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -179,7 +180,7 @@ class Worker:
         from paceline.launcher.store import open_store
 
         listen_fd = self.instructions.listen_fd
-        if dist.is_available() and claim_store(self.instructions.claim_file):
+        if dist.is_available() and os.read(self.instructions.claim_fd, 1):
             self.store = open_store(os.environ["MASTER_ADDR"], self.store_port, listen_fd)
             self.tell(SERVING)
         else:
@@ -191,15 +192,6 @@ class Worker:
         if self.store is not None and not self.failed and fd >= 0 and os.getpid() == self.pid:
             with contextlib.suppress(OSError, KeyboardInterrupt):
                 os.read(fd, 1)
-
-
-def claim_store(path: str) -> bool:
-    """Whether the caller is the first to claim the store of this attempt, and so serves it."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return False
-    return True
 
 
 def run_script(path: str, arguments: list[str]) -> None:
