@@ -9,11 +9,13 @@ they arrive. The first attempt's workers share that store, later attempts get a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,42 +37,35 @@ SILENCE_S = 30.0
 LEAVE_S = 5.0
 _LOOK_S = 0.05
 _NOTICE_S = 10.0
-HOST_IS_GONE = "The launcher at {}:{}, where all machines meet, is gone."
+HOST_IS_GONE = "The launcher at {}, where all machines meet, is gone."
 _NOT_OURS = {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
 
 
 class Interrupted(Exception):
     """A signal came while this machine was waiting for others."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
 
 def run_with_others(run: LocalRun) -> int:
     """This machine's part of a run on several; the exit code."""
-    rendezvous: Rendezvous | None = None
+    rendezvous = Rendezvous(run.options, run.run_id, run.inbox)
     try:
-        rendezvous = Rendezvous(run.options, run.run_id, run.inbox)
         size = rendezvous.arrive(run.local_size)
         run_attempt = partial(_run_attempt, run, rendezvous)
         return run.run_attempts(run_attempt, size, lambda: rendezvous.is_over)
     except Interrupted as interrupted:
-        stopped = Ending(workers=(), signal=interrupted.number)
-        if rendezvous is not None:
-            rendezvous.tell_failure(stopped)
+        stopped = Ending(workers=(), signal=interrupted.args[0])
+        rendezvous.tell_failure(stopped)
         say(report(stopped))
         return stopped.exit_code
     except PacelineError:
         raise
     except RuntimeError as error:  # what torch's store raises
         raise PeerError(
-            HOST_IS_GONE.format(*run.options.meeting_point),
+            HOST_IS_GONE.format(rendezvous.endpoint),
             advice="See what it printed; it is the one that serves the store.",
         ) from error
     finally:
-        if rendezvous is not None:
-            rendezvous.close()
+        rendezvous.close()
 
 
 def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> Ending:
@@ -90,35 +85,33 @@ class Rendezvous:
 
     def __init__(self, options: LaunchOptions, run_id: str, inbox: SignalInbox) -> None:
         self.inbox = inbox
+        self.prefix = f"paceline/{run_id}"
         self.host, self.port = options.meeting_point
+        self.endpoint = f"{self.host}:{self.port}"
         self.nnodes = options.nnodes
-        arrives = options.rdzv_backend == "c10d"
-        self.number = None if arrives else options.node_rank
-        """This machine's number; None where machines are numbered as they arrive."""
         conf = options.rdzv_conf
+        self.number = options.node_rank if options.rdzv_backend == "static" else None
+        """This machine's number; None where machines are numbered as they arrive."""
+        self.must_host = conf.get("is_host") if self.number is None else self.number == 0
+        """Whether this machine serves the store; None if that is for its address to say."""
         self.join_timeout_s = conf.get("join_timeout", conf.get("timeout", JOIN_TIMEOUT_S))
         self.last_call_s = conf.get("last_call_timeout", LAST_CALL_S)
         self.deadline_s = time.monotonic() + self.join_timeout_s
         self.attempt = 0
         self.node = -1
         self.sizes: list[int] = []
+        self.is_host = False
         self.is_over = False
         """A machine was told to stop, so nobody restarts."""
         self.beat_at_s = 0.0
         self.beats = 0
         self.heard: tuple[int, float] = (-1, 0.0)
+        self.store: Any = None
         self.worker_store: Any = None
-        is_host = conf.get("is_host") if self.number is None else self.number == 0
-        server = self._listen(is_host)
-        self.is_host = server is not None
-        import torch.distributed as dist
-
-        self.store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"paceline/{run_id}", self._connect(server)
-        )
 
     def arrive(self, local_size: int) -> int:
         """Take a number, and wait until everybody has one; the number of workers on all."""
+        self._connect()
         _, most = self.nnodes
         if self.number is None:
             self.node = self.store.add("arrived", 1) - 1
@@ -133,16 +126,13 @@ class Rendezvous:
         if self.number is None:
             if self.node == 0:
                 self._close_registration()
-            self._wait("closed", "the first machine to begin")
-            most = int(self.store.get("closed"))
+            most = int(self._get("closed", "the first machine to begin"))
             if self.node >= most:
                 raise UsageError(
                     f"This run has its {most} machines already.",
                     advice="Raise --nnodes, or give this run another --rdzv-id.",
                 )
-        for node in range(most):
-            self._wait(f"workers/{node}", f"machine {node}")
-        self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(most)]
+        self.sizes = [int(self._get(f"workers/{n}", f"machine {n}")) for n in range(most)]
         return sum(self.sizes)
 
     def meet(self, attempt: int) -> Placement:
@@ -154,11 +144,10 @@ class Rendezvous:
         if attempt > 0:
             if self.is_host:
                 self.store.set(f"port/{attempt}", str(self._open_worker_store()))
-            self._wait(f"port/{attempt}", "the machine where all meet")
-            port = int(self.store.get(f"port/{attempt}"))
+            port = int(self._get(f"port/{attempt}", "the machine where all meet"))
         self.store.set(f"ready/{attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
-            self._wait(f"ready/{attempt}/{node}", f"machine {node}")
+            self._get(f"ready/{attempt}/{node}", f"machine {node}")
         return Placement(
             rank=sum(self.sizes[: self.node]),
             size=sum(self.sizes),
@@ -179,7 +168,7 @@ class Rendezvous:
             return self._listen_to_neighbour()
         except RuntimeError:
             self.is_over = True
-            return HOST_IS_GONE.format(self.host, self.port)
+            return HOST_IS_GONE.format(self.endpoint)
 
     def tell_failure(self, ending: Ending) -> None:
         """Tell the others why this machine's workers ended, unless they told us."""
@@ -190,6 +179,8 @@ class Rendezvous:
         elif first is not None:
             text = f"Rank {first.rank} on machine {self.node} failed: {describe_exit(first)}."
         else:
+            return
+        if self.store is None:  # nobody was there yet
             return
         said = json.dumps({"text": text, "is_over": self.is_over})
         try:
@@ -210,29 +201,41 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave. The host stays a moment, so that the others can still read why."""
-        try:
-            left = self.store.add("left", 1)
+        with contextlib.suppress(RuntimeError):
+            left = self.store.add("left", 1) if self.store is not None else 0
             deadline_s = time.monotonic() + LEAVE_S
             while self.is_host and left < len(self.sizes) and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 left = self.store.add("left", 0)
-        except RuntimeError:
-            pass
         self.store = self.worker_store = None
 
-    @property
-    def _endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
+    def _connect(self) -> None:
+        """Join the store, or serve it if this machine is the host."""
+        server = self._listen()
+        self.is_host = server is not None
+        if server is None:
+            self._wait_until(self._somebody_listens, 0.2)
+        import torch.distributed as dist
 
-    def _listen(self, is_host: float | None) -> socket.socket | None:
+        try:
+            listen_fd = -1 if server is None else server.detach()
+            store = open_store(self.host, self.port, listen_fd, STORE_TIMEOUT_S)
+        except RuntimeError as error:
+            raise PeerError(
+                f"What listens at {self.endpoint} does not answer as a store.",
+                advice="Another program may have that port; choose another one on all machines.",
+            ) from error
+        self.store = dist.PrefixStore(self.prefix, store)  # type: ignore[attr-defined]
+
+    def _listen(self) -> socket.socket | None:
         """The store's socket if this machine is the host: the one that owns the address."""
-        if is_host is not None and not is_host:
+        if self.must_host is not None and not self.must_host:
             return None
         try:
             return listen(_bind_address(self.host), self.port)
         except UsageError as error:
             code = getattr(error.__cause__, "errno", None)
-            if is_host or self.host in {socket.gethostname(), socket.getfqdn()}:
+            if self.must_host or self.host in {socket.gethostname(), socket.getfqdn()}:
                 if code == errno.EADDRNOTAVAIL:  # behind an address that only others see
                     return listen("0.0.0.0", self.port)
                 raise
@@ -240,52 +243,24 @@ class Rendezvous:
                 raise
             return None
 
-    def _connect(self, server: socket.socket | None) -> Any:
-        if server is None:
-            self._wait_until_somebody_listens()
+    def _somebody_listens(self) -> str:
         try:
-            listen_fd = -1 if server is None else server.detach()
-            return open_store(self.host, self.port, listen_fd, STORE_TIMEOUT_S)
-        except RuntimeError as error:
-            raise PeerError(
-                f"What listens at {self._endpoint} does not answer as a store.",
-                advice="Another program may have that port; choose another one on all machines.",
-            ) from error
-
-    def _wait_until_somebody_listens(self) -> None:
-        notice_at_s = time.monotonic() + _NOTICE_S
-        while True:
-            try:
-                socket.create_connection((self.host, self.port), 2.0).close()
-                return
-            except OSError as error:
-                reason = error.strerror or str(error)
-            now_s = time.monotonic()
-            if now_s > self.deadline_s:
-                raise PeerError(
-                    f"Nobody listens at {self._endpoint} after "
-                    f"{self.join_timeout_s:g} s: {reason}.",
-                    advice="Start the launcher on that machine too, check the address and the "
-                    "firewall, or allow more time with --rdzv-conf join_timeout=S.",
-                )
-            if now_s > notice_at_s:
-                say(f"paceline: waiting for {self._endpoint} ({reason}).\n")
-                notice_at_s = now_s + _NOTICE_S
-            self._pause(0.2)
+            socket.create_connection((self.host, self.port), 2.0).close()
+        except OSError as error:
+            return f"a launcher to listen there ({error.strerror or error})"
+        return ""
 
     def _close_registration(self) -> None:
         """As the first to arrive: begin when all are there, or enough and nobody comes any more."""
-        least, most = self.nnodes
-        last_call_s = float("inf")
-        count = 0
+        count, most = self.nnodes
+        self._wait_until(
+            lambda: "" if self.store.add("arrived", 0) >= count else f"{count} machines", _LOOK_S
+        )
+        last_call_s = time.monotonic() + self.last_call_s
         while count < most and time.monotonic() < last_call_s:
-            now = self.store.add("arrived", 0)
-            if now >= least and now > count:
-                last_call_s = time.monotonic() + self.last_call_s
-            count = now
-            if count < least:
-                self._check_deadline(f"{least} machines; {count} have come")
             self._pause(_LOOK_S)
+            if (now := self.store.add("arrived", 0)) > count:
+                count, last_call_s = now, time.monotonic() + self.last_call_s
         self.store.set("closed", str(min(count, most)))
 
     def _open_worker_store(self) -> int:
@@ -312,20 +287,36 @@ class Rendezvous:
             return f"Machine {neighbour} has said nothing for {SILENCE_S:g} s."
         return ""
 
-    def _wait(self, key: str, whom: str) -> None:
-        while not self.store.check([key]):
+    def _get(self, key: str, whom: str) -> bytes:
+        """What somebody else writes, as soon as it is there."""
+
+        def missing() -> str:
+            if self.store.check([key]):
+                return ""
             if self.store.check([f"failed/{self.attempt}"]):
                 raise PeerError(self.look())
-            self._check_deadline(whom)
-            self._pause(_LOOK_S)
+            return whom
 
-    def _check_deadline(self, whom: str) -> None:
-        if time.monotonic() > self.deadline_s:
-            raise PeerError(
-                f"Waited {self.join_timeout_s:g} s at {self._endpoint} for {whom}.",
-                advice="Start the launcher on every machine with the same --nnodes and --rdzv-id, "
-                "or allow more time with --rdzv-conf join_timeout=S.",
-            )
+        self._wait_until(missing, _LOOK_S)
+        value: bytes = self.store.get(key)
+        return value
+
+    def _wait_until(self, missing: Callable[[], str], every_s: float) -> None:
+        """Wait until nothing is missing any more; say now and then what is, and give up at last."""
+        notice_at_s = time.monotonic() + _NOTICE_S
+        while whom := missing():
+            now_s = time.monotonic()
+            if now_s > self.deadline_s:
+                raise PeerError(
+                    f"Waited {self.join_timeout_s:g} s at {self.endpoint} for {whom}.",
+                    advice="Start the launcher on every machine with the same --nnodes and "
+                    "--rdzv-id, check the address and the firewall, or allow more time with "
+                    "--rdzv-conf join_timeout=S.",
+                )
+            if now_s > notice_at_s:
+                say(f"paceline: waiting at {self.endpoint} for {whom}.\n")
+                notice_at_s = now_s + _NOTICE_S
+            self._pause(every_s)
 
     def _pause(self, seconds: float) -> None:
         ready, _, _ = select.select([self.inbox], [], [], seconds)
