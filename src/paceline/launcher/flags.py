@@ -36,6 +36,9 @@ class Setting:
         return SettingError(f"{self.name} is {shown}, which is {problem}.", advice=advice)
 
 
+Reader = Callable[[Setting], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One flag: how it is written, and what it does."""
@@ -44,7 +47,7 @@ class Flag:
     """Its spellings, the first of which names it, then a word for its value unless it is a switch:
     `--tee -t STREAMS`."""
     help: str
-    read: Callable[[Setting], Any] | None
+    read: Reader | None
     """Turns text into the option's value, or raises; None for plain text and for switches."""
     default: str = ""
     """As one would write it on the command line."""
@@ -59,17 +62,11 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        return "".join(word for word in self.usage.split() if not word.startswith("-"))
+        return self.usage.replace(" ".join(self.names), "").strip()
 
     @property
     def dest(self) -> str:
         return self.names[0].lstrip("-").replace("-", "_")
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """With dashes and, as torchrun, with underscores."""
-        both = [(name, name[:2] + name[2:].replace("-", "_")) for name in self.names]
-        return tuple(dict.fromkeys(name for pair in both for name in pair))
 
     def setting(self, given: str | None, environ: Mapping[str, str]) -> Setting:
         """The flag's value as text, and its source."""
@@ -86,9 +83,6 @@ class Flag:
         if self.read is not None:
             return self.read(setting)
         return setting.value if self.metavar else setting.value not in {"", "0"}
-
-
-Reader = Callable[[Setting], Any]
 
 
 def optional(read: Reader) -> Reader:
@@ -145,9 +139,8 @@ def rendezvous_conf(setting: Setting) -> dict[str, float]:
     for pair in filter(str.strip, setting.value.split(",")):
         key, _, text = (part.strip() for part in pair.partition("="))
         if not text:
-            raise setting.error(
-                f"not complete: {key!r} has no value", "Write it as join_timeout=60,is_host=1."
-            )
+            advice = "Write it as join_timeout=60,is_host=1."
+            raise setting.error(f"not complete: {key!r} has no value", advice)
         if key == "is_host":
             found[key] = text.lower() in {"1", "true", "yes", "t", "y"}
         elif key in {"join_timeout", "timeout", "last_call_timeout"}:
@@ -169,13 +162,10 @@ def words(setting: Setting) -> tuple[str, ...]:
 
 def signals(setting: Setting) -> tuple[signal.Signals, ...]:
     possible = {s.name: s for s in signal.Signals if s not in {signal.SIGKILL, signal.SIGSTOP}}
-    names = [name for part in setting.value.split(",") if (name := part.strip())]
-    for name in names:
-        if name not in possible:
-            raise SettingError(
-                f"{setting.name} names {name!r}, which is not a signal that a process can handle.",
-                advice="Write names such as SIGTERM,SIGUSR1.",
-            )
+    names = setting.value.replace(",", " ").split()
+    if unknown := [name for name in names if name not in possible]:
+        problem = f"not possible: {unknown[0]} is not a signal that a process can handle"
+        raise setting.error(problem, "Write names such as SIGTERM,SIGUSR1.")
     return tuple(possible[name] for name in names)
 
 
@@ -501,7 +491,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             kind: dict[str, Any] = {"metavar": flag.metavar, "help": flag.help + default}
         else:
             kind = {"action": "store_const", "const": "1", "help": flag.help}
-        group.add_argument(*flag.spellings, dest=flag.dest, **kind)
+        # As torchrun, also with underscores.
+        both = [name for dashed in flag.names for name in (dashed, "--" + flag.dest)]
+        group.add_argument(*dict.fromkeys(both), dest=flag.dest, **kind)
 
 
 def read_settings(

@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any, NoReturn
@@ -120,7 +121,7 @@ class Worker:
         faulthandler.enable(file=2)
         # Hooks of the user's that call the one before them must not print the traceback either:
         # the launcher prints it, once.
-        sys.excepthook = _say_nothing
+        sys.excepthook = self.excepthook
         # Registered first, so it runs last.
         atexit.register(self.linger)
         when_imported("torch", self.on_torch_imported)
@@ -139,10 +140,12 @@ class Worker:
                 return 1
             self.failed = True
             self.record(_without_launcher_frames(error))
-            if sys.excepthook is not _say_nothing:
-                sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         return 0
+
+    def excepthook(self, *_: object) -> None:
+        """Stands for Python's own, which prints."""
 
     def record(self, error: BaseException) -> None:
         """Write the error where the launcher looks for it, then say so."""
@@ -197,12 +200,11 @@ class Worker:
 def run_script(path: str, arguments: list[str]) -> None:
     """Run a file, folder or zip archive as `python path arguments` does."""
     sys.argv = [path, *arguments]
-    main_module = _fresh_main()
     if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
-        _set_first_path_entry(path, always=True)
+        _fresh_main(path, is_searched=True)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
-    _set_first_path_entry(os.path.dirname(os.path.realpath(path)))
+    main_module = _fresh_main(os.path.dirname(os.path.realpath(path)))
     path = os.path.abspath(path)
     main_module.__file__ = path
     main_module.__loader__ = SourceFileLoader("__main__", path)
@@ -216,30 +218,25 @@ def run_script(path: str, arguments: list[str]) -> None:
 def run_module(name: str, arguments: list[str]) -> None:
     """Run a module as `python -m name arguments` does."""
     sys.argv = ["-m", *arguments]
-    _fresh_main()
-    _set_first_path_entry(os.getcwd())
+    _fresh_main(os.getcwd())
     # What `python -m` itself calls; the public run_module() would put back our own __main__
     # when it returns, while exit handlers and pickling still need the user's.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def _fresh_main() -> ModuleType:
-    """Replace this file as `__main__`, so that pickling and spawning find the user's module."""
-    ours = sys.modules["__main__"]
+def _fresh_main(folder: str, *, is_searched: bool = False) -> ModuleType:
+    """Replace this file as `__main__`, so that pickling and spawning find the user's module, and
+    its folder by the user's as the first to import from."""
     module = ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     module.__annotations__ = {}
+    sys.modules["__paceline_worker__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
-    sys.modules["__paceline_worker__"] = ours
-    return module
-
-
-def _set_first_path_entry(folder: str, *, always: bool = False) -> None:
-    """Put the user's folder where Python put this file's."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
-    elif always:
+    elif is_searched:
         sys.path.insert(0, folder)
+    return module
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
@@ -257,30 +254,23 @@ class _ImportListener:
         self.name = name
         self.callback = callback
 
-    def find_spec(
-        self, name: str, path: Any = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
         if name != self.name:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(name, path, target) for finder in finders)
+        specs = (f.find_spec(name, *where) for f in list(sys.meta_path) if f is not self)
         spec = next(filter(None, specs), None)
         # Libraries look for a module without loading it, so only its own code's run counts.
         if spec is not None and spec.loader is not None:
-            self._listen_to(spec.loader)
+            loader: Any = spec.loader
+            loader.exec_module = partial(self._load, loader, loader.exec_module)
         return spec
 
-    def _listen_to(self, loader: Any) -> None:
-        original = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            original(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self.callback()
-
-        loader.exec_module = exec_module
+    def _load(self, loader: Any, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        del loader.exec_module
+        load(module)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.callback()
 
 
 def write_error(path: str, error: BaseException) -> None:
@@ -321,10 +311,6 @@ def _without_launcher_frames(error: BaseException) -> BaseException:
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next
     return error.with_traceback(frame)
-
-
-def _say_nothing(*_: object) -> None:
-    """Stands for Python's own hook, which prints."""
 
 
 def _bind_to_numa_node(mode: str, gpu: int) -> None:
