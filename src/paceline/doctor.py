@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from paceline import __version__, env
 from paceline.errors import PacelineError, UsageError
 from paceline.launcher import count_cores, launch
 from paceline.launcher.flags import FLAGS, read_settings
-from paceline.observe.units import table_lines
+from paceline.observe.units import bytes_text, table_lines
 
 TEST_TIMEOUT_S = 60
 SHOWN_VARIABLES = (
@@ -42,8 +42,11 @@ SHOWN_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_PROCID"),
     *("SLURM_LOCALID", "SLURM_NODEID", "NO_COLOR", "PYTHONUNBUFFERED", "PYTHON_EXEC"),
 )
-_SECRET_NAME = re.compile(r"token|secret|passw|api_?key|credential|private", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}|.*://[^/@\s]*:[^/@\s]*@.*")
+_SECRET = re.compile(
+    r"token|secret|passw|api_?key|credential|private|://[^/@\s]*:[^/@\s]*@"
+    r"|^(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}$",
+    re.IGNORECASE,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +69,8 @@ def main(args: argparse.Namespace) -> int:
             f"--workers is {args.workers}, but a check needs at least one.",
             advice="Pass a whole number from 1 up, or --no-test.",
         )
-    given = None if args.workers is None else str(args.workers)
-    findings = collect(os.environ, {"nproc_per_node": given})
+    given = {} if args.workers is None else {"nproc_per_node": str(args.workers)}
+    findings = collect(os.environ, given)
     if not args.no_test:
         # Before the devices are looked at: forks of a process that uses CUDA cannot.
         findings["check"] = check(args.workers or 2)
@@ -76,15 +79,13 @@ def main(args: argparse.Namespace) -> int:
     return 0 if findings.get("check", {}).get("passed", True) else 1
 
 
-def collect(
-    environ: Mapping[str, str], given: Mapping[str, str | None] | None = None
-) -> dict[str, Any]:
+def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
     """Everything that can be found out without touching a device."""
     import torch
     import torch.distributed as dist
 
     backends = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
-    settings = read_settings(given or {}, environ).values()
+    settings = read_settings(given, environ).values()
     return {
         "versions": {
             "paceline": __version__,
@@ -101,7 +102,7 @@ def collect(
             "loopback interface": env.loopback_interface() or "none",
         },
         "backends": {name: getattr(dist, f"is_{name}_available")() for name in backends},
-        "environment": shown_environment(environ),
+        "environment": {n: masked(environ[n]) for n in SHOWN_VARIABLES if environ.get(n)},
         "settings": {
             flag.names[0]: {"value": setting.value, "source": setting.source}
             for flag, setting in zip(FLAGS, settings, strict=True)
@@ -110,16 +111,9 @@ def collect(
     }
 
 
-def shown_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter here, by name; nothing that is not on the list."""
-    return {name: masked(name, environ[name]) for name in SHOWN_VARIABLES if environ.get(name)}
-
-
-def masked(name: str, value: str) -> str:
-    """The value, unless it or its name looks like a secret."""
-    if _SECRET_NAME.search(name) or _SECRET_NAME.search(value) or _SECRET_VALUE.fullmatch(value):
-        return "(masked)"
-    return value
+def masked(value: str) -> str:
+    """The value, unless it looks like a secret."""
+    return "(masked)" if _SECRET.search(value) else value
 
 
 def devices() -> list[str]:
@@ -129,7 +123,7 @@ def devices() -> list[str]:
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {properties.name}, {_gibibytes(properties.total_memory)}")
+        found.append(f"cuda:{index} {properties.name}, {bytes_text(properties.total_memory)}")
     if torch.backends.mps.is_available():
         found.append("mps")
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -168,19 +162,17 @@ def _sum_ranks() -> float:
 
 def render(findings: Mapping[str, Any]) -> str:
     """The findings as plain text."""
-    backends = [name for name, there in findings["backends"].items() if there]
     settings = [
-        [name, masked("", each["value"]) or "-", each["source"]]
+        [name, masked(each["value"]) or "-", each["source"]]
         for name, each in findings["settings"].items()
     ]
+    backends = [name for name, there in findings["backends"].items() if there]
     lines_by_title = {
-        "versions": table_lines([[*map(str, row)] for row in findings["versions"].items()]),
-        "machine": table_lines([[*map(str, row)] for row in findings["machine"].items()]),
+        **{title: _table(findings[title].items()) for title in ("versions", "machine")},
         "backends": [", ".join(backends) or "none"],
         "devices": findings["devices"] or ["none but the CPU"],
-        "environment": table_lines([*findings["environment"].items()])
-        or ["nothing relevant is set"],
-        "settings of `paceline run`": table_lines(settings),
+        "environment": _table(findings["environment"].items()) or ["nothing relevant is set"],
+        "settings of `paceline run`": _table(settings),
     }
     if "check" in findings:
         done = findings["check"]
@@ -189,8 +181,8 @@ def render(findings: Mapping[str, Any]) -> str:
     return "\n".join("\n  ".join([title, *lines]) for title, lines in lines_by_title.items())
 
 
-def _gibibytes(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def _table(rows: Iterable[Iterable[object]]) -> list[str]:
+    return table_lines([[*map(str, row)] for row in rows])
 
 
 def _memory() -> str:
@@ -201,8 +193,8 @@ def _memory() -> str:
     free = ""
     with suppress(OSError):  # only Linux has it
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        free = f", {_gibibytes(int(found[1]) * 1024)} available" if found else ""
-    return _gibibytes(total) + free
+        free = f", {bytes_text(int(found[1]) * 1024)} available" if found else ""
+    return bytes_text(total) + free
 
 
 def _shared_memory() -> str:
@@ -210,4 +202,4 @@ def _shared_memory() -> str:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
         return "no /dev/shm"
-    return f"{_gibibytes(usage.free)} free of {_gibibytes(usage.total)}"
+    return f"{bytes_text(usage.free)} free of {bytes_text(usage.total)}"

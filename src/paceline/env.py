@@ -96,17 +96,16 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """Read this worker's place, or None where no launcher has set one."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
-    if is_slurm_step(environ):
+    if _is_slurm_step(environ):
         return _from_slurm(environ)
     return None
 
 
-def is_slurm_step(environ: Mapping[str, str]) -> bool:
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task of a job step, not the batch script around it."""
     step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID") or ""
-    has_size = _first(environ, *_SLURM_SIZE) is not None
     is_step = step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
-    return is_step and has_size and "SLURM_PROCID" in environ
+    return is_step and "SLURM_PROCID" in environ and bool(_first(environ, *_SLURM_SIZE))
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Placement:
@@ -140,12 +139,11 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
     size = read_int(environ, *_SLURM_SIZE)
     nodes = read_int(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     node = read_int(environ, "SLURM_NODEID", default=0)
-    hosts = expand_host_list(_first(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST") or "")
+    host = first_host(_first(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST") or "")
     job = read_int(environ, "SLURM_JOB_ID", default=0)
     step = read_int(environ, "SLURM_STEP_ID", default=0)
     tasks_per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     local_sizes = expand_repeats(tasks_per_node) if tasks_per_node else []
-    default_addr = LOOPBACK if nodes == 1 or not hosts else hosts[0]
     return Placement(
         rank=read_int(environ, "SLURM_PROCID"),
         size=size,
@@ -153,7 +151,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
         local_size=local_sizes[node] if node < len(local_sizes) else -(-size // nodes),
         node=node,
         nodes=nodes,
-        master_addr=environ.get("MASTER_ADDR", default_addr),
+        master_addr=environ.get("MASTER_ADDR", host if host and nodes > 1 else LOOPBACK),
         # Below Linux's ephemeral ports, and different for neighbouring jobs and steps.
         master_port=read_int(environ, "MASTER_PORT", default=20000 + (job * 31 + step) % 12000),
         agent_has_store=False,
@@ -200,21 +198,13 @@ def expand_repeats(text: str) -> list[int]:
     return counts
 
 
-def expand_host_list(text: str) -> list[str]:
-    """SLURM's `gpu[01-03,7],login` as [gpu01, gpu02, gpu03, gpu7, login]."""
-    hosts: list[str] = []
-    for name in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", name)
-        if match is None:
-            hosts.append(name)
-            continue
-        for part in match[2].split(","):
-            first, _, last = part.partition("-")
-            if not (first.isdigit() and (last or first).isdigit()):
-                raise SettingError(f"SLURM's node list is {text!r}, which cannot be read.")
-            for number in range(int(first), int(last or first) + 1):
-                hosts.append(f"{match[1]}{number:0{len(first)}d}{match[3]}")
-    return hosts
+def first_host(text: str) -> str:
+    """The first of SLURM's `gpu[01-03,7]-ib,login`: gpu01-ib."""
+    match = re.match(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text)
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else ""
+    if "[" in first:
+        raise SettingError(f"SLURM's node list is {text!r}, which cannot be read.")
+    return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +237,6 @@ class ScreenOffer:
     """Where to send what the live line should say; -1 if the launcher does not draw."""
     mark: str
     """What to put in front of a line on standard output that should be shown without its rank."""
-
-    @property
-    def draws(self) -> bool:
-        return self.fd >= 0
 
 
 def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:

@@ -7,11 +7,11 @@ import pytest
 from paceline.env import (
     Observation,
     Placement,
-    expand_host_list,
     expand_repeats,
-    is_slurm_step,
+    first_host,
     read_observation,
     read_placement,
+    read_terminal,
 )
 from paceline.errors import SettingError
 
@@ -94,7 +94,6 @@ def test_slurms_own_step_numbers_differ_between_neighbouring_jobs() -> None:
 @pytest.mark.parametrize("step", ["", "4294967294", "4294967291", "batch"])
 def test_a_slurm_batch_script_is_not_a_worker(step: str) -> None:
     environ = {**SLURM, "SLURM_STEP_ID": step}
-    assert not is_slurm_step(environ)
     assert read_placement(environ) is None
 
 
@@ -142,21 +141,30 @@ def test_repeats_are_expanded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("text", "host"),
     [
-        ("", []),
-        ("login", ["login"]),
-        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
-        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+        ("", ""),
+        ("login", "login"),
+        ("gpu[01-03,7],login", "gpu01"),
+        ("a[1-2]-ib,b", "a1-ib"),
+        ("rack[2-3]n[7-8]", "rack2n7"),
     ],
 )
-def test_host_lists_are_expanded(text: str, hosts: list[str]) -> None:
-    assert expand_host_list(text) == hosts
+def test_the_first_host_of_a_list_is_found(text: str, host: str) -> None:
+    assert first_host(text) == host
 
 
 def test_a_host_list_that_cannot_be_read_is_an_error_of_ours() -> None:
     with pytest.raises(SettingError, match="cannot be read"):
-        expand_host_list("gpu[a-b]")
+        first_host("gpu[a-b]")
+
+
+@pytest.mark.parametrize(
+    ("environ", "colour"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colour_is_for_those_who_want_it(environ: dict[str, str], colour: bool) -> None:
+    assert read_terminal(environ).has_colour is colour
 
 
 PLACE = Placement(

@@ -399,7 +399,7 @@ def test_an_offer_counts_only_for_the_process_and_the_stream_it_was_made_to(
     stdout = worker.stdout.fileno()
     offer = read_screen(stdout, worker.environ)
     assert offer is not None
-    assert (offer.fd, offer.mark, offer.draws) == (worker.writer, "<mark>", True)
+    assert (offer.fd, offer.mark) == (worker.writer, "<mark>")
     with open(tmp_path / "log", "w") as log:
         assert read_screen(log.fileno(), worker.environ) is None, "another stream"
     assert read_screen(-1, worker.environ) is None

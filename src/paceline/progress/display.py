@@ -64,7 +64,7 @@ class Progress:
         offer = read_screen(descriptor(stream), environ)
         has_terminal = terminal_of(stream) >= 0
         # A launcher that draws has a terminal, and `rich`.
-        is_drawn_elsewhere = offer is not None and offer.draws and not has_terminal
+        is_drawn_elsewhere = offer is not None and offer.fd >= 0 and not has_terminal
         self.mode = choose_mode(
             mode,
             is_terminal=has_terminal or is_drawn_elsewhere,
