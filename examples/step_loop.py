@@ -1,11 +1,11 @@
-"""The step loop: a run that counts samples, saves itself and goes on where it stopped.
+"""The step loop: a run that counts samples, saves itself and continues where it stopped.
 
     paceline run --workers 2 examples/step_loop.py
     python examples/step_loop.py                    the same training on one worker
 
 You keep the loop. `global_batch` is the one number that says how large a step is; how many workers
 share it changes the time and nothing else. With `folder="runs/plane"` the run would keep its
-events and checkpoints there, and go on from the newest one when started again.
+events and checkpoints there, and continue from the newest one when started again.
 """
 
 from __future__ import annotations

@@ -370,7 +370,9 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
     [
         ({"global_batch": 0}, "global_batch is 0"),
         ({"epochs": 1.5}, "epochs is 1.5"),
+        ({"epochs": None}, "epochs is None"),
         ({"workers": -1}, "workers is -1"),
+        ({"options": RunOptions(progress="loud")}, "progress is 'loud'"),
         ({"shards": 9}, "cannot be cut into 9 shards"),
         ({"seed": "0"}, "seed is '0'"),
         ({"state": {"ema": 3}}, "no state_dict"),

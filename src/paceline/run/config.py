@@ -102,7 +102,8 @@ class RunOptions:
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0}
         least_by_name |= {"checkpoint_every": 0, "noise_every": 0, "trace_step": 0}
         for name, least in least_by_name.items():
-            _check_whole(name, getattr(self, name), least)
+            if name != "checkpoint_every" or self.checkpoint_every is not None:
+                _check_whole(name, getattr(self, name), least)
         if self.better not in ("lower", "higher"):
             raise UsageError(f"better is {self.better!r}.", advice="Use 'lower' or 'higher'.")
         if self.check_finite not in ("sample", "all", "off"):
@@ -135,7 +136,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         _check_whole("global_batch", self.global_batch, 1)
         _check_whole("epochs", self.epochs, 1)
-        _check_whole("shards", self.shards, 1)
+        if self.shards is not None:
+            _check_whole("shards", self.shards, 1)
         _check_whole("workers", self.workers, 0)
         if type(self.seed) is not int:
             raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
@@ -229,23 +231,19 @@ class RunConfig:
         before = None if folder is None else read_info(folder)
         merges = self.options.merge_shards
         sentence = batch_sentence(self.global_batch, workers=workers, shards=shards, merges=merges)
+        same = ("seed", "global_batch", "shards", "workers", "dataset_size", "versions")
         return RunInfo(
+            **{name: facts[name] for name in same},
             name=folder.name if folder else type(module).__name__,
             created=now if before is None else before.created,
             updated=now,
-            seed=self.seed,
             epochs=self.epochs,
-            global_batch=self.global_batch,
-            shards=shards,
-            workers=workers,
-            dataset_size=facts["dataset_size"],
             steps_per_epoch=plan.steps_per_epoch if plan else None,
             steps=plan.steps if plan else None,
             model=type(module).__name__,
             parameters=sum(param.numel() for param in module.parameters()),
             device=str(next((param.device for param in module.parameters()), "cpu")),
             host=socket.gethostname(),
-            versions=facts["versions"],
             policy=list(self.options.policy) or [sentence],
         )
 
@@ -283,7 +281,7 @@ class RunConfig:
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):
+    if type(value) is not int or value < least:
         raise UsageError(f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up.")
 
 

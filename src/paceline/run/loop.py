@@ -203,7 +203,9 @@ class Run:
                 if step.state == "applied":
                     if number := self._after(step):
                         status, reason = "stopped", f"stopped by {name_signal(number)}"
-                        self._leave_together()
+                        # A launcher that sees one worker leave would end the one that writes.
+                        self._report_checkpoints(wait=True)
+                        gather(members, {}, "Leaving together")
                         break
                 elif step.state == "failed":
                     generation = -1
@@ -289,8 +291,7 @@ class Run:
         now_s = time.perf_counter()
         seconds, self._epoch_s = now_s - self._epoch_s, now_s
         samples, self._epoch_samples = self._epoch_samples, 0
-        summary = Summary(step.epoch, step.number, metrics, seconds, samples)
-        context.sinks.tell("epoch", summary)
+        context.sinks.tell("epoch", Summary(step.epoch, step.number, metrics, seconds, samples))
         if context.noise is not None:
             estimate = context.noise.read(self.membership.group)
             if estimate is not None:
@@ -314,11 +315,6 @@ class Run:
     def _report_checkpoints(self, *, wait: bool = False) -> None:
         for written in self._context.saving.take_finished(wait=wait):
             self._context.sinks.tell("checkpoint", written)
-
-    def _leave_together(self) -> None:
-        """Wait for rank 0's disk: a launcher that sees one worker leave would end the others."""
-        self._report_checkpoints(wait=True)
-        gather(self.membership, {}, "Leaving together")
 
     def _say_what_is_not_saved(self) -> None:
         """The loop is left by the user, perhaps by one worker alone: this is no time to save."""

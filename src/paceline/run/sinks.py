@@ -165,6 +165,7 @@ class TerminalSink:
     """Rank 0's terminal."""
 
     def __init__(self, mode: str) -> None:
+        Progress(mode, draws=False)  # a mode that does not exist is refused before the run begins
         self._mode = mode
         self._progress: Progress | None = None
         self._advice = ""

@@ -176,8 +176,10 @@ class Step:
         if context.size == 1:
             context.update.backward(loss, factor)
         else:
-            weight, mine = context.model._reducer.weight, self._weight(shard, count)
-            before = weight.enter(mine)
+            # See Note [Weights].
+            all_or_none = context.size if shard.number == 0 else 0.0
+            weight = context.model._reducer.weight
+            before = weight.enter(count * self._scale if self._is_weighted else all_or_none)
             try:
                 context.update.backward(loss, factor)
             finally:
@@ -224,7 +226,10 @@ class Step:
             )
         self._end_shard()  # the loop may have been left by `break` after the last batch
         if not shards:
-            self._take_part_without_samples()
+            # Sum with the others without anything to add, and get what they have. A real backward
+            # would have to reach a parameter, and then all would think it was used.
+            with context.model.weighted(0.0):
+                context.model._reducer.take_part()
         if context.size > 1:
             if self.number >= context.vote.next_step:
                 context.vote.start(self.number)
@@ -254,21 +259,6 @@ class Step:
             context.buffers.restore()
         context.metrics.forget()
         context.generators.restore(self._before)
-
-    def _weight(self, shard: Shard, count: float) -> float:
-        """How much of the step's weight this backward brings; see Note [Weights]."""
-        if self._is_weighted:
-            return count * self._scale
-        return self._context.size if shard.number == 0 else 0.0
-
-    def _take_part_without_samples(self) -> None:
-        """Sum with the others without anything to add, and get what they have.
-
-        A real backward would have to reach a parameter, and then all would think it was used.
-        """
-        model = self._context.model
-        with model.weighted(0.0):
-            model._reducer.take_part()
 
     def _is_done(self, shard: Shard) -> bool:
         return bool(self._losses) and self._losses[-1].shard == shard.number
