@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.tables import print_table
 from paceline import DDPOptions, DistributedDataParallel, init_process_group
-from paceline.gradients.trailer import Words
+from paceline.gradients.buffer import Words
 
 
 class Given(torch.autograd.Function):

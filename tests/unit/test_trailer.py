@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.gradients.trailer import Trailer, Words
+from paceline.gradients.buffer import Trailer, Words
 
 CPU = torch.device("cpu")
 

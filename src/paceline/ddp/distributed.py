@@ -397,11 +397,12 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._reducer.check_not_interrupted()
         watched = self._reducer.observer
         is_joinable = self._join_config.enable
-        if watched is not None and (is_joinable or self._will_broadcast_buffers()):
+        will_broadcast = self._will_broadcast_buffers()
+        if watched is not None and (is_joinable or will_broadcast):
             watched.forward_comes()
         if is_joinable:
             Join.notify_join_context(self)
-        if self._will_broadcast_buffers():
+        if will_broadcast:
             root = self._agree_on_root(is_candidate=True) if is_joinable else 0
             self._broadcast_buffers(root)
         wants_sync = self._reducer.wants_sync and torch.is_grad_enabled()
@@ -437,7 +438,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.on_output_grad(wants_sync)
 
         reducer.unmarked_wish = wants_sync
-        for tensor in tree.tensors(output):
+        for tensor in [output] if isinstance(output, Tensor) else tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
                 reducer.unmarked_wish = None

@@ -1,4 +1,4 @@
-"""The flat buffers of the buckets: filled from gradients, handed back as gradients.
+"""The flat buffers of the buckets: filled from gradients, handed back as gradients; the trailer.
 
 After a reduction each `param.grad` is a view of its bucket, so nothing is copied back. That is
 invisible to the caller because of two rules: memory that somebody else still looks at is never
@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -275,6 +275,51 @@ class Bucket:
             for count, grad, view in zip(references, grads, self.views, strict=True)
             if grad is not view
         )
+
+
+class Words(NamedTuple):
+    """The last elements of the trailer, after the flags."""
+
+    weight: float = 1.0
+    votes: float = 0.0
+    aborts: float = 0.0
+    label: float = 0.0
+
+
+class Trailer:
+    """What ranks must agree on in a step, written behind the last bucket's gradients.
+
+        gradients of the last bucket ... | used_0 ... used_n-1 | weight | votes | aborts | label
+
+    Each element is a number whose sum over the ranks means something, so one message carries all:
+
+    - `used_i`: how many ranks have a gradient for parameter i. None: its `grad` stays `None`.
+    - `weight`: how many items (samples, tokens; 1 by default) the summed gradients are sums over.
+    - `votes`: how many ranks found a parameter that was frozen before and now wants gradients.
+    - `aborts`: how many ranks broke off this backward half-way.
+    - `label`: which model and step this is; all ranks must have sent the same.
+    """
+
+    def __init__(self, params: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._params = params
+        # Nearly every trailer says "all used, weight 1, nothing else": one copy, prepared once.
+        self._plain = torch.tensor([1.0] * params + list(Words()), dtype=dtype, device=device)
+
+    def write(self, target: Tensor, unused: Sequence[int], words: Words) -> None:
+        if not unused and words == Words(label=words.label):
+            target.copy_(self._plain)
+            target[-1].fill_(words.label)
+            return
+        flags = [1.0] * self._params
+        for index in unused:
+            flags[index] = 0.0
+        target.copy_(torch.tensor([*flags, *words], dtype=target.dtype))
+
+    def words(self, source: Tensor) -> Tensor:
+        return source[self._params :]
+
+    def used(self, source: Tensor) -> list[bool]:
+        return [count > 0 for count in source[: self._params].tolist()]
 
 
 def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.gradients.buffer import Bucket, ParamRef
+from paceline.gradients.buffer import Bucket, ParamRef, Trailer
 from paceline.gradients.plan import BucketPlan, default_capacities, plan_buckets
-from paceline.gradients.trailer import Trailer
 from paceline.transport.flat import Flat
 
 _NO_GRADIENT = Flat(0, torch.float32, torch.device("cpu"))

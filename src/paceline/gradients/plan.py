@@ -17,7 +17,7 @@ from paceline.transport.flat import Flat
 
 MIB = 2**20
 CONTROL_WORDS = 4
-"""Elements of the trailer after the flags; `trailer.Words` says which."""
+"""Elements of the trailer after the flags; `buffer.Words` says which."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,10 @@ from paceline import comm
 from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.gradients.backward import Backward, BackwardFollower
-from paceline.gradients.buffer import Bucket, ParamRef
+from paceline.gradients.buffer import Bucket, ParamRef, Words
 from paceline.gradients.hooks import Hook, HookCall
 from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
-from paceline.gradients.trailer import Words
 from paceline.gradients.weights import LossWeight
 from paceline.observe.stopwatch import Observer
 from paceline.transport import Buckets, Reduction, TransportChoice, mean_factor, place
@@ -239,18 +238,15 @@ class Reducer(BackwardFollower):
             raise self._late_gradient(param)
         last = len(self._layout.buckets) - 1
         while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
+            if self.weight.is_set:
+                self._refuse_second_average(self._layout.buckets[len(current.in_flight)])
             self._start_next(current)
 
     def _start_next(self, current: Backward) -> None:
         places = self._places or self._place()
         number = len(current.in_flight)
         bucket = self._layout.buckets[number]
-        if current.is_shadow:
-            current.unused += bucket.fill_zeros()
-        else:
-            if self.weight.is_set:
-                self._refuse_second_average(bucket)
-            current.unused += bucket.fill()
+        current.unused += bucket.fill_zeros() if current.is_shadow else bucket.fill()
         if bucket.plan.trailer:
             self._layout.trailer.write(bucket.trailer, current.unused, self._words(current))
         if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
@@ -344,7 +340,8 @@ class Reducer(BackwardFollower):
                 bucket.hand_out(used)
                 if self.weight.is_set:
                     bucket.remember_averages()
-        self._share_sparse(current, factor)
+        if self._sparse:
+            self._share_sparse(current, factor)
         if votes:
             self._adopt(factor)
         for bucket in self._layout.buckets:
