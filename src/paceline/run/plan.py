@@ -107,12 +107,13 @@ class Plan:
     def portions(self, done: int, rank: int, size: int) -> Iterator[Portion]:
         """What rank `rank` of `size` computes in every step after `done` steps."""
         per_epoch, order, order_of = self.steps_per_epoch, None, -1
+        mine = shards_of(rank, size, self.shards)
         for step in range(done + 1, self.steps + 1):
             epoch, batch = (step - 1) // per_epoch, self.batch(step)
             if epoch != order_of:
                 order, order_of = self._order(epoch), epoch
             shards = []
-            for number in shards_of(rank, size, self.shards):
+            for number in mine:
                 if places := batch[number :: self.shards]:
                     indices = list(places)
                     if order is not None:

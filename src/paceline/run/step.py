@@ -124,7 +124,7 @@ class Step:
         shard, self._shard = self._shard, None
         if shard is None:
             return
-        if not self._is_done(shard):
+        if not self._losses or self._losses[-1].shard != shard.number:
             raise UsageError(
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
                 advice="Call it once per batch; for a batch that should not count, with items=0.",
@@ -147,7 +147,7 @@ class Step:
         context, shard, is_mean = self._context, self._shard, reduction == "mean"
         if old or reduction not in ("mean", "sum"):
             _refuse_arguments(old, reduction)
-        if shard is None or self._is_done(shard):
+        if shard is None or (self._losses and self._losses[-1].shard == shard.number):
             raise UsageError(
                 f"Step {self.number}: step.backward() is called once per batch, inside the loop "
                 "over step.batches().",
@@ -259,9 +259,6 @@ class Step:
             context.buffers.restore()
         context.metrics.forget()
         context.generators.restore(self._before)
-
-    def _is_done(self, shard: Shard) -> bool:
-        return bool(self._losses) and self._losses[-1].shard == shard.number
 
     def _number(self, items: float | Tensor) -> float:
         number = float(items)
