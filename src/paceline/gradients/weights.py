@@ -1,13 +1,12 @@
 """How many items the accumulated gradients are sums over: what `weighted()` keeps count of.
 
-Gradients are summed over the ranks, as if each had one item, and `mean_factor` turns that into the
-mean over all items: here, in transports that divide on the way, and for a rank that is alone.
+Gradients are summed over the ranks as if each had one item; `transport.mean_factor` turns that into
+the mean over all items, in the reducer, in transports that divide on the way, and in a run of one.
 """
 
 from __future__ import annotations
 
 from paceline.errors import UsageError
-from paceline.transport import mean_factor as mean_factor
 
 
 class LossWeight:
