@@ -20,7 +20,8 @@ from paceline import load_weights
 from paceline.checkpoint import Checkpoints, CheckpointWarning
 from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.formats import write_tensors
-from paceline.checkpoint.weights import clean_names, describe_renames, match_names
+from paceline.checkpoint.weights import clean_names, describe_renames
+from paceline.ddp.wrapper import match_names
 from paceline.errors import CheckpointError, UsageError, WeightsError
 
 

@@ -23,6 +23,7 @@ from paceline.checkpoint.command import (
 )
 from paceline.checkpoint.formats import flatten, read_state
 from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
+from paceline.ddp.wrapper import find_wrappers, without_wrappers
 from paceline.errors import UsageError
 from paceline.observe.units import count_text
 
@@ -172,9 +173,9 @@ def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
     cleaned: Any = type(value)((names[old], each) for old, each in value.items())
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
-        wrappers = weights.find_wrappers(value.keys(), keep)
+        wrappers = find_wrappers(value.keys(), keep)
         cleaned._metadata = OrderedDict(
-            (weights.without_wrappers(old, wrappers), each) for old, each in versions.items()
+            (without_wrappers(old, wrappers), each) for old, each in versions.items()
         )
     return cleaned
 

@@ -23,11 +23,18 @@ from torch.nn.parameter import is_lazy
 
 from paceline.checkpoint.formats import is_state_dict, read_state
 from paceline.comm.safetensors import dtype_name
-from paceline.ddp.wrapper import Wrapper
+from paceline.ddp.wrapper import (
+    WRAPPERS,
+    Wrapper,
+    bare_name,
+    find_wrappers,
+    match_names,
+    rename,
+    without_wrappers,
+)
 from paceline.errors import CheckpointError, UsageError, WeightsError
 from paceline.observe.units import count_text
 
-WRAPPERS = ("module", "_orig_mod")
 # What people call the weights in the dictionary they save, likeliest first.
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
 _DEEPEST_KEY = 3
@@ -104,7 +111,7 @@ def load_weights(
         raise _explain(model, own, given, plan, shapes)
     backup = {} if is_fit and not has_own_ways else _copy_of(own)
     try:
-        result = model.load_state_dict(_renamed(own, given, names), strict=False)
+        result = model.load_state_dict(rename(own, given, names), strict=False)
     except Exception as error:
         _put_back(own, backup)
         if is_fit:
@@ -177,18 +184,6 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     if value.is_meta or value.layout != torch.strided or value.numel() == 0:
         return None
     return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
-
-
-def _renamed(own: Any, given: Any, names: Mapping[str, str]) -> Any:
-    """The file's tensors under the model's names, with the versions of modules that came along."""
-    state: Any = type(own)((names.get(old, old), value) for old, value in given.items())
-    versions, targets = getattr(given, "_metadata", None), getattr(own, "_metadata", None)
-    if isinstance(versions, Mapping) and targets is not None:
-        version_by_bare_name = {bare_name(name): each for name, each in versions.items()}
-        state._metadata = type(targets)(
-            (name, version_by_bare_name.get(bare_name(name), {})) for name in targets
-        )
-    return state
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
@@ -272,64 +267,6 @@ def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
-
-
-def bare_name(name: str) -> str:
-    """The name without any part that could be a wrapper's."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def match_names(given: Collection[str], expected: Collection[str]) -> dict[str, str]:
-    """Which of the expected names each given one means, whatever either was wrapped in.
-
-    Tries the fewest changes first, and takes the first that explains most names. So a model with
-    a part that is really called `module` keeps it.
-    """
-    matches = [
-        {mine[name]: theirs[name] for name in mine if name in theirs}
-        for mine in _spellings(given)
-        for theirs in _spellings(expected)
-    ]
-    return max(matches, key=len)
-
-
-def _spellings(names: Collection[str]) -> Iterator[dict[str, str]]:
-    """The names by themselves, by what they are without wrappers, and by their bare names.
-
-    A spelling of two names is left out: what could mean two things is not guessed.
-    """
-    wrappers = find_wrappers(names)
-    cleaned = {name: without_wrappers(name, wrappers) for name in names}
-    for spelling in ({name: name for name in names}, cleaned, {n: bare_name(n) for n in names}):
-        count = Counter(spelling.values())
-        yield {new: name for name, new in spelling.items() if count[new] == 1}
-
-
-def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset[str]:
-    """Where wrappers stand in the names, as paths that end in `module` or `_orig_mod`.
-
-    `_orig_mod` is always a wrapper. `module` is one where nothing else stands beside it, because a
-    wrapper has no parameters of its own; a model's own part of that name can be named in `keep`.
-    """
-    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    leaves = set(names)
-    for name in leaves:
-        parts = tuple(name.split("."))
-        for depth, part in enumerate(parts):
-            children[parts[:depth]].add(part)
-    return frozenset(
-        path
-        for parent, parts in children.items()
-        for part in parts & set(WRAPPERS)
-        if part == "_orig_mod" or len(parts) == 1
-        if (path := ".".join((*parent, part))) not in leaves and path not in keep
-    )
-
-
-def without_wrappers(name: str, wrappers: Collection[str]) -> str:
-    """A name, or the path of a module, without the parts that `find_wrappers` found."""
-    parts = name.split(".")
-    return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in wrappers)
 
 
 def clean_names(names: Collection[str], keep: Collection[str] = ()) -> dict[str, str]:

@@ -7,15 +7,14 @@ have no `module.` in their keys, attributes and methods of the module can be use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
-PREFIXES = ("module.", "_orig_mod.")
-"""What `nn.DataParallel`, torch's DistributedDataParallel and `torch.compile` put before names."""
-
-T = TypeVar("T")
+WRAPPERS = ("module", "_orig_mod")
+"""What `nn.DataParallel`, torch's DistributedDataParallel and `torch.compile` put into names."""
 
 
 class Wrapper(nn.Module):
@@ -98,29 +97,13 @@ def bare(module: nn.Module) -> nn.Module:
         module = children[inner]  # type: ignore[assignment]
 
 
-def without_prefixes(state_dict: Mapping[str, T], module: nn.Module) -> dict[str, T]:
+def without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Any:
     """The state dict with the names `module` uses: prefixes go where they are no part of a name."""
-    expected = set(module.state_dict().keys())
-    renamed = {key: _without_prefix(key, expected) for key in state_dict}
-    for prefix in PREFIXES:
-        # Keys the module does not know, such as those a hook of it renames, follow the others.
-        is_foreign = not any(key.startswith(prefix) for key in expected)
-        if is_foreign and all(key.startswith(prefix) for key in state_dict):
-            renamed = {key: new.removeprefix(prefix) for key, new in renamed.items()}
-    plain = {renamed[key]: value for key, value in state_dict.items()}
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        plain = type(state_dict)(plain)  # type: ignore[assignment, call-arg]
-        plain._metadata = metadata  # type: ignore[attr-defined]
-    return plain
-
-
-def _without_prefix(key: str, expected: set[str]) -> str:
-    """Strip prefixes from the front as long as the key is not one the module expects."""
-    stripped = key
-    while stripped not in expected and stripped.startswith(PREFIXES):
-        stripped = stripped.split(".", 1)[1]
-    return stripped if stripped in expected or not expected else key
+    own = module.state_dict()
+    # Names the module does not know, such as those a hook of it renames, follow the others.
+    wrappers = find_wrappers(state_dict, keep=find_wrappers(own))
+    names = {name: without_wrappers(name, wrappers) for name in state_dict}
+    return rename(own, state_dict, names | match_names(state_dict, own))
 
 
 def _path_to_bare(wrapper: Wrapper) -> str:
@@ -131,3 +114,73 @@ def _path_to_bare(wrapper: Wrapper) -> str:
         path += name
         module = module._modules[name[:-1]]  # type: ignore[assignment]
     return path
+
+
+def rename(own: Any, given: Any, names: Mapping[str, str]) -> Any:
+    """The file's tensors under the model's names, with the versions of modules that came along."""
+    state: Any = type(own)((names.get(old, old), value) for old, value in given.items())
+    versions, targets = getattr(given, "_metadata", None), getattr(own, "_metadata", None)
+    if isinstance(versions, Mapping) and targets is not None:
+        version_by_bare_name = {bare_name(name): each for name, each in versions.items()}
+        state._metadata = type(targets)(
+            (name, version_by_bare_name.get(bare_name(name), {})) for name in targets
+        )
+    return state
+
+
+def bare_name(name: str) -> str:
+    """The name without any part that could be a wrapper's."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def match_names(given: Collection[str], expected: Collection[str]) -> dict[str, str]:
+    """Which of the expected names each given one means, whatever either was wrapped in.
+
+    Tries the fewest changes first, and takes the first that explains most names. So a model with
+    a part that is really called `module` keeps it.
+    """
+    matches = [
+        {mine[name]: theirs[name] for name in mine if name in theirs}
+        for mine in _spellings(given)
+        for theirs in _spellings(expected)
+    ]
+    return max(matches, key=len)
+
+
+def _spellings(names: Collection[str]) -> Iterator[dict[str, str]]:
+    """The names by themselves, by what they are without wrappers, and by their bare names.
+
+    A spelling of two names is left out: what could mean two things is not guessed.
+    """
+    wrappers = find_wrappers(names)
+    cleaned = {name: without_wrappers(name, wrappers) for name in names}
+    for spelling in ({name: name for name in names}, cleaned, {n: bare_name(n) for n in names}):
+        count = Counter(spelling.values())
+        yield {new: name for name, new in spelling.items() if count[new] == 1}
+
+
+def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset[str]:
+    """Where wrappers stand in the names, as paths that end in `module` or `_orig_mod`.
+
+    `_orig_mod` is always a wrapper. `module` is one where nothing else stands beside it, because a
+    wrapper has no parameters of its own; a model's own part of that name can be named in `keep`.
+    """
+    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    leaves = set(names)
+    for name in leaves:
+        parts = tuple(name.split("."))
+        for depth, part in enumerate(parts):
+            children[parts[:depth]].add(part)
+    return frozenset(
+        path
+        for parent, parts in children.items()
+        for part in parts & set(WRAPPERS)
+        if part == "_orig_mod" or len(parts) == 1
+        if (path := ".".join((*parent, part))) not in leaves and path not in keep
+    )
+
+
+def without_wrappers(name: str, wrappers: Collection[str]) -> str:
+    """A name, or the path of a module, without the parts that `find_wrappers` found."""
+    parts = name.split(".")
+    return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in wrappers)
