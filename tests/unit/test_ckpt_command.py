@@ -128,7 +128,7 @@ def test_show_reads_single_files_and_no_name_reaches_the_terminal_raw(
     torch.save(tensors, tmp_path / "a.pt")
     assert ckpt("show", tmp_path / name) == 0
     shown = capsys.readouterr().out
-    assert "evil?[2Jname" in shown
+    assert r"evil\x1b[2Jname" in shown
     assert "2x5" in shown
     assert "\x1b" not in shown
 

@@ -23,7 +23,7 @@ from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
 from paceline.comm.codec import plain_json, put_together
 from paceline.comm.safetensors import Header, Place, read_header
 from paceline.errors import CheckpointError, UsageError
-from paceline.observe.units import bytes_text, count_text, table_lines
+from paceline.observe.units import bytes_text, count_text, printable, table_lines
 
 SHOWN = 40
 
@@ -108,7 +108,7 @@ def ls(args: argparse.Namespace) -> int:
     print_table(table if rows else [])
     for row in rows:
         if row["problem"] is not None:
-            print(printable(f"  {row['problem']}"))
+            print(printable(f"  {row['problem']}", keep="\n"))
     if unfinished:
         print(f"  {unfinished} unfinished: being written, or to be removed by the next save")
     return 0
@@ -223,7 +223,7 @@ def verify(args: argparse.Namespace) -> int:
     for name, problem in problem_by_path.items():
         print(printable(f"{'good' if problem is None else 'DAMAGED':<9}{name}"))
         if problem is not None:
-            print(printable(f"         {problem}"))
+            print(printable(f"         {problem}", keep="\n"))
     if not path.is_dir():
         print("         Its header is sound. A safetensors file has no hash to compare.")
     return 1 if damaged else 0
@@ -239,11 +239,6 @@ def print_table(rows: Sequence[Sequence[str]], limit: int = sys.maxsize) -> None
         print(f"  {line}")
     if len(rows) > limit:
         print(f"  and {len(rows) - limit:,} more")
-
-
-def printable(text: str) -> str:
-    """Names come from files that others may have made: no control characters for the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 def _print_values(title: str, values: Mapping[str, Any], limit: int) -> None:

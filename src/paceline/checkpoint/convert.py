@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import formats, weights
-from paceline.checkpoint.command import (
-    SHOWN,
-    add_json,
-    add_step,
-    print_json,
-    print_table,
-    printable,
-)
+from paceline.checkpoint.command import SHOWN, add_json, add_step, print_json, print_table
 from paceline.checkpoint.formats import flatten, read_state
 from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
 from paceline.ddp.wrapper import find_wrappers, without_wrappers
 from paceline.errors import UsageError
-from paceline.observe.units import count_text
+from paceline.observe.units import count_text, printable
 
 _NAMES_SHOWN = 10
 

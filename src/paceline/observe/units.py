@@ -86,3 +86,13 @@ def metric_text(name: str, value: float) -> str:
     if value != 0 and not 1e-4 <= abs(value) < 1e5:
         return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with escapes for what would move a cursor or change a colour."""
+    return "".join(
+        letter
+        if letter.isprintable() or letter in keep
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from paceline.env import TerminalSettings, read_terminal
 from paceline.errors import SettingError
+from paceline.observe.units import printable
 from paceline.progress import text
 from paceline.progress.painters import Painter, Sheet, is_terminal
 from paceline.progress.text import ProgressState
@@ -93,7 +94,7 @@ class StatusLine:
     @classmethod
     def of(cls, state: ProgressState) -> StatusLine:
         parts = text.status(state)[:_MOST_PARTS]
-        short = tuple((rank, text.printable(part)[:_MOST_LETTERS]) for rank, part in parts)
+        short = tuple((rank, printable(part)[:_MOST_LETTERS]) for rank, part in parts)
         return cls(state.step, state.steps, short)
 
     def to_json(self) -> str:
@@ -117,7 +118,7 @@ class StatusLine:
         line = Table.grid(*[""] * (len(cells) + 1), padding=(0, len(text.GAP), 0, 0))
         for column in line.columns:
             column.no_wrap, column.overflow = True, "crop"
-        line.add_row(*cells, Text(text.printable(text.fit(self.parts, room))))
+        line.add_row(*cells, Text(printable(text.fit(self.parts, room))))
         return line
 
 
@@ -275,7 +276,7 @@ class SendingPainter(Painter):
                 self._step(state)
             case "message":
                 for line in text.message_lines(**facts):
-                    self.say(text.printable(line), facts["level"])
+                    self.say(printable(line), facts["level"])
             case "finish":
                 self.close()
                 self.write(*text.summary(state, facts["status"], facts["lines"]))

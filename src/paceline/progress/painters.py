@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from paceline.comm.codec import plain_json
+from paceline.observe.units import printable
 from paceline.progress import text
 from paceline.progress.text import ProgressState
 
@@ -39,7 +40,7 @@ class Sheet:
 
     def write(self, *lines: str) -> None:
         """Write whole lines at once; control characters in them stay text."""
-        self.write_raw("".join(f"{self.mark}{text.printable(line)}\n" for line in lines))
+        self.write_raw("".join(f"{self.mark}{printable(line)}\n" for line in lines))
 
     def write_raw(self, data: str) -> None:
         """Write as far as the encoding can say it, and control characters as they are."""

@@ -189,14 +189,6 @@ def columns_of(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in letters)
 
 
-def printable(text: str) -> str:
-    """The text with escapes for what would move a cursor or change a colour."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
-
-
 def encodable(text: str, encoding: str) -> str:
     """The text with escapes for letters that the encoding does not have."""
     try:
