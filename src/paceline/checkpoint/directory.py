@@ -33,6 +33,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.files import open_file, open_folder, read_bounded, size_of
 from paceline.comm.codec import MAX_SKELETON_BYTES, plain_json
 from paceline.errors import CheckpointError, UsageError
+from paceline.observe.run_folder import sync_folder
 
 MANIFEST = "manifest.json"
 TENSORS = "state.safetensors"
@@ -207,7 +208,7 @@ def publish(
     """Write a checkpoint so that it is there as a whole or not at all."""
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
-        files.sync_folder(folder.parent)
+        sync_folder(folder.parent)
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < sum(map(len, contents.values())):
         # Do not even begin to fill a disk: whoever else writes to it would fail too.
@@ -224,7 +225,7 @@ def publish(
         raise
     finally:
         os.close(inside)
-    files.sync_folder(folder)
+    sync_folder(folder)
     return entry, manifest
 
 

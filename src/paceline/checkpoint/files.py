@@ -9,10 +9,9 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -108,34 +107,6 @@ def _write_directly(file: int, view: memoryview) -> int:
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
     return done
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder survive a power failure."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[int]:
-    """A new file that takes the place of `path` at the end of the block, if nothing fails in it."""
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
-    file = os.open(temporary, CREATE_FLAGS, 0o600)
-    try:
-        try:
-            yield file
-            os.fsync(file)
-        finally:
-            os.close(file)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
 
 
 # Note [Past the page cache]

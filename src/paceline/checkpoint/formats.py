@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from paceline.checkpoint.directory import find_entry, find_folder
-from paceline.checkpoint.files import open_file, replace_file, size_of, write_fully
+from paceline.checkpoint.files import open_file, size_of, write_fully
 from paceline.comm import safetensors
 from paceline.comm.safetensors import LENGTH_BYTES, as_plain, is_storable, memory_of, plan_file
 from paceline.errors import CheckpointError, UsageError
+from paceline.observe.run_folder import new_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,7 @@ def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
                 advice="Use a dense tensor with memory.",
             )
     plan = plan_file(tensors, {"format": "pt"})
-    with replace_file(path) as file:
+    with new_file(path, is_synced=True) as file:
         write_fully(file, plan.prefix)
         for tensor in plan.tensors:
             plain = as_plain(tensor)
@@ -165,7 +166,7 @@ def _load(path: Path, mmap: bool) -> Any:
 def _save(path: Path, state: Any) -> None:
     import torch
 
-    with replace_file(path) as file, open(file, "wb", closefd=False) as stream:
+    with new_file(path, is_synced=True) as file, open(file, "wb", closefd=False) as stream:
         torch.save(state, stream)
 
 

@@ -16,10 +16,12 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -233,16 +235,39 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Write a file for this user alone: all of it, or leave what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+@contextmanager
+def new_file(path: Path, is_synced: bool = False) -> Iterator[int]:
+    """A file for this user alone that replaces `path` after the block, if nothing fails in it."""
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    file = _open_private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        with open(temporary, "w", encoding="utf-8", opener=_open_private) as file:
-            file.writelines(parts)
+        try:
+            yield file
+            if is_synced:
+                os.fsync(file)
+        finally:
+            os.close(file)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if is_synced:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a text as a whole, or leave what was there."""
+    with new_file(path) as file, open(file, "w", encoding="utf-8", closefd=False) as stream:
+        stream.writelines(parts)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a power failure."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
