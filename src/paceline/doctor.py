@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__, env
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, check_whole
 from paceline.launcher import count_cores, launch
 from paceline.launcher.flags import FLAGS, read_settings
 from paceline.observe.units import bytes_text, table_lines
@@ -64,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the findings; 1 if the check failed."""
-    if args.workers is not None and args.workers < 1:
-        raise UsageError(
-            f"--workers is {args.workers}, but a check needs at least one.",
-            advice="Pass a whole number from 1 up, or --no-test.",
-        )
+    check_whole("--workers", args.workers, or_none=True)
     given = {} if args.workers is None else {"nproc_per_node": str(args.workers)}
     findings = collect(os.environ, given)
     if not args.no_test:

@@ -99,3 +99,11 @@ def name_ranks(ranks: list[int]) -> str:
     """Ranks as a message names them: `rank 3`, or `ranks 0, 1 and 3`."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def check_whole(name: str, value: object, least: int = 1, or_none: bool = False) -> None:
+    """Refuse an argument that is not a whole number from `least` up."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_whole and not (or_none and value is None):
+        advice = f"Pass a whole number from {least} up{', or None' if or_none else ''}."
+        raise UsageError(f"{name} is {value!r}.", advice=advice)

@@ -35,7 +35,7 @@ from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
 from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk, check_weights, scatter
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 
 BatchNorm = Literal["first", "whole"]
 
@@ -62,9 +62,7 @@ class DPOptions:
             raise UsageError(
                 f"batch_norm is {self.batch_norm!r}.", advice="Use 'first' or 'whole'."
             )
-        threads = self.cpu_threads
-        if threads is not None and (type(threads) is not int or threads < 1):
-            raise UsageError(f"cpu_threads is {threads!r}.", advice="Use a whole number from 1 up.")
+        check_whole("cpu_threads", self.cpu_threads, or_none=True)
 
 
 DEFAULT_OPTIONS = DPOptions()

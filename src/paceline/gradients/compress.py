@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import comm
 from paceline.comm import Membership
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 
 __all__ = ["Compression", "PowerSGD", "hook", "parse"]
 
@@ -41,13 +41,8 @@ class PowerSGD:
     """A tensor that would not shrink by at least this factor is sent as it is."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 2)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise UsageError(
-                    f"PowerSGD: {name} is {value!r}.",
-                    advice=f"Pass a whole number from {least} up.",
-                )
+        check_whole("PowerSGD: rank", self.rank)
+        check_whole("PowerSGD: start_step", self.start_step, 2)
         if not self.min_ratio >= 0:
             raise UsageError(
                 f"PowerSGD: min_ratio is {self.min_ratio!r}.", advice="Pass a number from 0 up."

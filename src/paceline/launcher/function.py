@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from paceline import env
-from paceline.errors import UsageError, WireError, WorkerError
+from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
@@ -252,12 +252,8 @@ def _check(fn: object, workers: int, threads: int | None) -> None:
             f"launch() got {fn!r}, which cannot be called.",
             advice="Pass the function itself: launch(train, workers=2).",
         )
-    for name, value in (("workers", workers), ("threads", 1 if threads is None else threads)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(
-                f"{name}={value!r} was passed to launch(), but a run needs at least one.",
-                advice="Pass a whole number from 1 up.",
-            )
+    check_whole("launch(): workers", workers)
+    check_whole("launch(): threads", threads, or_none=True)
     if "fork" not in multiprocessing.get_all_start_methods():
         raise UsageError(
             "launch() needs an operating system that can fork.",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 
 Keep = Literal["device", "global"]
 Rule = Literal["none", "linear", "sqrt"]
@@ -75,8 +75,8 @@ def plan_batch(
     `keep="device"` gives every worker `single_batch` rows; `keep="global"` cuts `single_batch`
     among them. `device_limit` is the most rows that a device can hold at a time.
     """
-    _check_count("single_batch", single_batch)
-    _check_count("workers", workers)
+    check_whole("single_batch", single_batch)
+    check_whole("workers", workers)
     if keep not in get_args(Keep):
         raise UsageError(
             f"keep is {keep!r}.",
@@ -104,8 +104,8 @@ def plan_global_batch(
     global_batch: int, workers: int, *, device_limit: int | None = None
 ) -> BatchPlan:
     """Cut a global batch among workers, in as few passes as `device_limit` rows allow."""
-    _check_count("global_batch", global_batch)
-    _check_count("workers", workers)
+    check_whole("global_batch", global_batch)
+    check_whole("workers", workers)
     who = "one worker"
     if workers > 1:
         who = f"{workers:,} workers, {_shares(global_batch, workers)} rows each"
@@ -118,8 +118,7 @@ def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str
             f"{workers:,} workers cannot share a global batch of {global_batch:,} rows.",
             advice=f"Use at most {global_batch:,} workers, or a larger batch.",
         )
-    if device_limit is not None:
-        _check_count("device_limit", device_limit)
+    check_whole("device_limit", device_limit, or_none=True)
     busiest = -(-global_batch // workers)
     return BatchPlan(global_batch, workers, -(-busiest // (device_limit or busiest)), reason)
 
@@ -127,13 +126,6 @@ def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str
 def _shares(global_batch: int, workers: int) -> str:
     least, rest = divmod(global_batch, workers)
     return f"{least:,} or {least + 1:,}" if rest else f"{least:,}"
-
-
-def _check_count(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(
-            f"{name} is {value!r}.", advice=f"It counts something: use {least} or more."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +154,10 @@ class LearningRate:
     """Where the decay ends, as a part of the full height."""
 
     def __post_init__(self) -> None:
-        _check_count("global_batch", self.global_batch)
-        _check_count("warmup_steps", self.warmup_steps, least=0)
-        for name in ("single_batch", "steps"):
-            if (value := getattr(self, name)) is not None:
-                _check_count(name, value)
+        check_whole("global_batch", self.global_batch)
+        check_whole("warmup_steps", self.warmup_steps, least=0)
+        check_whole("single_batch", self.single_batch, or_none=True)
+        check_whole("steps", self.steps, or_none=True)
         for name, kind in (("rule", Rule), ("decay", Decay)):
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(

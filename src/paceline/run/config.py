@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 import paceline
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.policy import plan_global_batch
 from paceline.run.plan import Plan, Position
@@ -99,11 +99,10 @@ class RunOptions:
     the global batch is cut among the workers."""
 
     def __post_init__(self) -> None:
-        least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0}
-        least_by_name |= {"checkpoint_every": 0, "noise_every": 0, "trace_step": 0}
-        for name, least in least_by_name.items():
-            if name != "checkpoint_every" or self.checkpoint_every is not None:
-                _check_whole(name, getattr(self, name), least)
+        check_whole("checkpoint_every", self.checkpoint_every, 0, or_none=True)
+        least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
+        for name, least in (least_by_name | {"trace_step": 0}).items():
+            check_whole(name, getattr(self, name), least)
         if self.better not in ("lower", "higher"):
             raise UsageError(f"better is {self.better!r}.", advice="Use 'lower' or 'higher'.")
         if self.check_finite not in ("sample", "all", "off"):
@@ -134,11 +133,10 @@ class RunConfig:
     options: RunOptions
 
     def __post_init__(self) -> None:
-        _check_whole("global_batch", self.global_batch, 1)
-        _check_whole("epochs", self.epochs, 1)
-        if self.shards is not None:
-            _check_whole("shards", self.shards, 1)
-        _check_whole("workers", self.workers, 0)
+        check_whole("global_batch", self.global_batch)
+        check_whole("epochs", self.epochs)
+        check_whole("shards", self.shards, or_none=True)
+        check_whole("workers", self.workers, 0)
         if type(self.seed) is not int:
             raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
         check_sinks(self.sinks)
@@ -278,11 +276,6 @@ class RunConfig:
     def passes(self, shards: int, workers: int) -> int:
         """How many backward passes a step has, on all workers together."""
         return min(workers, shards) if self.options.merge_shards else shards
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name} is {value!r}.", advice=f"Pass a whole number from {least} up.")
 
 
 def describe_model(module: nn.Module) -> str:

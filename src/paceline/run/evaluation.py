@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import tree
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.run.config import Collate
 from paceline.run.context import StepContext
 from paceline.run.loader import ShardFetcher, make_loader
@@ -45,10 +45,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.reduction not in (None, "mean", "sum"):
             raise UsageError(f"reduction is {self.reduction!r}.", advice="Use 'mean' or 'sum'.")
-        if type(self.batch) is not int or self.batch < 1:
-            raise UsageError(
-                f"batch is {self.batch!r}.", advice="Pass a whole number from 1 up, or None."
-            )
+        check_whole("batch", self.batch)
 
     def run(self, score: Score, context: StepContext) -> Sums:
         """The sums and counts of all workers, by name; every worker calls this."""

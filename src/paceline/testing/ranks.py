@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.comm.world import World
-from paceline.errors import UsageError, WorkerError
+from paceline.errors import UsageError, WorkerError, check_whole
 from paceline.testing.endings import (
     collect_garbage,
     drop_unfinished_backward,
@@ -106,10 +106,7 @@ def run_ranks(
 
 def check_size(size: int, timeout_s: float) -> None:
     """Refuse a world without ranks and a time that is already over."""
-    if type(size) is not int or size < 1:
-        raise UsageError(
-            f"size is {size!r}; a world has at least one rank.", advice="Pass size=1 or more."
-        )
+    check_whole("size", size)
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}.", advice="Pass a number above 0.")
 

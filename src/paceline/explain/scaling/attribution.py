@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.explain.scaling.measure import Profile
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.units import count_text, share_text
@@ -213,11 +213,7 @@ def speedup(*, before: float, after: float, workers: int) -> SpeedUp:
                 f"{name}={value!r} was passed to speedup(), which is not a time.",
                 advice="Pass seconds, or any other unit, the same for both; more than 0.",
             )
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise UsageError(
-            f"workers={workers!r} was passed to speedup().",
-            advice="Pass the number of workers that took `after`, a whole number from 1 up.",
-        )
+    check_whole("speedup(): workers", workers)
     result = SpeedUp(before=float(before), after=float(after), workers=workers)
     if not 0 < result.ratio < math.inf:
         raise UsageError(

@@ -18,7 +18,7 @@ from textwrap import wrap
 from typing import Any
 
 from paceline import env
-from paceline.errors import SettingError, UsageError
+from paceline.errors import SettingError, UsageError, check_whole
 from paceline.explain.scaling.attribution import (
     MEANINGS,
     PARTS,
@@ -308,9 +308,7 @@ def main(args: argparse.Namespace) -> int:
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
     for name in ("repeats", "steps", "threads"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SettingError(f"--{name} is {value}.", advice="Use a whole number from 1 up.")
+        check_whole(f"--{name}", getattr(args, name), or_none=True)
     if args.fail_under is not None and not 0 < args.fail_under < math.inf:
         raise SettingError(f"--fail-under is {args.fail_under}.", advice="Use a share such as 0.8.")
     if not args.module and not os.path.exists(args.script):
