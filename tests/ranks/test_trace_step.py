@@ -642,7 +642,7 @@ def test_an_error_in_the_step_passes_and_leaves_no_hook() -> None:
         ({"weight": "0.weight[0]"}, "not one element"),
         ({"weight": "0.weight[-1, 0]"}, "not one element"),
         ({"weight": "[0]"}, "no trained parameter"),
-        ({"step": 0}, "counted from 1"),
+        ({"step": 0}, "step is 0"),
         ({"folder": "my run"}, "cannot be named 'my run'"),
     ],
 )

@@ -28,7 +28,7 @@ from paceline.checkpoint.directory import SKELETON, TENSORS, Entry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.comm.codec import put_together, take_apart
 from paceline.comm.safetensors import FilePlan, memory_of, plan_file, read_tensors
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, check_whole
 
 FEWEST_KEPT = 2
 LARGEST_STEP = 10**15 - 1
@@ -90,8 +90,7 @@ class Checkpoints:
                 f"keep is {keep}; at least {FEWEST_KEPT} checkpoints are kept.",
                 advice="If the newest one is damaged, the one before it is all that is left.",
             )
-        if keep_best < 0:
-            raise UsageError(f"keep_best is {keep_best}, and cannot be negative.")
+        check_whole("keep_best", keep_best, 0)
         if better not in ("lower", "higher"):
             raise UsageError(f"better is {better!r}.", advice="Use 'lower' or 'higher'.")
         self.folder = Path(folder)

@@ -25,7 +25,7 @@ from paceline.comm.world import default_group
 from paceline.ddp import checks
 from paceline.ddp.torch_compat import LowPrecision, TorchSurface, UnevenInputs
 from paceline.ddp.wrapper import Wrapper
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.gradients import compress
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
@@ -52,10 +52,7 @@ class DDPOptions:
         check_transport(self.transport)
         if self.compression is not None:
             compress.parse(self.compression)
-        if type(self.check_every) is not int or self.check_every < 0:
-            raise UsageError(
-                f"check_every is {self.check_every!r}.", advice="Use 0 for never, or a step count."
-            )
+        check_whole("check_every", self.check_every, 0)
 
 
 DEFAULT_OPTIONS = DDPOptions()

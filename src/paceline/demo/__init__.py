@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.observe.units import count_text
 
 __all__ = ["add_arguments", "main"]
@@ -45,8 +45,7 @@ class DemoOptions:
                 f"--workers is {self.workers}, but a batch of {BATCH_ROWS} rows can be cut among "
                 f"1 to {BATCH_ROWS} workers."
             )
-        if self.epochs < 1:
-            raise UsageError(f"--epochs is {self.epochs}.", advice="Train for at least one.")
+        check_whole("--epochs", self.epochs)
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed is {self.seed}.", advice="Use a number from 0 to 2**32 - 1.")
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.observe.units import bytes_text, table_lines
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def compare(
 
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{module!r} is not a module.", advice="Pass the model to be trained.")
-    if not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"steps is {steps!r}.", advice="Measure at least one.")
+    check_whole("steps", steps)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
             "This process already uses CUDA, and processes forked from it could not.",

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from paceline import comm
 from paceline.comm import Group
-from paceline.errors import UsageError
+from paceline.errors import check_whole
 
 HORIZON = 50.0
 """Over about so many measurements the averages reach back."""
@@ -127,8 +127,7 @@ class NoiseMeter:
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, every: int = 20) -> None:
-        if every < 1:
-            raise UsageError(f"every is {every}.", advice="Measure every step, or every n-th.")
+        check_whole("every", every)
         self.every = every
         self.scale = NoiseScale()
         self._parameters: Sequence[Parameter] = list(parameters)

@@ -31,7 +31,7 @@ from paceline.comm.safetensors import memory_of
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
-from paceline.errors import ReplicaError, UsageError, WireError
+from paceline.errors import ReplicaError, UsageError, WireError, check_whole
 from paceline.observe.run_folder import RunFolder
 from paceline.record import schema
 from paceline.record.engines import (
@@ -81,8 +81,7 @@ def record_step(
             f"record_step got a {type(model).__name__}.",
             advice="Wrap the model in paceline.DataParallel or DistributedDataParallel first.",
         )
-    if step < 1:
-        raise UsageError(f"step is {step}.", advice="Steps are counted from 1.")
+    check_whole("step", step)
     target = None if folder is None else RunFolder(folder)
     if target is not None:
         target.check_name()  # a name is refused by every worker alike

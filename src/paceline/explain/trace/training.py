@@ -26,7 +26,7 @@ from paceline.comm.world import init_process_group
 from paceline.data import DistributedBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.explain.trace.prediction import observe, trace_prediction
 from paceline.explain.trace.task import Task
 from paceline.launcher import launch
@@ -63,15 +63,13 @@ def _work(task: Task, options: Namespace) -> dict[str, Any]:
 def _check(task: Task, options: Namespace) -> None:
     """Refuse what cannot be traced before any worker is started."""
     rows, workers, batch = len(task.dataset), options.workers, options.batch
-    if workers < 1:
-        raise UsageError(f"--workers is {workers}.", advice="Use at least one.")
+    check_whole("--workers", workers)
+    check_whole("--epochs", options.epochs, 0)
     if batch < workers:
         raise UsageError(
             f"--batch is {batch}, which cannot be shared among {workers} workers.",
             advice="Give every worker at least one row.",
         )
-    if options.epochs < 0:
-        raise UsageError(f"--epochs is {options.epochs}.", advice="Use 0 or more.")
     if options.device == "cuda" and not torch.accelerator.is_available():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
     if rows < batch:
