@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline import comm, env
 from paceline.comm.membership import Membership
 from paceline.comm.world import World, current_world, init_process_group
+from paceline.data.foreign import Generators
 from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import DesyncError, UsageError
@@ -22,7 +23,7 @@ from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
-from paceline.run.plan import Generators, Plan, Position, check_batch
+from paceline.run.plan import Plan, Position, check_batch
 from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline import comm
 from paceline.comm.membership import Membership
+from paceline.data.foreign import Generators
 from paceline.errors import DesyncError, UsageError
 from paceline.run.config import Collate, RunConfig
-from paceline.run.plan import Generators, Plan, Portion, Position, Shard, shards_of
+from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
 
 
 class MapLoader:
