@@ -69,7 +69,7 @@ def test_the_command_compares_what_it_is_told_to_with_or_without_targets(
 def test_mistakes_are_answered() -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UsageError, match="cannot be imported"):
         command.main(parser.parse_args(["nowhere:nothing"]))
     with pytest.raises(UsageError, match="a pair of inputs and targets"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -286,7 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         nargs="?",
-        metavar="MODULE:FUNCTION",
+        metavar="FILE:FUNCTION",
         help="a function that returns (model, (inputs, targets), loss_fn); "
         "default: a small convolutional network",
     )
@@ -308,15 +307,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _load(target: str) -> tuple[nn.Module, Any, Any]:
-    module_name, _, function_name = target.partition(":")
-    try:
-        function = getattr(import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{target!r} cannot be loaded: {error}.",
-            advice="Name a function as `package.module:function`.",
-        ) from error
-    made = function()
+    from paceline.explain.trace.task import find_function
+
+    made = find_function(target)()
     if not (isinstance(made, tuple) and len(made) == 3):
         raise UsageError(
             f"{target!r} returned {type(made).__name__}.",

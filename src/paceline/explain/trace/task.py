@@ -85,18 +85,23 @@ def built_in(seed: int) -> Task:
 
 def load(target: str, seed: int) -> Task:
     """The task that `FILE:function` makes, with torch's random numbers seeded."""
+    function = find_function(target)
+    torch.manual_seed(seed)
+    return _as_task(function(), target)
+
+
+def find_function(target: str) -> Callable[[], Any]:
+    """The function that `FILE:function` or `package.module:function` names."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(
-            f"--model is {target!r}.",
+            f"{target!r} does not name a function.",
             advice="Write it as FILE:function, such as train.py:make, or package.module:make.",
         )
     function = getattr(_module(place), name, None)
     if not callable(function):
-        raise UsageError(
-            f"{place!r} has no function {name!r}.",
-            advice=f"Name a function without arguments that returns {_EXPECTED}.",
-        )
+        advice = "Name a function that can be called without arguments."
+        raise UsageError(f"{place!r} has no function {name!r}.", advice=advice)
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -105,8 +110,7 @@ def load(target: str, seed: int) -> Task:
         ) from None
     except ValueError:
         pass  # a builtin, which does not say
-    torch.manual_seed(seed)
-    return _as_task(function(), target)
+    return function  # type: ignore[no-any-return]
 
 
 def _module(place: str) -> ModuleType:
