@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from paceline import comm
 from paceline.comm.membership import Membership
 from paceline.errors import NotFiniteError
-from paceline.update.host_copy import HostCopy
 
 _MOST_LOOKED_AT = 128
 """So many gradients at most are looked at in a step, spread over the model."""
@@ -32,6 +31,35 @@ class Loss(NamedTuple):
     shard: int
     samples: Sequence[int]
     """Their numbers; of a stream, -1."""
+
+
+class HostCopy:
+    """One tensor's values as of now, on the host later.
+
+    Reading a number at once would make the host wait until a GPU has caught up, and then the GPU
+    for the host; a few steps later the number is there for nothing.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: Any = None
+        if tensor.device.type == "cpu":
+            self._tensor = tensor.clone()
+            return
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._event = torch.get_device_module(tensor.device).Event()
+        self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """The values; waits for the device where it has not come that far yet."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._tensor
 
 
 class FiniteCheck:
