@@ -7,7 +7,7 @@ are checked. A disagreement is found by all ranks together, so all of them raise
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -20,7 +20,6 @@ from paceline import comm
 from paceline.comm import Group
 from paceline.ddp.wrapper import bare
 from paceline.errors import DesyncError, DeviceError, PacelineError, ReplicaError, UsageError
-from paceline.transport import Transport
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -105,12 +104,19 @@ def _name(entry: list[Any]) -> str:
 
 @torch.no_grad()
 def broadcast_tensors(
-    transport: Transport, tensors: Sequence[Tensor], what: str, *, root: int, is_root: bool
+    broadcast: Callable[[Tensor], None],
+    tensors: Sequence[Tensor],
+    *,
+    is_root: bool,
+    device: torch.device | None = None,
 ) -> None:
-    """Overwrite the tensors with those of rank `root`, in as few messages as sensible."""
+    """Overwrite the tensors with the root's, in as few messages as sensible.
+
+    `broadcast` sends bytes on `device`; None: on the tensors' own.
+    """
     for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES):
-        flat = torch.cat([_as_bytes(tensor) for tensor in chunk])
-        transport.copy(flat, root, what)
+        flat = torch.cat([_as_bytes(tensor) for tensor in chunk]).to(device=device)
+        broadcast(flat)
         if is_root:
             continue
         start = 0

@@ -422,8 +422,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._copy_from(root, [b for _, b in checks.named_buffers(self.module)], "Copying buffers")
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
-        is_root = self.membership.rank == root
-        checks.broadcast_tensors(self._transport.get(), tensors, what, root=root, is_root=is_root)
+        transport, is_root = self._transport.get(), self.membership.rank == root
+        checks.broadcast_tensors(lambda b: transport.copy(b, root, what), tensors, is_root=is_root)
 
     def _mark_outputs(self, output: Any) -> None:
         """Let the backward of this forward pass know what the forward pass wanted."""

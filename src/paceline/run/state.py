@@ -20,6 +20,7 @@ from paceline import comm
 from paceline.checkpoint import Checkpoints, Saved, Written
 from paceline.comm.codec import put_together, take_apart
 from paceline.comm.membership import Membership
+from paceline.ddp.checks import broadcast_tensors
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import RunFolder, read_info
 from paceline.run.config import RunOptions
@@ -40,7 +41,6 @@ MUST_BE_EQUAL = {
 }
 """The facts that identify a run, by the words that a person has for them."""
 
-_CHUNK_BYTES = 64 * 2**20
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -321,28 +321,11 @@ def _hand_out(
     return put_together(text.encode("utf-8", "surrogatepass"), tensors, what), facts
 
 
-@torch.no_grad()
 def copy_from_rank_0(members: Membership, tensors: Sequence[Tensor], what: str) -> None:
-    """Overwrite the tensors with rank 0's, some megabytes at a time, as bytes."""
-    left = list(tensors)
-    while left:
-        sizes: list[int] = []
-        while len(sizes) < len(left) and sum(sizes) <= _CHUNK_BYTES:
-            tensor = left[len(sizes)]
-            sizes.append(tensor.numel() * tensor.itemsize)
-        chunk, left = left[: len(sizes)], left[len(sizes) :]
-        flat = torch.cat([_as_bytes(tensor).to(members.word_device) for tensor in chunk])
-        comm.broadcast(members.group, flat, 0, what)
-        if members.rank == 0:
-            continue
-        for tensor, part in zip(chunk, torch.split(flat, sizes), strict=True):
-            # A fresh start, because a view needs bytes that are aligned for its type.
-            plain = torch.empty(tensor.shape, dtype=tensor.dtype)
-            _as_bytes(plain).copy_(part)
-            tensor.copy_(plain)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().contiguous()
-    real = torch.view_as_real(plain) if plain.is_complex() else plain
-    return real.view(-1).view(torch.uint8)
+    """Overwrite the tensors with rank 0's, some megabytes at a time."""
+    broadcast_tensors(
+        lambda flat: comm.broadcast(members.group, flat, 0, what),
+        tensors,
+        is_root=members.rank == 0,
+        device=members.word_device,
+    )
