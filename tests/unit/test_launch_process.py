@@ -8,24 +8,25 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PeerError
-from paceline.launcher.process import Ending, ErrorRecord, WorkerEnd, read_error, report
+from paceline.launcher.process import Ending, WorkerEnd, read_error, report
 from paceline.launcher.worker import is_secondary, write_error
 
 
 def end(rank: int, code: int = 0, *, at: int = 0, **more: object) -> WorkerEnd:
-    return WorkerEnd(rank=rank, exit_code=code, noticed_ns=at, **more)  # type: ignore[arg-type]
+    return WorkerEnd(rank=rank, exit_code=code, **{"time_ns": at} | more)  # type: ignore[arg-type]
 
 
-def record(text: str, at: int, *, secondary: bool = False) -> ErrorRecord:
-    return ErrorRecord(text, f"Traceback (most recent call last):\n{text}\n", at, secondary)
+def record(text: str, at: int, *, secondary: bool = False) -> dict[str, object]:
+    traceback = f"Traceback (most recent call last):\n{text}\n"
+    return {"summary": text, "traceback": traceback, "time_ns": at, "is_secondary": secondary}
 
 
 def test_the_first_real_failure_is_shown_even_if_a_secondary_one_came_before() -> None:
     ending = Ending(
         workers=(
-            end(0, 1, error=record("RuntimeError: Connection closed by peer", 1, secondary=True)),
-            end(1, 1, error=record("ValueError: boom", 2)),
-            end(2, 1, error=record("ValueError: boom too", 3)),
+            end(0, 1, **record("RuntimeError: Connection closed by peer", 1, secondary=True)),
+            end(1, 1, **record("ValueError: boom", 2)),
+            end(2, 1, **record("ValueError: boom too", 3)),
         )
     )
     text = report(ending)
@@ -39,8 +40,8 @@ def test_the_first_real_failure_is_shown_even_if_a_secondary_one_came_before() -
 def test_only_secondary_failures_leave_the_earliest() -> None:
     ending = Ending(
         workers=(
-            end(0, 1, error=record("PeerError: b", 9, secondary=True)),
-            end(1, 1, error=record("PeerError: a", 5, secondary=True)),
+            end(0, 1, **record("PeerError: b", 9, secondary=True)),
+            end(1, 1, **record("PeerError: a", 5, secondary=True)),
         )
     )
     assert ending.first_failure is ending.workers[1]
@@ -49,7 +50,7 @@ def test_only_secondary_failures_leave_the_earliest() -> None:
 def test_a_killed_worker_is_the_cause_and_names_its_signal() -> None:
     ending = Ending(
         workers=(
-            end(0, 1, at=9, error=record("PeerError: gone", 8, secondary=True)),
+            end(0, 1, at=9, **record("PeerError: gone", 8, secondary=True)),
             end(1, -9, at=10),
             end(2, -15, at=11, ended_by_launcher=True),
         )
@@ -69,7 +70,7 @@ def test_a_killed_worker_is_the_cause_and_names_its_signal() -> None:
         (Ending(workers=(end(0, -15, ended_by_launcher=True),), signal=15), 143),
         (Ending(workers=(end(0, -2, ended_by_launcher=True),), signal=2), 130),
         (Ending(workers=(end(0, -15, ended_by_launcher=True),), elsewhere="Rank 3 failed."), 1),
-        (Ending(workers=(end(0, -15, error=record("ValueError: x", 1)),)), 1),
+        (Ending(workers=(end(0, -15, **record("ValueError: x", 1)),)), 1),
     ],
 )
 def test_exit_codes(ending: Ending, code: int) -> None:
@@ -88,10 +89,10 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     except ValueError as error:
         write_error(path, error)
     found = read_error(path)
-    assert found is not None
-    assert found.summary == "ValueError: boom: ü"
-    assert "test_launch_process.py" in found.traceback
-    assert not found.is_secondary
+    assert found["summary"] == "ValueError: boom: ü"
+    assert "test_launch_process.py" in found["traceback"]
+    assert not found["is_secondary"]
+    assert found["time_ns"] > 0
     assert Path(path).stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [tmp_path / "error.json"]
 
@@ -100,15 +101,15 @@ def test_a_record_of_torchs_own_is_read(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     extra = {"py_callstack": "Traceback ...", "timestamp": "1"}
     path.write_text(json.dumps({"message": {"message": "KeyError: 1", "extraInfo": extra}}))
-    found = read_error(str(path))
-    assert found == ErrorRecord("KeyError: 1", "Traceback ...", 0, False)
+    expected = {"summary": "KeyError: 1", "traceback": "Traceback ...", "is_secondary": False}
+    assert read_error(str(path)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"message": 3}', '{"message": {"a": 1}'])
 def test_a_record_that_cannot_be_read_is_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
-    assert read_error(str(path)) is None
+    assert read_error(str(path)) == {}
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:

@@ -28,14 +28,7 @@ from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import (
-    Ending,
-    OrphanGuard,
-    WorkerProcess,
-    abandon,
-    describe_exit,
-    start_all,
-)
+from paceline.launcher.process import OrphanGuard, WorkerProcess, abandon, start_all
 from paceline.launcher.store import StoreSocket
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
@@ -79,8 +72,13 @@ def launch(
         )
         forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store, guard)))
         ending = Supervisor(forks.start(), guard, options, store=store).run()
-        if not ending.succeeded:
-            raise _worker_error(ending, workers)
+        if (first := ending.first_failure) is not None:
+            raise WorkerError(
+                f"rank {first.rank} of {workers} failed: {first}",
+                where=first.traceback.rstrip(),
+                rank=first.rank,
+                traceback=first.traceback,
+            )
         return _read_results([_result_file(spec) for spec in specs])
 
 
@@ -232,18 +230,6 @@ def _read_results(paths: list[str]) -> list[Any]:
             stacklevel=3,
         )
     return results
-
-
-def _worker_error(ending: Ending, size: int) -> WorkerError:
-    first = ending.first_failure
-    assert first is not None  # nothing else ends a run without a signal inbox
-    traceback = first.error.traceback if first.error is not None else ""
-    return WorkerError(
-        f"rank {first.rank} of {size} failed: {describe_exit(first)}",
-        where=traceback.rstrip(),
-        rank=first.rank,
-        traceback=traceback,
-    )
 
 
 def _check(fn: object, workers: int, threads: int | None) -> None:

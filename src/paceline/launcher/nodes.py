@@ -24,7 +24,7 @@ from paceline.comm.sockets import listen
 from paceline.env import Placement, is_loopback
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.launcher.flags import LaunchOptions
-from paceline.launcher.process import Ending, describe_exit, report, signal_name
+from paceline.launcher.process import Ending, report, signal_name
 from paceline.launcher.run import LocalRun, say
 from paceline.launcher.store import open_store
 from paceline.launcher.supervise import SignalInbox
@@ -177,7 +177,7 @@ class Rendezvous:
         if ending.signal is not None:
             text = f"Machine {self.node} was ended by {signal_name(ending.signal)}."
         elif first is not None:
-            text = f"Rank {first.rank} on machine {self.node} failed: {describe_exit(first)}."
+            text = f"Rank {first.rank} on machine {self.node} failed: {first}."
         else:
             return
         if self.store is None:  # nobody was there yet

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.launcher.output import Pipes
 from paceline.launcher.plan import WorkerSpec
@@ -151,34 +152,33 @@ def _wait_and_kill(reader: int) -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
-    """What a worker wrote about the exception that ended it."""
-
-    summary: str
-    traceback: str
-    time_ns: int
-    """On the machine's monotonic clock; 0 where torch's `@record` wrote it."""
-    is_secondary: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnd:
     """How one worker ended. A negative exit code is a signal, as in `subprocess`."""
 
     rank: int
     exit_code: int
-    noticed_ns: int
-    error: ErrorRecord | None = None
+    time_ns: int = 0
+    """When it failed, by its own word or else when that was noticed; on the monotonic clock."""
     ended_by_launcher: bool = False
+    summary: str = ""
+    """What it wrote about the exception that ended it; empty where it wrote nothing."""
+    traceback: str = ""
+    is_secondary: bool = False
 
     @property
     def failed(self) -> bool:
         return self.exit_code != 0 and not self.ended_by_launcher
 
-    @property
-    def is_secondary(self) -> bool:
-        return self.error is not None and self.error.is_secondary
+    def __str__(self) -> str:
+        """In a few words, without the traceback."""
+        if self.ended_by_launcher:
+            return "ended by the launcher"
+        if self.summary:
+            return self.summary.partition("\n")[0]
+        if self.exit_code < 0:
+            return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
+        return f"exit code {self.exit_code}" if self.exit_code else "finished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +193,8 @@ class Ending:
 
     @property
     def first_failure(self) -> WorkerEnd | None:
-        def key(end: WorkerEnd) -> tuple[bool, int]:
-            return end.is_secondary, (end.error and end.error.time_ns) or end.noticed_ns
-
-        return min((end for end in self.workers if end.failed), key=key, default=None)
+        failed = [end for end in self.workers if end.failed]
+        return min(failed, key=lambda end: (end.is_secondary, end.time_ns), default=None)
 
     @property
     def succeeded(self) -> bool:
@@ -208,41 +206,29 @@ class Ending:
         if self.signal is not None:
             return 128 + self.signal
         first = self.first_failure
-        if first is not None and first.error is None and first.exit_code < 0:
+        if first is not None and not first.summary and first.exit_code < 0:
             return 128 - first.exit_code
         return 0 if self.succeeded else 1
 
 
-def read_error(path: str) -> ErrorRecord | None:
-    """The record a worker left, in our format or in that of torch's `@record`; else None."""
+def read_error(path: str) -> dict[str, Any]:
+    """What a worker, or torch's `@record` in it, wrote about its error; nothing if it did not."""
     try:
         if os.path.getsize(path) > MAX_ERROR_BYTES:
-            return None
+            return {}
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
         message = data["message"]
         if isinstance(message, str):
             message = {"message": message}
-        traceback = message.get("extraInfo", {}).get("py_callstack", "")
-        return ErrorRecord(
-            summary=str(message.get("message", "")),
-            traceback=str(traceback),
-            time_ns=int(data.get("time_ns", 0)),
-            is_secondary=bool(data.get("is_secondary", False)),
-        )
+        found = {
+            "summary": str(message.get("message", "")),
+            "traceback": str(message.get("extraInfo", {}).get("py_callstack", "")),
+            "is_secondary": bool(data.get("is_secondary", False)),
+        }
+        return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def describe_exit(end: WorkerEnd) -> str:
-    """In a few words, without the traceback."""
-    if end.ended_by_launcher:
-        return "ended by the launcher"
-    if end.error is not None:
-        return end.error.summary.partition("\n")[0]
-    if end.exit_code < 0:
-        return f"killed by signal {-end.exit_code} ({signal_name(-end.exit_code)})"
-    return f"exit code {end.exit_code}" if end.exit_code else "finished"
+        return {}
 
 
 def signal_name(number: int) -> str:
@@ -254,18 +240,16 @@ def signal_name(number: int) -> str:
 
 def report(ending: Ending) -> str:
     """What the launcher prints after a failure: the first real traceback, then a line per rank."""
-    if ending.succeeded:
-        return ""
     first = ending.first_failure
-    lines: list[str] = []
     if ending.signal is not None:
-        lines.append(f"paceline: ended by {signal_name(ending.signal)}.")
-    elif first is not None and first.error is not None and first.error.traceback:
-        lines += [f"paceline: rank {first.rank} failed:", first.error.traceback.rstrip()]
+        return f"paceline: ended by {signal_name(ending.signal)}.\n"
+    if first is not None and first.traceback:
+        lines = [f"paceline: rank {first.rank} failed:", first.traceback.rstrip()]
     elif first is not None:
-        lines.append(f"paceline: rank {first.rank} failed: {describe_exit(first)}.")
+        lines = [f"paceline: rank {first.rank} failed: {first}."]
     elif ending.elsewhere:
-        lines.append(f"paceline: {ending.elsewhere}")
-    others = [end for end in ending.workers if end is not first and ending.signal is None]
-    lines += [f"  rank {end.rank}: {describe_exit(end)}" for end in others]
+        lines = [f"paceline: {ending.elsewhere}"]
+    else:
+        return ""
+    lines += [f"  rank {end.rank}: {end}" for end in ending.workers if end is not first]
     return "\n".join(lines) + "\n"

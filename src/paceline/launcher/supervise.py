@@ -161,8 +161,7 @@ class Supervisor:
             self.store.shut()
         if FAILED in words and not worker.failed_ns:
             worker.failed_ns = time.monotonic_ns()
-            error = read_error(worker.error_file)
-            self.on_failure(error is not None and error.is_secondary)
+            self.on_failure(read_error(worker.error_file).get("is_secondary", False))
 
     def on_exit(self, worker: WorkerProcess) -> None:
         code = worker.poll()
@@ -172,14 +171,14 @@ class Supervisor:
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
         error = read_error(worker.error_file)
-        failed_before = error is not None and 0 < error.time_ns <= self.ending_since_ns
+        failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         by_itself = bool(worker.failed_ns) or failed_before or not self.ending_since_ns
+        noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
         end = self.ends[worker.rank] = WorkerEnd(
             rank=worker.rank,
             exit_code=code,
-            noticed_ns=worker.failed_ns or time.monotonic_ns(),
-            error=error if by_itself else None,
             ended_by_launcher=not by_itself,
+            **(noticed | error if by_itself else noticed),
         )
         if end.failed:
             self.on_failure(end.is_secondary)
