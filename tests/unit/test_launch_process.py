@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from paceline.errors import PeerError
+from paceline.errors import DesyncError, PeerError
 from paceline.launcher.process import Ending, WorkerEnd, read_error, report
 from paceline.launcher.worker import is_secondary, write_error
 
@@ -121,7 +122,12 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
     ("error", "secondary"),
     [
         (ValueError("Connection closed by peer"), False),
-        (RuntimeError("shapes differ"), False),
+        (RuntimeError("[enforce fail at gloo/pair.cc:446] 24 vs 12"), False),
+        (DesyncError("bucket 3 differs"), False),
+        (KeyboardInterrupt(), False),
+        (dist.DistBackendError("anything"), True),
+        (dist.DistNetworkError("anything"), True),
+        (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), True),
         (PeerError("rank 1 is gone."), True),
         (RuntimeError("[/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from paceline.errors import DesyncError, PeerError
-from paceline.testing.endings import drop_unfinished_backward, is_echo, let_go
+from paceline.testing.endings import drop_unfinished_backward, let_go
 
 
 class Group:
@@ -116,24 +114,3 @@ def test_an_error_that_has_let_go_prints_the_same_lines(way: Any) -> None:
     kept = [line for line in before.splitlines() if line.strip(" |^~")]
     shown = [line for line in after.splitlines() if line.strip(" |^~")]
     assert shown == [line for line in kept if sys.version_info < (3, 13) or line in shown]
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (PeerError("rank 1 is gone"), True),
-        (dist.DistBackendError("anything"), True),
-        (dist.DistNetworkError("anything"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
-        (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), True),
-        (RuntimeError("Timed out waiting 100ms for recv operation to complete"), True),
-        (RuntimeError("[enforce fail at gloo/pair.cc:446] 24 vs 12"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (DesyncError("bucket 3 differs"), False),
-        (ValueError("connection closed"), False),
-        (KeyboardInterrupt(), False),
-    ],
-    ids=str,
-)
-def test_only_errors_about_lost_peers_are_echoes(error: BaseException, expected: bool) -> None:
-    assert is_echo(error) is expected

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _PEER_WORDS = re.compile(
     r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (timeout|closed)"
     r"|timed out waiting|wait timeout|communicator was aborted|remote process exited"
-    r"|failed to (recv|send)",
+    r"|failed to (recv|send)|application timeout|connectFullMesh",
     re.IGNORECASE,
 )
 
@@ -94,10 +94,10 @@ def main(arguments: list[str]) -> int:
     return worker.call(lambda: run(arguments[0], arguments[1:]))
 
 
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when the launcher dies, even by SIGKILL."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Make the kernel signal this process when its parent dies, even by SIGKILL."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(128 + signal.SIGKILL)
 

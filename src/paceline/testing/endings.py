@@ -7,7 +7,6 @@ should show the first real one.
 from __future__ import annotations
 
 import gc
-import re
 import threading
 import traceback
 from collections.abc import Iterator
@@ -15,22 +14,11 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline import comm
-from paceline.errors import PeerError
+from paceline.launcher.worker import is_secondary
 
-_CONNECTION_WORDS = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|timeout|connectFullMesh", re.I
-)
 _collecting = threading.Lock()
-
-
-def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
-    if isinstance(error, PeerError | dist.DistError):
-        return True
-    return type(error) is RuntimeError and bool(_CONNECTION_WORDS.search(str(error)))
 
 
 def say_last_words(group: Any, error: BaseException | None = None) -> None:
@@ -40,7 +28,7 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
     """
     if error is None:
         comm.post_last_words(group, "finished and left", kind="left")
-    elif not is_echo(error):
+    elif not is_secondary(error):
         comm.post_last_words(group, f"raised {summary(error)}", kind="raised")
 
 

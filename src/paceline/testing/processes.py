@@ -7,7 +7,6 @@ each worker leaves in a file at its end. Whatever happens, no process is left.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import math
@@ -37,7 +36,9 @@ from torch._C._distributed_c10d import FileStore
 from paceline import env
 from paceline.comm import codec
 from paceline.errors import UsageError, WorkerError
-from paceline.testing.endings import is_echo, say_last_words, summary
+from paceline.launcher.process import signal_name
+from paceline.launcher.worker import die_with, is_secondary
+from paceline.testing.endings import say_last_words, summary
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected, check_size, testing_world
 
@@ -47,7 +48,6 @@ _ECHO_S = 2.0
 # A worker that gets this writes down where it is, within so many seconds.
 _STACK_SIGNAL, _STACK_S = signal.SIGUSR1, 0.5
 _TRACEBACK_LIMIT_CHARS = 100_000
-_PR_SET_PDEATHSIG = 1
 
 FunctionName = tuple[str, str]
 """A function's module and its name there."""
@@ -100,7 +100,7 @@ def run_processes(
         for rank in range(size):
             workers.append(_RankProcess(rank, call))
         _watch(workers, timeout_s, stop_at_first=not return_exceptions)
-        failed = sorted((w for w in workers if w.error), key=lambda w: (w.is_echo, w.ended_at))
+        failed = sorted((w for w in workers if w.error), key=lambda w: (w.is_secondary, w.ended_at))
         if failed and failed[0].error and not return_exceptions:
             raise failed[0].error
         return [worker.error or worker.result for worker in workers]
@@ -117,7 +117,7 @@ class _RankProcess:
         self.rank = rank
         self.result: Any = None
         self.error: WorkerError | None = None
-        self.is_echo = False
+        self.is_secondary = False
         """Whether the error only says that another rank is gone."""
         self.ended_at = math.inf
         self._call = call
@@ -150,7 +150,7 @@ class _RankProcess:
         with suppress(FileNotFoundError):  # killed before it could say how it ended
             message = codec.decode(self._call.path("message", self.rank).read_bytes())
         if message is not None and not message["ok"]:
-            self.ended_at, self.is_echo = message["at"], message["is_echo"]
+            self.ended_at, self.is_secondary = message["at"], message["is_secondary"]
             self.error = WorkerError(
                 f"Rank {self.rank} raised {message['summary']}",
                 f"Its traceback:\n{message['traceback']}",
@@ -159,9 +159,12 @@ class _RankProcess:
             )
         elif message is None or exitcode != 0:
             when = "before" if message is None else "after"
+            how = f"exited with code {exitcode}"
+            if exitcode < 0:
+                how = f"was killed by {signal_name(-exitcode)}"
             stack = self._written_stack()
             self.error = WorkerError(
-                f"Rank {self.rank} {_describe_exit(exitcode)} {when} it finished.",
+                f"Rank {self.rank} {how} {when} it finished.",
                 f"Where it was:\n{stack}" if stack else "",
                 rank=self.rank,
                 traceback=stack,
@@ -215,7 +218,7 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
     while running := [worker for worker in workers if worker.is_running]:
         failed = [worker for worker in workers if worker.error]
         if stop_at_first and failed:
-            if not all(worker.is_echo for worker in failed):
+            if not all(worker.is_secondary for worker in failed):
                 return
             deadline = min(deadline, min(worker.ended_at for worker in failed) + _ECHO_S)
         left = deadline - time.monotonic()
@@ -227,14 +230,6 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
         wait([worker.sentinel for worker in running], left)
         for worker in running:
             worker.look()
-
-
-def _describe_exit(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"was killed by signal {-exitcode}"
 
 
 def _pack(arg: Any, what: str) -> Argument:
@@ -299,7 +294,7 @@ def _work(rank: int, call: WorkerCall) -> None:
             {
                 "ok": False,
                 "at": time.monotonic(),
-                "is_echo": is_echo(error),
+                "is_secondary": is_secondary(error),
                 "summary": summary(error),
                 "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT_CHARS:],
             }
@@ -321,7 +316,7 @@ def _die_with_caller() -> None:
     `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with(os.getppid())
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     elif caller := multiprocessing.parent_process():
         watch = threading.Thread(target=_kill_self_after, args=(caller.sentinel,), daemon=True)

@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from paceline.comm.world import World
 from paceline.errors import UsageError, WorkerError, check_whole
+from paceline.launcher.worker import is_secondary
 from paceline.testing.endings import (
     collect_garbage,
     drop_unfinished_backward,
-    is_echo,
     let_go,
     say_last_words,
     summary,
@@ -160,7 +160,7 @@ def _loopback_device() -> Any:
 
 
 def _first_real(errors: dict[int, BaseException]) -> BaseException:
-    ranks = sorted(errors, key=lambda rank: is_echo(errors[rank]))  # stable: keeps the order
+    ranks = sorted(errors, key=lambda rank: is_secondary(errors[rank]))  # stable: keeps the order
     error = errors[ranks[0]]
     error.add_note(f"rank {ranks[0]} raised this")
     for rank in ranks[1:]:

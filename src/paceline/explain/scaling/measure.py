@@ -13,7 +13,6 @@ not do: where workers share cores, steps have two or three usual lengths.)
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
@@ -25,12 +24,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
 from paceline.errors import UsageError, WorkerError
 from paceline.launcher import count_cores
+from paceline.launcher.worker import die_with
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.timeline import after_warm_up, find_recordings, survey, transfers_us
 from paceline.observe.units import count_text
@@ -38,7 +39,6 @@ from paceline.observe.units import count_text
 _LOOK_EVERY_S = 0.2
 _TAIL_BYTES = 2**14
 _SAID_LINES = 40
-_PR_SET_PDEATHSIG = 1
 
 Seconds = Mapping[Phase, float]
 
@@ -252,7 +252,7 @@ def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> Non
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
         )
     has_enough = False
     try:
@@ -270,11 +270,6 @@ def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> Non
             advice="Try it with `paceline run` first.",
             rank=-1,
         )
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def steps_made(timeline: Path, size: int) -> int:
