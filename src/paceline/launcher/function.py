@@ -7,6 +7,7 @@ labelled; what they return comes back as plain data and tensors.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import multiprocessing
@@ -18,8 +19,9 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,13 +30,12 @@ from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import OrphanGuard, WorkerProcess, abandon, start_all
+from paceline.launcher.process import WorkerProcess, abandon, start_all
 from paceline.launcher.store import StoreSocket
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
 
 T = TypeVar("T")
-_VALUE, _REFUSED = b"v", b"r"
 
 
 def launch(
@@ -60,7 +61,6 @@ def launch(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
         store = stack.enter_context(closing(StoreSocket()))
-        guard = stack.enter_context(closing(OrphanGuard()))
         specs = plan_workers(
             options,
             store.first_place(workers),
@@ -70,8 +70,8 @@ def launch(
             cores=count_cores(),
             interface=env.loopback_interface(),
         )
-        forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store, guard)))
-        ending = Supervisor(forks.start(), guard, options, store=store).run()
+        forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store)))
+        ending = Supervisor(forks.start(), options, store=store).run()
         if (first := ending.first_failure) is not None:
             raise WorkerError(
                 f"rank {first.rank} of {workers} failed: {first}",
@@ -82,6 +82,7 @@ def launch(
         return _read_results([_result_file(spec) for spec in specs])
 
 
+@dataclass(eq=False)
 class _Forks:
     """The workers, forked from a thread of its own, which lives as long as they do.
 
@@ -89,40 +90,31 @@ class _Forks:
     are made just before it, and its ends of them closed here just after.
     """
 
-    def __init__(
-        self,
-        call: Callable[[], object],
-        specs: list[WorkerSpec],
-        store: StoreSocket,
-        guard: OrphanGuard,
-    ) -> None:
-        self.call = call
-        self.store = store
+    call: Callable[[], object]
+    specs: list[WorkerSpec]
+    store: StoreSocket
+
+    def __post_init__(self) -> None:
         self.console = open_console(os.environ)
-        self.ours = [guard.writer, store.linger_writer]
+        self.ours = [self.store.linger_writer]
         """What only the calling process may hold open."""
-        self.workers: list[WorkerProcess] = []
         self.processes: list[Any] = []
-        self.error: BaseException | None = None
-        self.started = threading.Event()
+        self.forked: Future[list[WorkerProcess]] = Future()
         self.finished = threading.Event()
         run = contextvars.copy_context().run
         self.thread = threading.Thread(
-            target=run, args=(self._fork_all, specs), name="paceline-launch", daemon=True
+            target=run, args=(self._fork_all,), name="paceline-launch", daemon=True
         )
 
     def start(self) -> list[WorkerProcess]:
         """Fork them all; on an interrupt, end those that were forked."""
         self.thread.start()
         try:
-            self.started.wait()
+            return self.forked.result()
         except BaseException:
-            self.started.wait()
-            abandon(self.workers)
+            if self.forked.exception() is None:
+                abandon(self.forked.result())
             raise
-        if self.error is not None:
-            raise self.error
-        return self.workers
 
     def close(self) -> None:
         self.finished.set()
@@ -132,12 +124,11 @@ class _Forks:
             process.join()
             process.close()
 
-    def _fork_all(self, specs: list[WorkerSpec]) -> None:
+    def _fork_all(self) -> None:
         try:
-            self.workers = start_all(specs, self._fork)
+            self.forked.set_result(start_all(self.specs, self._fork))
         except BaseException as error:
-            self.error = error
-        self.started.set()
+            self.forked.set_exception(error)
         self.finished.wait()
 
     def _fork(self, spec: WorkerSpec) -> WorkerProcess:
@@ -201,9 +192,9 @@ def _write_result(path: str, result: object) -> None:
     from paceline.comm.codec import encode
 
     try:
-        message = _VALUE + encode(result)
+        message = encode({"value": result})
     except WireError as error:
-        message = _REFUSED + error.what.encode()
+        message = encode({"refused": error.what})
     with open(path, "wb") as file:
         file.write(message)
 
@@ -211,16 +202,11 @@ def _write_result(path: str, result: object) -> None:
 def _read_results(paths: list[str]) -> list[Any]:
     from paceline.comm.codec import decode
 
-    results: list[Any] = [None] * len(paths)
-    refused: list[str] = []
+    found: list[dict[str, Any]] = [{} for _ in paths]
     for rank, path in enumerate(paths):
-        if os.path.exists(path):  # not by a worker that left with sys.exit(0)
-            with open(path, "rb") as file:
-                kind, payload = file.read(1), file.read()
-            if kind == _VALUE:
-                results[rank] = decode(payload)
-            else:
-                refused.append(f"rank {rank}: {payload.decode()}")
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            found[rank] = decode(file.read())  # a worker that left with sys.exit(0) wrote none
+    refused = [f"rank {n}: {one['refused']}" for n, one in enumerate(found) if "refused" in one]
     if refused:
         warnings.warn(
             "launch() returns None for what cannot be sent back.\n"
@@ -229,7 +215,7 @@ def _read_results(paths: list[str]) -> list[Any]:
             "rather than the model.",
             stacklevel=3,
         )
-    return results
+    return [one.get("value") for one in found]
 
 
 def _check(fn: object, workers: int, threads: int | None) -> None:

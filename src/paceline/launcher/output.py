@@ -15,6 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import IO, TextIO
@@ -89,28 +90,20 @@ def _last_rewrite(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
+@dataclass(frozen=True, eq=False)
 class Console:
     """Where labelled lines go: the launcher's standard output and standard error."""
 
-    def __init__(
-        self,
-        write_by_stream: Mapping[int, Callable[[bytes], object]],
-        *,
-        live: frozenset[int] = frozenset({STDOUT, STDERR}),
-        coloured: frozenset[int] = frozenset(),
-        screen: Screen | None = None,
-        on_screen: frozenset[int] = frozenset(),
-    ) -> None:
-        self.write_by_stream = write_by_stream
-        self.live = live
-        """Streams that somebody watches; the others are logs."""
-        self.coloured = coloured
-        self.screen = screen
-        """The terminal's bottom line, where there is a terminal that can have one."""
-        self.on_screen = on_screen
-        """Streams that lead to that terminal; whichever a line came from, it is written there."""
-        # Terminals ignore a string of this kind, should one ever be shown.
-        self.mark = f"\x1b_{secrets.token_hex(8)}\x1b\\"
+    write_by_stream: Mapping[int, Callable[[bytes], object]]
+    live: frozenset[int] = frozenset({STDOUT, STDERR})
+    """Streams that somebody watches; the others are logs."""
+    coloured: frozenset[int] = frozenset()
+    screen: Screen | None = None
+    """The terminal's bottom line, where there is a terminal that can have one."""
+    on_screen: frozenset[int] = frozenset()
+    """Streams that lead to that terminal; whichever a line came from, it is written there."""
+    mark: str = field(default_factory=lambda: f"\x1b_{secrets.token_hex(8)}\x1b\\")
+    """Begins a line of the whole run. Terminals ignore it, should it ever be shown."""
 
     def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
         """Write lines at once, each with its rank unless that is None."""

@@ -99,11 +99,10 @@ class OrphanGuard:
     """A forked process that outlives a killed launcher just long enough to clean up.
 
     The kernel kills workers whose launcher dies, but not what those workers have started. The guard
-    reads the workers' process groups from a pipe that only the launcher holds open; when the pipe
-    ends, it kills the groups that are left.
+    waits for the end of a pipe that only the launcher holds open, and kills their process groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: list[int]) -> None:
         reader, self.writer = os.pipe()
         with warnings.catch_warnings():
             # Python warns of threads at a fork; this child touches no lock of theirs.
@@ -111,42 +110,28 @@ class OrphanGuard:
             self.pid = os.fork()
         if self.pid == 0:
             try:
-                _wait_and_kill(reader)
+                _wait_and_kill(reader, groups)
             finally:
                 os._exit(0)
         os.close(reader)
 
-    def add(self, worker: WorkerProcess) -> None:
-        self._say("+", worker)
-
-    def remove(self, worker: WorkerProcess) -> None:
-        self._say("-", worker)
-
     def close(self) -> None:
-        """Dismiss it. Groups that were not removed are killed."""
-        os.close(self.writer)
-        with contextlib.suppress(ChildProcessError):
+        """Dismiss it: the workers have ended."""
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # somebody was faster
+            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-
-    def _say(self, change: str, worker: WorkerProcess) -> None:
-        if worker.leads_group:
-            with contextlib.suppress(OSError):  # somebody killed it: the kernel still does its part
-                os.write(self.writer, f"{change}{worker.pid}\n".encode())
+        os.close(self.writer)
 
 
-def _wait_and_kill(reader: int) -> None:
+def _wait_and_kill(reader: int, groups: list[int]) -> None:
+    os.setpgid(0, 0)  # a signal to the launcher's group is not for us
     for number in (*_TERMINAL_SIGNALS, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    os.setpgid(0, 0)  # a signal to the launcher's group is not for us
     for name in os.listdir("/dev/fd"):  # no pipe must stay open because of us
         if int(name) != reader:
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    groups: set[int] = set()
-    with open(reader) as lines:
-        for line in lines:
-            change = groups.add if line.startswith("+") else groups.discard
-            change(int(line[1:]))
+    os.read(reader, 1)
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)

@@ -32,7 +32,7 @@ from paceline.launcher.plan import (
     count_workers,
     plan_workers,
 )
-from paceline.launcher.process import Ending, OrphanGuard, WorkerProcess, report, start_all
+from paceline.launcher.process import Ending, WorkerProcess, report, start_all
 from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreSocket
 from paceline.launcher.supervise import SignalInbox, Supervisor
 from paceline.launcher.worker import Instructions
@@ -113,7 +113,6 @@ class LocalRun:
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
         self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        self.guard = stack.enter_context(closing(OrphanGuard()))
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
         self.console = open_console(os.environ)
         if options.writes_logs:
@@ -169,7 +168,6 @@ class LocalRun:
         )
         return Supervisor(
             start_all(specs, partial(self._start, store)),
-            self.guard,
             self.options,
             inbox=self.inbox,
             on_stopping=self._show_stopping,

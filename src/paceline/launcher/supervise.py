@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -47,6 +48,7 @@ _POLL_S = 0.05
 _LONGEST_WAIT_S = 0.2
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Passes on output and waits for everybody's end; ends everybody when one fails.
 
@@ -55,27 +57,15 @@ class Supervisor:
     `look_elsewhere` says why to end here too because of other machines, or nothing.
     """
 
-    def __init__(
-        self,
-        workers: list[WorkerProcess],
-        guard: OrphanGuard,
-        options: LaunchOptions,
-        *,
-        inbox: SignalInbox | None = None,
-        on_stopping: Callable[[], object] = lambda: None,
-        store: StoreSocket | None = None,
-        look_elsewhere: Callable[[], str] | None = None,
-    ) -> None:
-        self.workers = workers
-        self.guard = guard
-        self.options = options
-        given_s = options.shutdown_timeout
-        self.shutdown_timeout_s = SHUTDOWN_TIMEOUT_S if given_s is None else given_s
-        self.signal_timeout_s = SIGNAL_TIMEOUT_S if given_s is None else given_s
-        self.inbox = inbox
-        self.on_stopping = on_stopping
-        self.store = store
-        self.look_elsewhere = look_elsewhere
+    workers: list[WorkerProcess]
+    options: LaunchOptions
+    inbox: SignalInbox | None = None
+    on_stopping: Callable[[], object] = lambda: None
+    store: StoreSocket | None = None
+    look_elsewhere: Callable[[], str] | None = None
+
+    def __post_init__(self) -> None:
+        self.guard: OrphanGuard | None = None
         self.selector = selectors.DefaultSelector()
         self.alive: list[WorkerProcess] = []
         self.sources: list[Source] = []
@@ -100,6 +90,7 @@ class Supervisor:
         return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere)
 
     def _begin(self) -> None:
+        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
         for worker in self.workers:
             self._watch(worker)
         if self.inbox is not None:
@@ -111,7 +102,6 @@ class Supervisor:
 
     def _watch(self, worker: WorkerProcess) -> None:
         self.alive.append(worker)
-        self.guard.add(worker)
         self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
             worker.pidfd = os.pidfd_open(worker.pid)
@@ -221,8 +211,12 @@ class Supervisor:
             if not worker.failed_ns:  # one that has failed is ending by itself
                 worker.send(number)
                 worker.send(signal.SIGCONT)
-        patience_s = self.shutdown_timeout_s if self.signal is None else self.signal_timeout_s
-        self._after(patience_s, "kill", self.kill_all)
+        self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
+
+    def _shutdown_timeout_s(self) -> float:
+        if self.options.shutdown_timeout is not None:
+            return self.options.shutdown_timeout
+        return SHUTDOWN_TIMEOUT_S if self.signal is None else SIGNAL_TIMEOUT_S
 
     def kill_all(self) -> None:
         for worker in self.workers:
@@ -239,7 +233,7 @@ class Supervisor:
         left = [worker for worker in self.workers if worker.has_leftovers()]
         for worker in left:
             worker.send(signal.SIGKILL if self.ending_since_ns else signal.SIGTERM)
-        deadline_s = time.monotonic() + self.shutdown_timeout_s
+        deadline_s = time.monotonic() + self._shutdown_timeout_s()
         while any(worker.has_leftovers() for worker in left) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         for worker in left:
@@ -254,9 +248,10 @@ class Supervisor:
 
     def _close(self) -> None:
         for worker in self.workers:
-            self.guard.remove(worker)
             worker.close()
         self.selector.close()
+        if self.guard is not None:
+            self.guard.close()
 
     def _listen(self, fd: int, act: Callable[[], None]) -> None:
         self.selector.register(fd, selectors.EVENT_READ, act)
