@@ -30,7 +30,7 @@ from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import WorkerProcess, abandon, start_all
+from paceline.launcher.process import OrphanGuard, WorkerProcess, end_now, start_all
 from paceline.launcher.store import StoreSocket
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
@@ -71,7 +71,7 @@ def launch(
             interface=env.loopback_interface(),
         )
         forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store)))
-        ending = Supervisor(forks.start(), options, store=store).run()
+        ending = Supervisor(*forks.start(), options, store=store).run()
         if (first := ending.first_failure) is not None:
             raise WorkerError(
                 f"rank {first.rank} of {workers} failed: {first}",
@@ -99,28 +99,34 @@ class _Forks:
         self.ours = [self.store.linger_writer]
         """What only the calling process may hold open."""
         self.processes: list[Any] = []
-        self.forked: Future[list[WorkerProcess]] = Future()
+        self.forked: Future[tuple[list[WorkerProcess], OrphanGuard]] = Future()
         self.finished = threading.Event()
         run = contextvars.copy_context().run
         self.thread = threading.Thread(
             target=run, args=(self._fork_all,), name="paceline-launch", daemon=True
         )
 
-    def start(self) -> list[WorkerProcess]:
-        """Fork them all; on an interrupt, end those that were forked."""
+    def start(self) -> tuple[list[WorkerProcess], OrphanGuard]:
+        """Fork them all, and their guard; on an interrupt, end those that were forked."""
         self.thread.start()
         try:
             return self.forked.result()
         except BaseException:
             if self.forked.exception() is None:
-                abandon(self.forked.result())
+                workers, guard = self.forked.result()
+                end_now(workers)
+                for worker in workers:
+                    worker.close()
+                guard.close()
             raise
 
     def close(self) -> None:
         self.finished.set()
         if self.thread.is_alive():
             self.thread.join()
-        for process in self.processes:  # multiprocessing forgets the workers, which have ended
+        for process in self.processes:  # multiprocessing forgets the workers
+            if process.is_alive():  # an interrupt came before anybody supervised them
+                process.kill()
             process.join()
             process.close()
 

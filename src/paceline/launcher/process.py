@@ -66,24 +66,19 @@ class WorkerProcess:
 
 def start_all(
     specs: Iterable[WorkerSpec], start: Callable[[WorkerSpec], WorkerProcess]
-) -> list[WorkerProcess]:
-    """Start workers one by one; if one cannot be started, end those that were."""
+) -> tuple[list[WorkerProcess], OrphanGuard]:
+    """Start workers one by one, then their guard; if one cannot be started, end those that were."""
     workers: list[WorkerProcess] = []
     try:
         for spec in specs:
             os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
             workers.append(start(spec))
+        return workers, OrphanGuard([worker.pid for worker in workers if worker.leads_group])
     except BaseException:
-        abandon(workers)
+        end_now(workers)
+        for worker in workers:
+            worker.close()
         raise
-    return workers
-
-
-def abandon(workers: Iterable[WorkerProcess]) -> None:
-    """End workers that nobody supervises yet."""
-    end_now(workers)
-    for worker in workers:
-        worker.close()
 
 
 def end_now(workers: Iterable[WorkerProcess]) -> None:

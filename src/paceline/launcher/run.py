@@ -167,7 +167,7 @@ class LocalRun:
             attempt=attempt,
         )
         return Supervisor(
-            start_all(specs, partial(self._start, store)),
+            *start_all(specs, partial(self._start, store)),
             self.options,
             inbox=self.inbox,
             on_stopping=self._show_stopping,

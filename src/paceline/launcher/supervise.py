@@ -58,6 +58,7 @@ class Supervisor:
     """
 
     workers: list[WorkerProcess]
+    guard: OrphanGuard
     options: LaunchOptions
     inbox: SignalInbox | None = None
     on_stopping: Callable[[], object] = lambda: None
@@ -65,7 +66,6 @@ class Supervisor:
     look_elsewhere: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
-        self.guard: OrphanGuard | None = None
         self.selector = selectors.DefaultSelector()
         self.alive: list[WorkerProcess] = []
         self.sources: list[Source] = []
@@ -90,7 +90,6 @@ class Supervisor:
         return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere)
 
     def _begin(self) -> None:
-        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
         for worker in self.workers:
             self._watch(worker)
         if self.inbox is not None:
@@ -250,8 +249,7 @@ class Supervisor:
         for worker in self.workers:
             worker.close()
         self.selector.close()
-        if self.guard is not None:
-            self.guard.close()
+        self.guard.close()
 
     def _listen(self, fd: int, act: Callable[[], None]) -> None:
         self.selector.register(fd, selectors.EVENT_READ, act)
