@@ -1,4 +1,4 @@
-"""The same script under `paceline.launch`, torchrun and plain Python gives the same model."""
+"""The same script under `paceline.launch` and torchrun gives the same model."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def weights(folder: Path, *command: str) -> list[list[float]]:
 
 def test_the_place_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fitting.py").write_text(textwrap.dedent(SCRIPT))
-    (alone,) = weights(tmp_path, "fitting.py")
     torchs = weights(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", "fitting.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     from fitting import fit  # type: ignore[import-not-found]
 
+    (alone,) = paceline.launch(fit, workers=1)
     launched = paceline.launch(fit, workers=2)
     assert len(torchs) == len(launched) == 2
     for found in (*torchs, *launched):

@@ -42,9 +42,7 @@ BLAME_PATIENCE_S = 0.2
 DRAIN_S = 0.25
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
-# Where the kernel does not tell of exits (not Linux, or an old one), they are looked for.
-_POLL_S = 0.05
-# A signal that comes just before the wait does not end it; Python looks at it afterwards.
+# A signal that comes just before the wait does not end it, and not every kernel tells of exits.
 _LONGEST_WAIT_S = 0.2
 
 
@@ -112,9 +110,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         """Wait for the next event, and deal with it."""
-        must_poll = any(worker.pidfd < 0 for worker in self.alive)
         now_s = time.monotonic()
-        due = [now_s + (_POLL_S if must_poll else _LONGEST_WAIT_S)]
+        due = [now_s + _LONGEST_WAIT_S]
         due += [when for when, _ in self.timers.values()]
         due += [source.due_s for source in self.sources if source.due_s is not None]
         events = self.selector.select(max(0.0, min(due) - now_s))
@@ -129,7 +126,7 @@ class Supervisor:
                 act()
         for source in self.sources:
             source.tick(now_s)
-        for worker in list(self.alive) if must_poll else ():
+        for worker in list(self.alive):
             self.on_exit(worker)
 
     def on_output(self, source: Source) -> None:
