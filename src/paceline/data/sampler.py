@@ -90,7 +90,7 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     def _total(self) -> int:
         if not isinstance(self.dataset, Sized):
             raise UsageError(
-                f"The dataset is a {type(self.dataset).__name__}, which has no length, so its "
+                f"The dataset has the type {type(self.dataset).__name__} and no length, so its "
                 "samples cannot be dealt by index.",
                 advice="Give a dataset with __len__ and __getitem__; an iterable dataset divides "
                 "its own samples by rank and needs no sampler.",

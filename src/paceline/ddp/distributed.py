@@ -104,6 +104,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
                 f"A model must be a torch.nn.Module, not {type(module).__name__}.",
                 advice="Pass the module itself, before any call.",
             )
+        if not isinstance(options, DDPOptions):
+            raise UsageError(f"options is {options!r}.", advice="Pass DDPOptions(...).")
         membership = _pick_membership(process_group, device_mesh)
         group = membership.group
         named = checks.named_parameters(module)

@@ -145,12 +145,15 @@ class Progress:
             what = {"metrics": row.metrics, "seconds": seconds, "samples": samples}
             self._show("epoch", epoch=epoch, step=state.step, **what)
 
-    def evaluation(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation is over: more columns in the row of its epoch."""
+    def evaluation(
+        self, epoch: int, metrics: Mapping[str, float], *, step: int | None = None
+    ) -> None:
+        """An evaluation is over, after `step` steps: more columns in the row of its epoch."""
         if self._is_running:
             row = self._state.row(epoch)
             row.evaluation.update(metrics)
-            self._show("evaluation", epoch=epoch, step=self._state.step, metrics=row.evaluation)
+            step = self._state.step if step is None else step
+            self._show("evaluation", epoch=epoch, step=step, metrics=row.evaluation)
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something; `level` is `info`, `warning` or `error`."""

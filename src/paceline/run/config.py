@@ -21,6 +21,7 @@ from paceline.comm.world import World
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
+from paceline.observe.units import count_text
 from paceline.policy import plan_global_batch
 from paceline.run.plan import Plan, Position
 from paceline.run.sinks import Sink, check_sinks
@@ -133,6 +134,18 @@ class RunConfig:
     options: RunOptions
 
     def __post_init__(self) -> None:
+        for name, (kind, advice) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} is {value!r:.80}.", advice=f"Pass {advice}.")
+        for name, members in _MEMBERS.items():
+            value = getattr(self, name)
+            missing = [each for each in members if not hasattr(value, each)]
+            if missing and (value is not None or name == "optimizer"):
+                raise UsageError(
+                    f"{name} is {value!r:.80}, which has no {missing[0]}.",
+                    advice=f"Pass one of torch's kind, with {', '.join(members)}.",
+                )
         check_whole("global_batch", self.global_batch)
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
@@ -164,13 +177,13 @@ class RunConfig:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if not hasattr(dataset, "__iter__"):
                 raise UsageError(
-                    f"A {type(dataset).__name__} is not a dataset.",
+                    f"dataset has the type {type(dataset).__name__}, which is not a dataset.",
                     advice="Pass an object with __len__ and __getitem__, or an iterable one.",
                 )
             return None
         if not isinstance(dataset, Sized):
             raise UsageError(
-                f"The dataset is a {type(dataset).__name__}, which has no length.",
+                f"The dataset has the type {type(dataset).__name__}, which has no length.",
                 advice="Give it __len__, or make it an IterableDataset.",
             )
         return Plan(
@@ -260,15 +273,13 @@ class RunConfig:
         if (idle := world.size - shards) > 0:
             have = "worker has" if idle == 1 else "workers have"
             lines.append(
-                f"{world.size} workers share {shards} shards: {idle} {have} nothing to compute. "
-                "Pass shards= to a new run to use them."
+                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} {have} nothing to "
+                "compute. Pass shards= to a new run to use them."
             )
         if world.device.type == "cuda" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")
         if plan is not None and position.step >= plan.steps:
             lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
-        elif position.step:
-            lines.append(f"Continuing after step {position.step}, in epoch {position.epoch + 1}.")
         if self.options.noise_every and self.passes(shards, world.size) == 1:
             lines.append(NO_NOISE)
         return lines
@@ -276,6 +287,24 @@ class RunConfig:
     def passes(self, shards: int, workers: int) -> int:
         """How many backward passes a step has, on all workers together."""
         return min(workers, shards) if self.options.merge_shards else shards
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "folder": (str | os.PathLike | None, "a path"),
+    "state": (Mapping, "a dictionary of objects that have a state_dict()"),
+    "world": (World | None, "what paceline.init_process_group() returned, or nothing"),
+    "ddp": (DDPOptions | None, "paceline.DDPOptions(...)"),
+    "sinks": (list | tuple, "a list of sinks; see docs/run.md"),
+    "options": (RunOptions, "paceline.RunOptions(...)"),
+}
+"""What an argument of `Run` must be, and how to say so."""
+_MEMBERS = {
+    "optimizer": ("param_groups", "step", "zero_grad", "state_dict"),
+    "scheduler": ("step", "state_dict", "load_state_dict"),
+    "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
+}
+"""What an argument of `Run` must have; its class may be anybody's."""
 
 
 def describe_model(module: nn.Module) -> str:

@@ -199,7 +199,7 @@ class TerminalSink:
 
     def evaluation(self, summary: Summary) -> None:
         if self._progress is not None:
-            self._progress.evaluation(summary.epoch, summary.metrics)
+            self._progress.evaluation(summary.epoch, summary.metrics, step=summary.step)
 
     def message(self, message: Message) -> None:
         if message.kind == "noise":
@@ -256,6 +256,6 @@ def check_sinks(sinks: Sequence[Any]) -> None:
         missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
         if missing:
             raise UsageError(
-                f"sinks[{number}], a {type(sink).__name__}, has no method {missing[0]}().",
+                f"sinks[{number}] ({type(sink).__name__}) has no method {missing[0]}().",
                 advice=f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md.",
             )

@@ -52,7 +52,7 @@ class RunState:
         for name, each in others.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise UsageError(
-                    f"state[{name!r}] is a {type(each).__name__}, which has no state_dict() and "
+                    f"state[{name!r}] has the type {type(each).__name__}, which has no state_dict() and "
                     "load_state_dict().",
                     advice="Give it both, so that it can be saved and loaded.",
                 )

@@ -8,6 +8,7 @@ with step:                                   begin: gradients cleared, state rem
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -153,12 +154,8 @@ class Step:
                 "over step.batches().",
                 advice="Add the losses of one batch together first.",
             )
-        if loss.numel() != 1:
-            raise UsageError(
-                f"Step {self.number}: the loss has {loss.numel()} elements.",
-                advice="Pass their mean, and over how many items it is as items= where those are "
-                "not the samples of the batch.",
-            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            self._refuse_loss(loss)
         self._lap(Phase.FORWARD)
         count = len(shard.indices) if items is None else self._number(items)
         if self._has_items not in (None, items is not None):
@@ -260,12 +257,32 @@ class Step:
         context.metrics.forget()
         context.generators.restore(self._before)
 
-    def _number(self, items: float | Tensor) -> float:
-        number = float(items)
-        if not 0 <= number < float("inf"):
+    def _refuse_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor):
             raise UsageError(
-                f"Step {self.number}: items is {number}; it is how many items the loss is a mean "
-                "or a sum over.",
+                f"Step {self.number}: the loss is {loss!r:.80}, not a tensor.",
+                advice="Pass what the loss function returned, without .item().",
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"Step {self.number}: the loss has {loss.numel()} elements.",
+                advice="Pass their mean, and over how many items it is as items= where those are "
+                "not the samples of the batch.",
+            )
+        raise UsageError(
+            f"Step {self.number}: the loss does not depend on any parameter.",
+            advice="Compute it from the output of run.model, without detach() and torch.no_grad().",
+        )
+
+    def _number(self, items: float | Tensor) -> float:
+        try:
+            number = float(items)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise UsageError(
+                f"Step {self.number}: items is {items!r:.80}; it is how many items the loss is "
+                "a mean or a sum over.",
                 advice="Pass the number of samples or tokens, from 0 up.",
             )
         return number

@@ -121,7 +121,7 @@ def best_accuracy(story: Story) -> tuple[str, float, int] | None:
             and isinstance(event.get("epoch"), int)
         ]
         if found:
-            value, epoch = max(found)
+            value, epoch = max(found, key=lambda best: (best[0], -best[1]))
             return where, value, epoch
     return None
 
