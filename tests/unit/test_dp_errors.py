@@ -213,6 +213,7 @@ def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
         (lambda: DataParallel(lambda x: x, TWO), "is not a module"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim is 'a'"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim is 0.0"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, options={}), "options is {}"),  # type: ignore[arg-type]
         (lambda: DPOptions(cpu_threads=0), "cpu_threads is 0"),
         (lambda: DPOptions(cpu_threads=1.5), "cpu_threads is 1.5"),  # type: ignore[arg-type]
         (lambda: DPOptions(cpu_threads=True), "cpu_threads is True"),

@@ -209,6 +209,17 @@ def test_a_resumed_run_counts_only_what_it_did_itself() -> None:
     assert "run stopped on 1 worker: 1 step, 100 samples (50/s), 2.00 s" in show.text
 
 
+def test_an_evaluation_tells_after_which_step_it_was() -> None:
+    show = Show(mode="json")
+    show.progress.start(steps=4)
+    show.progress.step(1, epoch=0, samples=1)
+    show.progress.evaluation(0, {"accuracy": 0.5})
+    show.progress.evaluation(0, {"accuracy": 0.5}, step=2)  # before step 2's numbers have arrived
+    lines = [json.loads(line) for line in show.text.splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "evaluation"] == [1, 2]
+    show.progress.finish()
+
+
 def test_an_evaluation_gets_columns_of_its_own() -> None:
     show = Show()
     show.progress.start(steps=2)

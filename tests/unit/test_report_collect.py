@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.explain import report
 from paceline.explain.report.collect import Story, collect
 from paceline.explain.report.words import (
+    best_accuracy,
     how_far,
     how_it_learned,
     what_it_was,
@@ -316,6 +317,15 @@ def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> 
     story.info = replace(story.info, steps=120)
     assert "60 of 120 steps (50\N{NO-BREAK SPACE}%)" in how_far(story)
     assert what_it_was(story) == "4 workers are training DigitsNet (52,650 weights) on cpu."
+
+
+def test_the_best_accuracy_belongs_to_the_first_epoch_that_had_it(tmp_path: Path) -> None:
+    story = story_of(tmp_path)
+    values = [0.9, 0.96, 0.95, 0.96]
+    story.events["evaluation"] = [
+        {"epoch": epoch, "metrics": {"accuracy": value}} for epoch, value in enumerate(values)
+    ]
+    assert best_accuracy(story) == (" on held-out data", 0.96, 1)
 
 
 def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ class TestBadInput:
             def __iter__(self) -> Iterator[int]:
                 return iter(range(4))
 
-        with pytest.raises(UsageError, match="a Stream, which has no length"):
+        with pytest.raises(UsageError, match="type Stream and no length"):
             DistributedSampler(Stream(), 2, 0)
 
     def test_a_dataset_that_changed_its_length(self) -> None:

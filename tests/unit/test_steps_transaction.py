@@ -277,6 +277,21 @@ def misuse_items(run: Run, step: Step) -> None:
         pass
 
 
+def misuse_item(run: Run, step: Step) -> None:
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x), y).item())  # type: ignore[arg-type]
+
+
+def misuse_detach(run: Run, step: Step) -> None:
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x).detach(), y))
+
+
+def misuse_words(run: Run, step: Step) -> None:
+    for x, y, _ in step.batches():
+        step.backward(F.cross_entropy(run.model(x), y), items="all")  # type: ignore[arg-type]
+
+
 def misuse_weight(run: Run, step: Step) -> None:
     for x, y, _ in step.batches():
         step.backward(F.cross_entropy(run.model(x), y), weight=len(y))
@@ -299,6 +314,9 @@ def misuse_reduction(run: Run, step: Step) -> None:
         (misuse_evaluate, "inside step 1"),
         (misuse_mixture, "items were given for one batch and not for another"),
         (misuse_items, "items is -1"),
+        (misuse_words, "items is 'all'"),
+        (misuse_item, "not a tensor"),
+        (misuse_detach, "does not depend on any parameter"),
         (misuse_weight, "no weight= any more"),
         (misuse_reduction, "reduction is 'none'"),
     ],
@@ -377,6 +395,14 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
         ({"seed": "0"}, "seed is '0'"),
         ({"state": {"ema": 3}}, "no state_dict"),
         ({"dataset": 7}, "is not a dataset"),
+        ({"folder": 7}, "folder is 7"),
+        ({"options": {"clip_norm": 1}}, "options is {'clip_norm': 1}"),
+        ({"ddp": {}}, "ddp is {}"),
+        ({"sinks": "tracker"}, "sinks is 'tracker'"),
+        ({"scheduler": 7}, "scheduler is 7, which has no step"),
+        ({"scaler": True}, "scaler is True, which has no is_enabled"),
+        ({"state": [3]}, r"state is \[3\]"),
+        ({"world": 2}, "world is 2"),
         ({"dataset": Rows(0)}, "is empty"),
     ],
 )

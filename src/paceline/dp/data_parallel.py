@@ -86,7 +86,7 @@ class DataParallel(Wrapper):
         split: Sequence[float] | None = None,
         options: DPOptions = DEFAULT_OPTIONS,
     ) -> None:
-        _check_arguments(module, dim)
+        _check_arguments(module, dim, options)
         devices = find_devices(device_ids)
         check_weights(split, len(devices))
         output = (
@@ -172,7 +172,7 @@ class DataParallel(Wrapper):
         return clone
 
 
-def _check_arguments(module: Any, dim: Any) -> None:
+def _check_arguments(module: Any, dim: Any, options: Any) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(
             f"{module!r} is not a module.", advice="Pass a torch.nn.Module: it is what is copied."
@@ -182,6 +182,8 @@ def _check_arguments(module: Any, dim: Any) -> None:
             f"dim is {dim!r}, which is not a whole number.",
             advice="Pass the number of the dimension that holds the batch, mostly 0.",
         )
+    if not isinstance(options, DPOptions):
+        raise UsageError(f"options is {options!r}.", advice="Pass DPOptions(...).")
 
 
 class Engine:

@@ -273,8 +273,8 @@ class RunConfig:
         if (idle := world.size - shards) > 0:
             have = "worker has" if idle == 1 else "workers have"
             lines.append(
-                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} {have} nothing to "
-                "compute. Pass shards= to a new run to use them."
+                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} {have} nothing "
+                "to compute. Pass shards= to a new run to use them."
             )
         if world.device.type == "cuda" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")

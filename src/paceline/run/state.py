@@ -52,8 +52,8 @@ class RunState:
         for name, each in others.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise UsageError(
-                    f"state[{name!r}] has the type {type(each).__name__}, which has no state_dict() and "
-                    "load_state_dict().",
+                    f"state[{name!r}] has the type {type(each).__name__}, which has no "
+                    "state_dict() and load_state_dict().",
                     advice="Give it both, so that it can be saved and loaded.",
                 )
         self._module = module
