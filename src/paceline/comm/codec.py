@@ -29,7 +29,8 @@ MAX_SKELETON_BYTES = 64 * 2**20
 MAX_DEPTH = 64
 _SKELETON = "__skeleton__"
 _MAX_NAME_LENGTH = 200
-_FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Floats that JSON has no word for, as `str` says them."""
 _DICT_BY_KIND: dict[str, type[dict[Any, Any]]] = {
     "dict": dict,
     "ordered": OrderedDict,
@@ -113,7 +114,7 @@ def put_together(
     Anything may stand for the tensors. With another `revive` this works without torch.
     """
     putter = _Putter(tensors, origin, error, revive)
-    value = putter.value(_parse(skeleton, origin, error), 0)
+    value = putter.value(parse_json(skeleton, origin, error), 0)
     unused = tensors.keys() - putter.used
     if unused:
         raise error(f"{origin} has no place for the tensor {min(unused)!r:.100}.")
@@ -286,8 +287,8 @@ class _Putter:
                 state: Any = OrderedDict(self._pairs(pairs, deeper))
                 state._metadata = self.value(metadata, deeper)
                 return state
-            case ["float", str(name)] if name in _FLOAT_BY_NAME:
-                return _FLOAT_BY_NAME[name]
+            case ["float", str(name)] if name in FLOAT_BY_NAME:
+                return FLOAT_BY_NAME[name]
             case ["bytes", str(name)] if name in self._tensors:
                 parts = [self._take(name)]
             case ["complex" | "size" | "dtype" | "device", *trees]:
@@ -323,13 +324,14 @@ class _Putter:
         return self._error(f"{self._origin} has a part of no kind we write: {str(tree)[:80]}.")
 
 
-def _parse(text: bytes, origin: object, error: type[PacelineError]) -> Any:
+def parse_json(text: bytes, origin: object, error: type[PacelineError]) -> Any:
+    """What the text of `origin` says; infinities and NaN are not JSON."""
     try:
         return json.loads(
             text.decode("utf-8", "surrogatepass"), parse_constant=_finite, parse_float=_finite
         )
     except (ValueError, RecursionError) as problem:
-        raise error(f"{origin} is not the JSON we write: {str(problem)[:100]}.") from None
+        raise error(f"{origin} is not JSON: {str(problem)[:100]}.") from None
 
 
 def _finite(text: str) -> float:

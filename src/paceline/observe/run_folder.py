@@ -13,7 +13,6 @@ of steps applied so far. Starts without torch. See Note [What a restart undoes].
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
@@ -26,7 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from paceline.comm.codec import plain_json
+from paceline.comm.codec import FLOAT_BY_NAME, parse_json, plain_json
 from paceline.errors import UsageError, WireError
 
 SCHEMA = 1
@@ -36,9 +35,6 @@ LINE_LIMIT_BYTES = 2**20
 
 Event = dict[str, Any]
 """A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
-
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""Floats that JSON has no word for, as `str` says them."""
 
 
 class RunFolder:
@@ -130,11 +126,9 @@ def read_info(folder: RunFolder) -> RunInfo | None:
     """What `run.json` says, or None where there is none; keys it should not have are ignored."""
     try:
         with open_plain(folder.info) as file:
-            value = json.loads(file.read(INFO_LIMIT_BYTES))
+            value = parse_json(file.read(INFO_LIMIT_BYTES), folder.info, WireError)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"{folder.info} is not JSON: {error}.") from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         found = value.get("schema") if isinstance(value, dict) else None
         raise WireError(
@@ -300,7 +294,7 @@ def open_plain(path: Path) -> BinaryIO:
 def _restored(value: Any) -> Any:
     """What `plain_json` was given."""
     if isinstance(value, str):
-        return _NOT_FINITE.get(value, value)
+        return FLOAT_BY_NAME.get(value, value)
     if isinstance(value, dict):
         return {key: _restored(each) for key, each in value.items()}
     if isinstance(value, list):

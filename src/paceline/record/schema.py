@@ -8,7 +8,6 @@ JSON has no word for are the strings "nan", "inf" and "-inf". Starts without tor
 from __future__ import annotations
 
 import json
-import math
 import reprlib
 import types
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.comm.codec import plain_json
+from paceline.comm.codec import FLOAT_BY_NAME, parse_json, plain_json
 from paceline.errors import WireError
 from paceline.observe.run_folder import make_private, open_plain, replace_file
 from paceline.record.stages import Trace
@@ -26,7 +25,6 @@ SCHEMA = 1
 FILE_LIMIT_BYTES = 16 * 2**20
 LARGEST = 2**63
 
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _hints = cache(get_type_hints)
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
 _WORDS[Mapping] = "object"
@@ -67,10 +65,7 @@ def read_document(path: Path) -> Any:
         data = file.read(FILE_LIMIT_BYTES + 1)
     if len(data) > FILE_LIMIT_BYTES:
         raise WireError(f"{path} is larger than {FILE_LIMIT_BYTES // 2**20} MiB.")
-    try:
-        return json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"{path} is not JSON: {error}.") from error
+    return parse_json(data, path, WireError)
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
@@ -91,8 +86,8 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
         return {key: read_value(inner, each, f"{where}.{key}") for key, each in value.items()}
     if type(value) is int and abs(value) > LARGEST:
         raise WireError(f"{where} is a number that no counter reaches.")
-    if kind is float and isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
+    if kind is float and isinstance(value, str) and value in FLOAT_BY_NAME:
+        return FLOAT_BY_NAME[value]
     if kind is float and type(value) in (int, float):
         return float(value)
     if type(value) is kind and kind is not list:
@@ -111,7 +106,3 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
     hints = _hints(kind)
     known = hints.keys() & value.keys()
     return kind(**{name: read_value(hints[name], value[name], f"{where}.{name}") for name in known})
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
