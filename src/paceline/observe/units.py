@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+SHARES = {"accuracy", "acc", "top1", "top5", "precision", "recall", "f1"}
+"""Metrics that are between 0 and 1 and read best as percent."""
+
 
 def count_text(number: int, thing: str) -> str:
     """`1 row`, `1,000 rows`."""
@@ -76,12 +79,7 @@ def metric_text(name: str, value: float) -> str:
     """A loss with four decimals, an accuracy in percent, anything else as short as it goes."""
     if not math.isfinite(value):
         return str(value)
-    if 0 <= value <= 1 and name.lower().split()[-1:] in (
-        ["accuracy"],
-        ["acc"],
-        ["precision"],
-        ["recall"],
-    ):
+    if 0 <= value <= 1 and name.lower().split(" ")[-1] in SHARES:
         return f"{value:.1%}"
     if value != 0 and not 1e-4 <= abs(value) < 1e5:
         return f"{value:.2e}"

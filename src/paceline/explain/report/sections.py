@@ -33,6 +33,7 @@ from paceline.explain.report.series import Point, Window
 from paceline.explain.report.words import find_slow, metric_of, who_waited
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase
+from paceline.observe.units import SHARES
 
 POINTS_LIMIT = 400
 ROWS_LIMIT = 60
@@ -42,8 +43,6 @@ WORKERS_LIMIT = 32
 """More workers than this are shown by their extremes."""
 LANES_LIMIT = 6
 SIZES_LIMIT, PREDICTIONS_LIMIT = 32, 64
-SHARES = {"accuracy", "acc", "top1", "top5", "precision", "recall", "f1"}
-"""Metrics that are between 0 and 1 and read best as percent."""
 SCALING_MODES = {
     "strong": "Strong scaling: the batch stays the same, and more workers share it.",
     "weak": "Weak scaling: every worker keeps its part, so more workers mean a larger batch.",
