@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,16 @@ def _is_event(event: TraceEvent) -> bool:
     return isinstance(event.get("name"), str) and all(_is_number(event.get(n)) for n in numbers)
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63
 
 
-def survey(path: Path) -> RankRecording:
-    """The first reading of a file."""
+def survey(path: Path, most_events: int | None = None) -> RankRecording:
+    """The first reading of a file, or of its beginning."""
     found = RankRecording(path, int(re.findall(r"\d+", path.name)[0]))
     step = RecordedStep()
     ended_us: float | None = None
-    for event in read_events(path):
+    for event in islice(read_events(path), most_events):
         name, args, number = event["name"], event["args"], event["args"].get("step")
         if event["ph"] == "M":
             _survey_metadata(found, name, args)
@@ -173,7 +174,7 @@ def _survey_metadata(found: RankRecording, name: str, args: Mapping[str, Any]) -
         spans, call, writer, wall = (args[key] for key in _COSTS)
         found.cost_us += (spans * call + writer) / 1000
         found.recorded_us += wall / 1000
-        found.dropped += int(args.get("dropped", 0))
+        found.dropped += args["dropped"] if _is_number(args.get("dropped")) else 0
 
 
 def transfers_us(recordings: Sequence[RankRecording]) -> dict[int, float]:

@@ -19,7 +19,7 @@ from paceline.explain.report.markup import as_number, text
 from paceline.observe.phases import Phase
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.spans import LANE_BY_NAME
-from paceline.observe.timeline import Clock, find_recordings, read_events
+from paceline.observe.timeline import Clock, find_recordings, read_events, survey
 
 CELLS = 2**13
 LARGEST = 1e300
@@ -173,15 +173,8 @@ def _choose(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _read_clock(path: Path) -> Clock:
-    clock = Clock()
-    for event in islice(read_events(path), HEADER_EVENTS):
-        match event:
-            case {"ph": "M", "name": "paceline", "args": {"machine": str() as machine, **facts}}:
-                unix = facts.get("unix_minus_monotonic_ns")
-                clock = Clock(machine, unix if type(unix) is int else 0)
-            case {"ph": "M", "name": "paceline_clock", "args": {"offset_ns": int() as offset}}:
-                clock.offset_ns = offset
-    return clock
+    clocks = survey(path, HEADER_EVENTS).clocks
+    return clocks[-1] if clocks else Clock()
 
 
 def _spans(path: Path, shift_us: float) -> Iterator[Span]:
