@@ -384,8 +384,11 @@ class LaunchOptions:
     logs_specs: str = flag("--logs-specs NAME", "log files have one layout")
 
     def __post_init__(self) -> None:
+        """Refuse what contradicts itself; of several reasons, the first is told."""
         least, most = self.nnodes
         nodes = str(most) if least == most else f"{least}:{most}"
+        is_numbered = self.rdzv_backend == "static"
+        has_address = self.rdzv_endpoint is not None or (is_numbered and bool(self.master_addr))
         if self.module and self.no_python:
             refuse("--module and --no-python contradict each other.", "Drop one of the two.")
         if self.quiet and self.json:
@@ -394,33 +397,25 @@ class LaunchOptions:
             refuse(f"--nnodes is {nodes}, which is impossible.", "MIN is not above MAX.")
         if self.standalone and most > 1:
             refuse(f"--standalone means one machine, but --nnodes is {nodes}.", "Drop one of them.")
-        if self.rdzv_backend == "static":
-            self._check_numbers(least, most, nodes)
-        elif most > 1 and self.rdzv_endpoint is None:
+        if most > 1 and not has_address:
             refuse(
-                "--rdzv-backend c10d needs to know where the machines meet.",
-                "Pass --rdzv-endpoint HOST:PORT, an address of one of them, on all machines.",
+                f"--nnodes is {nodes}, but nothing says where the machines meet.",
+                "Pass --master-addr, the address of the first one, on all machines."
+                if is_numbered
+                else "Pass --rdzv-endpoint HOST:PORT, an address of one of them, on all machines.",
             )
-
-    def _check_numbers(self, least: int, most: int, nodes: str) -> None:
-        """Check what machines need that are numbered by hand."""
-        if most > 1 and not self.master_addr and self.rdzv_endpoint is None:
-            refuse(
-                "Several machines need the address of the first one.",
-                "Pass --master-addr, the same on all machines.",
-            )
-        if (self.node_rank or 0) >= most:
+        if is_numbered and (self.node_rank or 0) >= most:
             refuse(
                 f"--node-rank is {self.node_rank}, but there are {most} machines.",
                 f"Machines are numbered from 0 to {most - 1}; set --nnodes as well.",
             )
-        if most > 1 and self.node_rank is None:
+        if is_numbered and most > 1 and self.node_rank is None:
             refuse(
                 f"--nnodes is {nodes}, but nothing says which of them this machine is.",
                 "Pass --node-rank, a different one on each machine, or use --rdzv-backend c10d "
                 "--rdzv-endpoint HOST:PORT, which numbers them.",
             )
-        if least < most:
+        if is_numbered and least < most:
             refuse(
                 f"--nnodes is {nodes}, but with --node-rank the number of machines is fixed.",
                 "Pass one number, or use --rdzv-backend c10d.",

@@ -237,12 +237,8 @@ def _check(fn: object, workers: int, threads: int | None) -> None:
             "launch() needs an operating system that can fork.",
             advice="Put the function in a script and start it with `paceline run`.",
         )
-    torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         raise UsageError(
             "This process already belongs to a process group, which its forks would share.",
             advice="Call launch() before init_process_group(), or after "

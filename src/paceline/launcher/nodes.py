@@ -79,8 +79,8 @@ def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> Ending:
 class Rendezvous:
     """The machines of one run, seen by one of them.
 
-    Invariant: keys are written once and never deleted, under the run's own prefix; what belongs
-    to an attempt has the attempt in its name.
+    Invariant: keys are counters or written once, and never deleted, under the run's own prefix;
+    what belongs to an attempt has the attempt in its name.
     """
 
     def __init__(self, options: LaunchOptions, run_id: str, inbox: SignalInbox) -> None:
@@ -104,7 +104,6 @@ class Rendezvous:
         self.is_over = False
         """A machine was told to stop, so nobody restarts."""
         self.beat_at_s = 0.0
-        self.beats = 0
         self.heard: tuple[int, float] = (-1, 0.0)
         self.store: Any = None
         self.worker_store: Any = None
@@ -276,11 +275,9 @@ class Rendezvous:
         if now_s < self.beat_at_s:
             return ""
         self.beat_at_s = now_s + BEAT_S
-        self.beats += 1
-        self.store.set(f"beat/{self.node}", str(self.beats))
+        self.store.add(f"beat/{self.node}", 1)
         neighbour = (self.node + 1) % len(self.sizes)
-        key = f"beat/{neighbour}"
-        beat = int(self.store.get(key)) if self.store.check([key]) else 0
+        beat = self.store.add(f"beat/{neighbour}", 0)
         if beat != self.heard[0]:
             self.heard = (beat, now_s)
         if now_s - self.heard[1] > SILENCE_S:

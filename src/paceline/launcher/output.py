@@ -145,6 +145,7 @@ def open_console(environ: Mapping[str, str]) -> Console:
 
 def _write(stream: TextIO, data: bytes) -> None:
     if isinstance(stream, io.TextIOWrapper):
+        stream.flush()  # what the caller has printed comes first
         stream.buffer.write(data)
     else:
         stream.write(data.decode("utf-8", "replace"))

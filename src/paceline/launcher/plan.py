@@ -151,11 +151,10 @@ def _route(options: LaunchOptions, local_rank: int, stream: int, folder: str) ->
         for by_rank in (options.redirects, options.tee)
     )
     shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
-    name, words = (
-        ("stdout.log", options.duplicate_stdout_filters)
-        if stream == STDOUT
-        else ("stderr.log", options.duplicate_stderr_filters)
-    )
+    name, words = {
+        STDOUT: ("stdout.log", options.duplicate_stdout_filters),
+        STDERR: ("stderr.log", options.duplicate_stderr_filters),
+    }[stream]
     log_file = os.path.join(folder, str(local_rank), name)
     # As under torchrun, what is both redirected and teed is teed.
     return Route(
@@ -168,10 +167,9 @@ def _route(options: LaunchOptions, local_rank: int, stream: int, folder: str) ->
 
 def count_cores() -> int:
     """Cores this process may use: by affinity, and by a container's limit where there is one."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
     try:
         quota, period = _CGROUP_LIMIT.read_text().split()
         limit = math.ceil(int(quota) / int(period))

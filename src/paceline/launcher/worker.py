@@ -149,8 +149,7 @@ class Worker:
 
     def record(self, error: BaseException) -> None:
         """Write the error where the launcher looks for it, then say so."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        if path:
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE", ""):
             write_error(path, error)
         else:
             traceback.print_exception(error)
