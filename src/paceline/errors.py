@@ -107,3 +107,10 @@ def check_whole(name: str, value: object, least: int = 1, or_none: bool = False)
     if not is_whole and not (or_none and value is None):
         advice = f"Pass a whole number from {least} up{', or None' if or_none else ''}."
         raise UsageError(f"{name} is {value!r}.", advice=advice)
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse an argument that is none of the choices."""
+    if value not in choices:
+        advice = f"Use one of {', '.join(map(repr, choices))}."
+        raise UsageError(f"{name} is {value!r}.", advice=advice)

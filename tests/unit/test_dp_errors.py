@@ -217,7 +217,7 @@ def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
         (lambda: DPOptions(cpu_threads=0), "cpu_threads is 0"),
         (lambda: DPOptions(cpu_threads=1.5), "cpu_threads is 1.5"),  # type: ignore[arg-type]
         (lambda: DPOptions(cpu_threads=True), "cpu_threads is True"),
-        (lambda: DPOptions(batch_norm="all"), "'first' or 'whole'"),  # type: ignore[arg-type]
+        (lambda: DPOptions(batch_norm="all"), "'first', 'whole'"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(build: Any, words: str) -> None:

@@ -89,7 +89,7 @@ def test_an_epoch_ends_with_a_smaller_step_if_the_rows_do_not_divide() -> None:
         (lambda: plan_batch(8, 2, device_limit=0), "device_limit is 0"),
         (lambda: plan_batch(8, 2, keep="rows"), "keep is 'rows'"),  # type: ignore[arg-type]
         (lambda: LearningRate(single_batch=0, global_batch=1), "single_batch is 0"),
-        (lambda: rate(rule="cubic"), "Choose one of none, linear, sqrt"),
+        (lambda: rate(rule="cubic"), "Use one of 'none', 'linear', 'sqrt'"),
         (lambda: rate(decay="cosine"), "Set steps"),
         (lambda: rate(decay="cosine", steps=5, warmup_steps=5), "after 5 steps of warm-up"),
         (lambda: rate(warmup_from=2.0), "from 0 to 1"),

@@ -28,7 +28,7 @@ from paceline.checkpoint.directory import SKELETON, TENSORS, Entry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.comm.codec import put_together, take_apart
 from paceline.comm.safetensors import FilePlan, memory_of, plan_file, read_tensors
-from paceline.errors import CheckpointError, UsageError, check_whole
+from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
 
 FEWEST_KEPT = 2
 LARGEST_STEP = 10**15 - 1
@@ -91,8 +91,7 @@ class Checkpoints:
                 advice="If the newest one is damaged, the one before it is all that is left.",
             )
         check_whole("keep_best", keep_best, 0)
-        if better not in ("lower", "higher"):
-            raise UsageError(f"better is {better!r}.", advice="Use 'lower' or 'higher'.")
+        check_choice("better", better, ("lower", "higher"))
         self.folder = Path(folder)
         self.problem: str | None = None
         """Why the last save did not reach the disk; None when it did."""

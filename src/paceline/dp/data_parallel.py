@@ -35,7 +35,7 @@ from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
 from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk, check_weights, scatter
-from paceline.errors import UsageError, check_whole
+from paceline.errors import UsageError, check_choice, check_whole
 
 BatchNorm = Literal["first", "whole"]
 
@@ -58,10 +58,7 @@ class DPOptions:
     that the process has."""
 
     def __post_init__(self) -> None:
-        if self.batch_norm not in get_args(BatchNorm):
-            raise UsageError(
-                f"batch_norm is {self.batch_norm!r}.", advice="Use 'first' or 'whole'."
-            )
+        check_choice("batch_norm", self.batch_norm, get_args(BatchNorm))
         check_whole("cpu_threads", self.cpu_threads, or_none=True)
 
 

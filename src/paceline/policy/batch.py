@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.errors import UsageError, check_whole
+from paceline.errors import UsageError, check_choice, check_whole
 
 Keep = Literal["device", "global"]
 Rule = Literal["none", "linear", "sqrt"]
@@ -159,11 +159,7 @@ class LearningRate:
         check_whole("single_batch", self.single_batch, or_none=True)
         check_whole("steps", self.steps, or_none=True)
         for name, kind in (("rule", Rule), ("decay", Decay)):
-            if getattr(self, name) not in get_args(kind):
-                raise UsageError(
-                    f"{name} is {getattr(self, name)!r}.",
-                    advice=f"Choose one of {', '.join(get_args(kind))}.",
-                )
+            check_choice(name, getattr(self, name), get_args(kind))
         for name in ("warmup_from", "decay_to"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 import paceline
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
-from paceline.errors import UsageError, check_whole
+from paceline.errors import UsageError, check_choice, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.observe.units import count_text
 from paceline.policy import plan_global_batch
@@ -104,12 +104,8 @@ class RunOptions:
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
         for name, least in (least_by_name | {"trace_step": 0}).items():
             check_whole(name, getattr(self, name), least)
-        if self.better not in ("lower", "higher"):
-            raise UsageError(f"better is {self.better!r}.", advice="Use 'lower' or 'higher'.")
-        if self.check_finite not in ("sample", "all", "off"):
-            raise UsageError(
-                f"check_finite is {self.check_finite!r}.", advice="Use 'sample', 'all' or 'off'."
-            )
+        check_choice("better", self.better, ("lower", "higher"))
+        check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import tree
-from paceline.errors import UsageError, check_whole
+from paceline.errors import UsageError, check_choice, check_whole
 from paceline.run.config import Collate
 from paceline.run.context import StepContext
 from paceline.run.loader import ShardFetcher, make_loader
@@ -43,8 +43,7 @@ class Evaluation:
     """Whether scores are means or sums; None where they have no counts and so are means."""
 
     def __post_init__(self) -> None:
-        if self.reduction not in (None, "mean", "sum"):
-            raise UsageError(f"reduction is {self.reduction!r}.", advice="Use 'mean' or 'sum'.")
+        check_choice("reduction", self.reduction, ("mean", "sum", None))
         check_whole("batch", self.batch)
 
     def run(self, score: Score, context: StepContext) -> Sums:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_choice
 from paceline.explain.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
@@ -154,11 +154,7 @@ def _as_task(made: Any, target: str) -> Task:
         raise UsageError(f"The model of {target!r} is a {type(parts['model']).__name__}.")
     if not callable(parts["loss_fn"]):
         raise UsageError(f"The loss_fn of {target!r} cannot be called.")
-    if parts.get("kind") not in (None, *get_args(Kind)):
-        raise UsageError(
-            f"The kind of {target!r} is {parts['kind']!r}.",
-            advice=f"Use one of {', '.join(get_args(Kind))}, or leave it out.",
-        )
+    check_choice(f"The kind of {target!r}", parts.get("kind"), (*get_args(Kind), None))
     for name in {"dataset", "evaluation"} & parts.keys():
         parts[name] = _as_dataset(parts[name], name, target)
     return Task(**parts)
