@@ -23,9 +23,9 @@ from paceline.env import read_screen, read_terminal
 from paceline.progress.live import LivePainter, SendingPainter, choose_mode, has_rich
 from paceline.progress.painters import (
     JsonPainter,
+    LineStream,
     Painter,
     PlainPainter,
-    Sheet,
     descriptor,
     terminal_of,
 )
@@ -226,11 +226,11 @@ def _painter(mode: str, stream: TextIO | None, *, mark: str, fd: int, has_colour
     if stream is None:  # another process draws, or a program without standard streams
         return Painter(None)
     if mode == "quiet":
-        return Painter(None if sys.stderr is None else Sheet(sys.stderr))
+        return Painter(None if sys.stderr is None else LineStream(sys.stderr))
     if mode == "json":
-        return JsonPainter(Sheet(stream, mark))
+        return JsonPainter(LineStream(stream, mark))
     if mode == "plain":
-        return PlainPainter(Sheet(stream))
+        return PlainPainter(LineStream(stream))
     if terminal_of(stream) < 0:
-        return SendingPainter(Sheet(stream, mark), has_colour=has_colour, fd=fd)
-    return LivePainter(Sheet(stream), has_colour=has_colour, fd=fd)
+        return SendingPainter(LineStream(stream, mark), has_colour=has_colour, fd=fd)
+    return LivePainter(LineStream(stream), has_colour=has_colour, fd=fd)

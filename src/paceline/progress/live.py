@@ -27,7 +27,7 @@ from paceline.env import TerminalSettings, read_terminal
 from paceline.errors import SettingError
 from paceline.observe.units import printable
 from paceline.progress import text
-from paceline.progress.painters import Painter, Sheet, is_terminal
+from paceline.progress.painters import LineStream, Painter, is_terminal
 from paceline.progress.text import ProgressState
 
 if TYPE_CHECKING:
@@ -256,8 +256,8 @@ class SendingPainter(Painter):
 
     interval_s = 0.25
 
-    def __init__(self, sheet: Sheet, *, has_colour: bool, fd: int = -1) -> None:
-        super().__init__(sheet)
+    def __init__(self, out: LineStream, *, has_colour: bool, fd: int = -1) -> None:
+        super().__init__(out)
         self._has_colour = has_colour
         self._channel = ScreenPipe(fd) if fd >= 0 else None
         self._is_live = False
@@ -305,11 +305,11 @@ class SendingPainter(Painter):
 
     def say(self, line: str, level: str) -> None:
         """Write one line of a message."""
-        assert self.sheet is not None
+        assert self.out is not None
         # Without a mark the line goes to a log file too, where colours are noise.
-        if self._has_colour and self.sheet.mark and level in _STYLES:
+        if self._has_colour and self.out.mark and level in _STYLES:
             line = f"\x1b[{_STYLES[level]}m{line}\x1b[0m"
-        self.sheet.write_raw(f"{self.sheet.mark}{line}\n")
+        self.out.write_raw(f"{self.out.mark}{line}\n")
 
 
 class LivePainter(SendingPainter):
@@ -317,9 +317,9 @@ class LivePainter(SendingPainter):
 
     interval_s = 0.1
 
-    def __init__(self, sheet: Sheet, *, has_colour: bool, fd: int = -1) -> None:
-        super().__init__(sheet, has_colour=has_colour, fd=fd)
-        self.console = _console(cast(IO[str], _SheetFile(sheet)), has_colour=has_colour)
+    def __init__(self, out: LineStream, *, has_colour: bool, fd: int = -1) -> None:
+        super().__init__(out, has_colour=has_colour, fd=fd)
+        self.console = _console(cast(IO[str], _LineStreamFile(out)), has_colour=has_colour)
         self._live: Live | None = None
 
     def begin(self) -> None:
@@ -333,9 +333,9 @@ class LivePainter(SendingPainter):
         self.console.show_cursor(True)
 
     def draw(self, status: StatusLine) -> None:
-        if self._live is not None and self.sheet is not None:
+        if self._live is not None and self.out is not None:
             # Asked again each time, because people resize their windows.
-            self.console.width = columns_of_terminal(self.sheet.stream.fileno())
+            self.console.width = columns_of_terminal(self.out.stream.fileno())
             self._live.update(status.draw(self.console.width), refresh=True)
 
     def say(self, line: str, level: str) -> None:
@@ -373,13 +373,13 @@ def _console(file: IO[str], *, has_colour: bool, width: int | None = None) -> Co
     )
 
 
-class _SheetFile:
-    """The sheet as a file for `rich`, which would end the process when a terminal goes away."""
+class _LineStreamFile:
+    """The stream as a file for `rich`, which would end the process when a terminal goes away."""
 
-    def __init__(self, sheet: Sheet) -> None:
-        self.encoding = sheet.encoding
-        self.fileno = sheet.stream.fileno
-        self.write = sheet.write_raw
+    def __init__(self, out: LineStream) -> None:
+        self.encoding = out.encoding
+        self.fileno = out.stream.fileno
+        self.write = out.write_raw
 
     def flush(self) -> None:
         """Everything is flushed as it is written."""

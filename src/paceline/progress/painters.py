@@ -1,6 +1,6 @@
 """Ways of showing a run without a live line: silence, plain lines, JSON lines.
 
-A painter writes to a `Sheet`, a text stream that never breaks a training: letters that the
+A painter writes to a `LineStream`, a text stream that never breaks a training: letters that the
 terminal does not have are escaped, and a reader that left is no reason to stop.
 """
 
@@ -24,7 +24,7 @@ NEWS_S = 1.0
 """Between the ends of two epochs: quick ones are read in the table at the end."""
 
 
-class Sheet:
+class LineStream:
     """A stream to write lines to, whatever it is connected to."""
 
     def __init__(self, stream: TextIO, mark: str = "") -> None:
@@ -54,7 +54,7 @@ class Sheet:
 
 
 class Painter:
-    """Shows nothing but warnings and errors, and without a sheet not even those.
+    """Shows nothing but warnings and errors, and without a stream not even those.
 
     The base of the other painters. Calls come one at a time.
     """
@@ -62,8 +62,8 @@ class Painter:
     interval_s = math.inf
     """The shortest time between two steps that are shown."""
 
-    def __init__(self, sheet: Sheet | None) -> None:
-        self.sheet = sheet
+    def __init__(self, out: LineStream | None) -> None:
+        self.out = out
 
     def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
         """Show what happened: `start`, `step`, `epoch`, `evaluation`, `message` or `finish`."""
@@ -74,8 +74,8 @@ class Painter:
         """Leave the terminal as it was; called once at the end, however that came."""
 
     def write(self, *lines: str) -> None:
-        if self.sheet is not None:
-            self.sheet.write(*lines)
+        if self.out is not None:
+            self.out.write(*lines)
 
 
 class PlainPainter(Painter):
@@ -86,8 +86,8 @@ class PlainPainter(Painter):
 
     interval_s = NEWS_S
 
-    def __init__(self, sheet: Sheet) -> None:
-        super().__init__(sheet)
+    def __init__(self, out: LineStream) -> None:
+        super().__init__(out)
         self._last_s = 0.0
 
     def show(self, state: ProgressState, kind: str, facts: Mapping[str, Any]) -> None:
