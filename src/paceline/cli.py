@@ -141,7 +141,8 @@ def _dispatch(arguments: list[str]) -> int:
             advice=f"The commands are {', '.join(COMMANDS)}.",
         )
     module = import_module(f"paceline.{COMMANDS[name].module}")
-    parser = Parser(prog=f"paceline {name}", description=f"{COMMANDS[name].summary}.")
+    summary = COMMANDS[name].summary
+    parser = Parser(prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     module.add_arguments(parser)
     code: int = module.main(parser.parse_args(rest)) or 0
     return code

@@ -170,7 +170,7 @@ def test_diff_says_what_differs_and_by_how_much(
     assert ckpt("diff", newest, run) == 0
     assert "7 names equal to the last bit, 0 not" in capsys.readouterr().out
     assert ckpt("diff", oldest, newest) == 1
-    assert "6 of 6 differ, by at most 2 (2 of the largest value)" in capsys.readouterr().out
+    assert "6 of 6 differ, by at most 2 (2 times the largest value)" in capsys.readouterr().out
     assert ckpt("diff", oldest, middle, "--all", "--json") == 1
     (only,) = json.loads(capsys.readouterr().out)["differing"]
     assert (only["name"], only["largest"]) == ("model.0.weight", 1.0)
@@ -288,8 +288,8 @@ def test_a_hostile_file_runs_nothing_under_any_verb(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "VERB"),
-        (["lst"], 2, "invalid choice: 'lst'"),
+        (["lst"], 2, "There is no verb 'lst'; did you mean ls?"),
+        ([], 2, "A verb is missing."),
         (["ls", "--jsn"], 2, "did you mean --json?"),
         (["ls", "no/such/folder"], 2, "no folder 'no/such/folder'"),
         (["show", "no/such/file"], 1, "No such file"),

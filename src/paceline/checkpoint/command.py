@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "verbs:\n  " + "\n  ".join(rows)
     parser.epilog += "\n\n`paceline ckpt VERB --help` says more about one of them."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("verb", metavar="VERB", choices=list(VERBS), help=", ".join(VERBS))
+    parser.add_argument("verb", nargs="?", metavar="VERB", help=", ".join(VERBS))
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="what the verb is about"
     )
@@ -56,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do one verb; the exit code."""
+    if args.verb not in VERBS:
+        near = get_close_matches(args.verb or "", VERBS, n=1)
+        what = "A verb is missing" if args.verb is None else f"There is no verb {args.verb!r}"
+        raise UsageError(
+            what + (f"; did you mean {near[0]}?" if near else "."),
+            advice=f"The verbs are {', '.join(VERBS)}; see `paceline ckpt --help`.",
+        )
     summary = VERBS[args.verb]
     parser = args.make_parser(
         prog=f"paceline ckpt {args.verb}", description=f"{summary[:1].upper()}{summary[1:]}."
@@ -91,7 +99,9 @@ def ls_arguments(parser: argparse.ArgumentParser) -> None:
 def ls(args: argparse.Namespace) -> int:
     folder = find_folder(Path(args.folder))
     if not folder.is_dir():
-        raise UsageError(f"There is no folder {args.folder!r}.")
+        raise UsageError(
+            f"There is no folder {args.folder!r}.", advice="Name a run folder, or its checkpoints/."
+        )
     rows = [_row(*found) for found in reversed(directory.list_manifests(folder))]
     unfinished = sum(path.name.startswith(directory.TEMPORARY) for path in folder.iterdir())
     if args.json:
@@ -153,7 +163,8 @@ def show(args: argparse.Namespace) -> int:
     total = bytes_text(header.data_bytes)
     print(printable(f"{path}: {count_text(len(places), 'tensor')}, {total}"))
     if manifest is not None:
-        print(f"  step {manifest.step}, saved {_date(manifest.created)}, metric {manifest.metric}")
+        metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
+        print(f"  step {manifest.step}, saved {_date(manifest.created)}{metric}")
         _print_values("facts", manifest.facts, limit)
         _print_values("values", values, limit)
     _print_values("metadata", header.metadata, limit)

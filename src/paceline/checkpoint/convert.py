@@ -81,7 +81,7 @@ def _difference(first: Any, second: Any) -> tuple[str, float]:
     largest = float(gap.nan_to_num(nan=math.inf).max())
     relative = largest / max(float(a.abs().nan_to_num(posinf=0.0).max()), 1e-300)
     words = f"{prefix}{count:,} of {a.numel():,} differ, by at most {largest:.3g}"
-    return f"{words} ({relative:.2g} of the largest value)", largest
+    return f"{words} ({relative:.2g} times the largest value)", largest
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
