@@ -3,7 +3,7 @@
 Gloo's threads need the interpreter for that. One that is waiting for it at the moment Python begins
 to take the interpreter apart is ended by force, inside code that may not be left that way: the
 process aborts ("terminate called without an active exception"), and its exit code is lost. A
-thread that comes later finds the interpreter gone and goes on without it. So all that is needed
+thread that comes later finds the interpreter gone and continues without it. So all that is needed
 is a moment before, in which Python gives way until those threads stand still.
 """
 

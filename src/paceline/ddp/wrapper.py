@@ -46,7 +46,7 @@ class Wrapper(nn.Module):
         return sorted({*super().__dir__(), *dir(self.module)})  # type: ignore[no-untyped-call]
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint that `module` is no part of a name."""
+        """Tell torch.distributed.checkpoint that `module` is not part of a name."""
         return {"": "module"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Any:
-    """The state dict with the names `module` uses: prefixes go where they are no part of a name."""
+    """The state dict with the names `module` uses: prefixes go where they are not part of it."""
     own = module.state_dict()
     # Names the module does not know, such as those a hook of it renames, follow the others.
     wrappers = find_wrappers(state_dict, keep=find_wrappers(own))

@@ -57,7 +57,7 @@ class OwnWork:
     """How many steps were measured; 0 for a rank that had nothing to do."""
     seconds_by_phase: Mapping[Phase, float]
     variance: float
-    """Of the own work of single steps, in seconds squared."""
+    """Of a rank's own work in single steps, in seconds squared."""
 
     @property
     def seconds(self) -> float:
@@ -97,7 +97,7 @@ def summarise(steps: Sequence[StepTimes]) -> OwnWork:
     """One rank's window in numbers, without its longest step.
 
     A checkpoint, an evaluation or a collection of garbage makes one step of a window long, on one
-    rank alone. That is no slow rank.
+    rank alone. That is not a slow rank.
     """
     usual = sorted(steps, key=lambda step: step.own_ns)
     if len(usual) > 2:

@@ -126,7 +126,7 @@ class Job:
     cores: int
     costs: Mapping[Phase, PhaseCost]
     unevenness: float
-    """How much longer the slowest of several takes, as a share of the own work."""
+    """How much longer the slowest of several takes, as a share of its own work."""
     local: Network
 
     def predict(

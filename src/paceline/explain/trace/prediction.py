@@ -75,7 +75,7 @@ def _describe_training(epochs: Sequence[Epoch]) -> str:
             f"The training diverged after epoch {best.epoch}: the loss went from {best.loss:.4g} "
             f"up to {last.loss:.4g}. Try a smaller learning rate."
         )
-    # One bad epoch among good ones is no trend: the last one decides.
+    # One bad epoch among good ones is not a trend: the last one decides.
     known = [(e.evaluation_loss, e) for e in epochs if e.evaluation_loss is not None]
     if known:
         least, then = min(known, key=lambda pair: pair[0])
