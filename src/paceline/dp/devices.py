@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, accelerator, nn
 
 from paceline.errors import DeviceError
 
@@ -35,7 +35,7 @@ class ReplicaDevice:
 def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
     """One device for every entry of `device_ids`, by default every accelerator."""
     if device_ids is None:
-        accelerators = [find_device(index, "device") for index in range(_count_accelerators())]
+        accelerators = [find_device(index, "device") for index in range(accelerator.device_count())]
         return accelerators or [_cpu_alone()]
     if isinstance(device_ids, (str, int, torch.device)):
         raise DeviceError(
@@ -59,7 +59,7 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
     is_known = device.type == _accelerator_type()
     is_current = is_known and device.index is None
     index = torch.accelerator.current_device_index() if is_current else device.index
-    if not is_known or index >= _count_accelerators():
+    if not is_known or index >= accelerator.device_count():
         raise DeviceError(
             f"{what} is {device}, but this machine has no such device.",
             f"It has {_describe_machine()}.",
@@ -127,17 +127,15 @@ def _cpu_alone() -> ReplicaDevice:
     return ReplicaDevice("cpu:0", torch.device("cpu"))
 
 
-def _count_accelerators() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 def _accelerator_type() -> str | None:
-    accelerator = torch.accelerator.current_accelerator() if _count_accelerators() else None
-    return None if accelerator is None else accelerator.type
+    found = accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
 
 
 def _describe_machine() -> str:
     kind = _accelerator_type()
     if kind is None:
         return "the CPU only"
-    return f"{', '.join(f'{kind}:{index}' for index in range(_count_accelerators()))} and the CPU"
+    return (
+        f"{', '.join(f'{kind}:{index}' for index in range(accelerator.device_count()))} and the CPU"
+    )

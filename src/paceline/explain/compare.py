@@ -120,19 +120,10 @@ def compare(
     inputs, targets = batch if loss_fn is not None else (batch, None)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if device_ids is None:
-        gpus = _count_accelerators()
+        gpus = torch.accelerator.device_count()  # leaves CUDA usable in forks of this process
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
     task = _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
     return EngineComparison([_measure(name, task) for name in (BARE, DP, DP_LOSSES, DDP)])
-
-
-def _count_accelerators() -> int:
-    """How many there are, asked in a way that leaves CUDA usable in forks of this process."""
-    import torch
-
-    if torch.version.cuda is not None:
-        return torch.cuda.device_count()
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
