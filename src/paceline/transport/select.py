@@ -73,7 +73,10 @@ class TransportChoice:
 
     @property
     def description(self) -> str:
-        return describe(self._chosen) if self._chosen else "not chosen yet"
+        if self._chosen is not None and self._generation == self._membership.generation:
+            return describe(self._chosen)
+        is_alone = self._membership.size == 1
+        return "a world of one has nothing to send" if is_alone else "not chosen yet"
 
     def _choose(self, *, is_first: bool) -> Transport:
         if isinstance(self._wanted, str):
