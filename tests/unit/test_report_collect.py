@@ -333,3 +333,9 @@ def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:
     write_steps(folder, 0, {"metrics": {"loss": [1.0, 1]}}, {"metrics": {"loss": ["nan", 1]}})
     said = how_it_learned(collect(folder.path))
     assert said[0].startswith("From step 2 on, some values of loss are not numbers")
+
+
+def test_the_loss_is_said_to_begin_where_its_curve_begins(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    write_steps(folder, 0, *({"metrics": {"loss": [1 / step, 1]}} for step in range(1, 101)))
+    assert "The loss fell from 1 to 0.01." in how_it_learned(collect(folder.path))

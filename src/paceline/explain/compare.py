@@ -72,7 +72,7 @@ class EngineComparison:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Workload:
     module: nn.Module
     args: tuple[Any, ...]
     targets: Any
@@ -122,8 +122,8 @@ def compare(
     if device_ids is None:
         gpus = torch.accelerator.device_count()  # leaves CUDA usable in forks of this process
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
-    task = _Task(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
-    return EngineComparison([_measure(name, task) for name in (BARE, DP, DP_LOSSES, DDP)])
+    workload = _Workload(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
+    return EngineComparison([_measure(name, workload) for name in (BARE, DP, DP_LOSSES, DDP)])
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
@@ -140,12 +140,12 @@ def _mean_square(output: Any, *_targets: Any) -> Tensor:
     return torch.stack([value.to(found[0].device) for value in found]).sum()
 
 
-def _measure(name: str, task: _Task) -> EngineCost:
+def _measure(name: str, workload: _Workload) -> EngineCost:
     from paceline.launcher import count_cores, launch
 
-    processes = len(task.device_ids) if name == DDP else 1
+    processes = len(workload.device_ids) if name == DDP else 1
     threads = max(1, count_cores() // processes)
-    train = partial(_train_rank, task) if name == DDP else partial(_train_here, task, name)
+    train = partial(_train_rank, workload) if name == DDP else partial(_train_here, workload, name)
     ranks = launch(train, workers=processes, threads=threads, label=False)
     memory = {
         device if processes == 1 else f"{device} of rank {number}": used
@@ -159,40 +159,44 @@ def _measure(name: str, task: _Task) -> EngineCost:
     )
 
 
-def _train_here(task: _Task, name: str) -> dict[str, Any]:
+def _train_here(workload: _Workload, name: str) -> dict[str, Any]:
     """Without an engine, or with replicas in threads."""
     from paceline.dp import DataParallel
     from paceline.dp.devices import find_devices
 
-    first = find_devices(task.device_ids)[0]
-    args, targets = _on(first.device, (task.args, task.targets))
-    module = task.module.to(first.device)
+    first = find_devices(workload.device_ids)[0]
+    args, targets = _on(first.device, (workload.args, workload.targets))
+    module = workload.module.to(first.device)
     if name == BARE:
-        return _time(task, module, lambda: task.backward(module(*args), targets), "-")
-    model = DataParallel(module, task.device_ids)
-    moved = _count_moved_bytes(task, model, on_replicas=name == DP_LOSSES)
+        return _time(workload, module, lambda: workload.backward(module(*args), targets), "-")
+    model = DataParallel(module, workload.device_ids)
+    moved = _count_moved_bytes(workload, model, on_replicas=name == DP_LOSSES)
     if name == DP_LOSSES:
-        step = partial(model.backward, task.loss_fn, args, targets)
-        return _time(task, model, step, "none, only losses", moved)
-    return _time(task, model, lambda: task.backward(model(*args), targets), first.name, moved)
+        step = partial(model.backward, workload.loss_fn, args, targets)
+        return _time(workload, model, step, "none, only losses", moved)
+    return _time(
+        workload, model, lambda: workload.backward(model(*args), targets), first.name, moved
+    )
 
 
-def _train_rank(task: _Task) -> dict[str, Any]:
+def _train_rank(workload: _Workload) -> dict[str, Any]:
     import paceline
     from paceline.dp.devices import ReplicaDevice
     from paceline.dp.scatter import scatter
 
     with paceline.init_process_group() as world:
         devices = [ReplicaDevice(str(world.device), world.device)] * world.size
-        chunks = scatter(task.args, {}, devices, targets=task.targets)
+        chunks = scatter(workload.args, {}, devices, targets=workload.targets)
         own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
-        model = paceline.DistributedDataParallel(task.module.to(world.device))
+        model = paceline.DistributedDataParallel(workload.module.to(world.device))
         where = "none, each rank keeps its own"
-        return _time(task, model, lambda: task.backward(model(*own.args), own.targets), where)
+        return _time(
+            workload, model, lambda: workload.backward(model(*own.args), own.targets), where
+        )
 
 
 def _time(
-    task: _Task, model: nn.Module, step: Callable[[], Any], where: str, moved: int = 0
+    workload: _Workload, model: nn.Module, step: Callable[[], Any], where: str, moved: int = 0
 ) -> dict[str, Any]:
     """Take the steps, and report what they cost as plain data."""
     import torch
@@ -202,7 +206,7 @@ def _time(
     optimizer = torch.optim.SGD(trained, lr=1e-6)
     kind = next((param.device.type for param in trained), "cpu")
     times = []
-    for _ in range(WARM_UP + task.steps):
+    for _ in range(WARM_UP + workload.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
         step()
@@ -222,20 +226,20 @@ def _time(
     }
 
 
-def _count_moved_bytes(task: _Task, model: Any, *, on_replicas: bool) -> int:
+def _count_moved_bytes(workload: _Workload, model: Any, *, on_replicas: bool) -> int:
     """What the first device sends to the others and gets from them in one step."""
     import torch
 
     from paceline.dp.devices import find_devices
     from paceline.dp.scatter import scatter
 
-    devices = [each.device for each in find_devices(task.device_ids)]
-    chunks = scatter(task.args, {}, find_devices(task.device_ids), targets=task.targets)
+    devices = [each.device for each in find_devices(workload.device_ids)]
+    chunks = scatter(workload.args, {}, find_devices(workload.device_ids), targets=workload.targets)
     others = [chunk for chunk in chunks if chunk.replica != 0]
     total = sum(_bytes(chunk.contents if on_replicas else chunk.args) for chunk in others)
     if not on_replicas:  # outputs come, their gradients go
         with torch.no_grad():
-            output = model.module(*_on(devices[0], task.args))
+            output = model.module(*_on(devices[0], workload.args))
         rows = sum(chunk.rows for chunk in chunks)
         total += round(2 * _bytes(output) * sum(chunk.rows for chunk in others) / max(rows, 1))
     weights = _bytes(list(model.parameters()))

@@ -29,7 +29,7 @@ _MOST_PENDING = 64
 
 
 @dataclass(slots=True)
-class _Part:
+class _Sum:
     """The sum, or the count, of one metric of one step: numbers and tensors apart."""
 
     number: float = 0.0
@@ -43,7 +43,7 @@ class Metrics:
         """`report(report, sums)` is called once per step, in order, some time after it."""
         self.epoch: Sums = {}
         self._report = report
-        self._now: dict[str, tuple[_Part, _Part]] = {}
+        self._now: dict[str, tuple[_Sum, _Sum]] = {}
         """Name to sum and count."""
         self._pending: deque[tuple[Any, dict[str, Any], HostCopy | list[float]]] = deque()
 
@@ -60,7 +60,7 @@ class Metrics:
                 raise UsageError(
                     f"A metric cannot be named {name!r}.", advice="Use a short string."
                 )
-            entry = self._now[name] = _Part(), _Part()
+            entry = self._now[name] = _Sum(), _Sum()
         for part, each in zip(entry, (value, count), strict=True):
             if not isinstance(each, Tensor):
                 part.number += float(each)

@@ -160,7 +160,7 @@ def _tiles(story: Story) -> Html:
     if story.rate:
         tiles.append(("speed", figure(story.rate.points(1)[0].mean), "samples per second"))
     if loss := story.metrics.get("loss"):
-        first, *_, last = [point.mean for point in loss.points(20)] * 2
+        first, *_, last = [point.mean for point in loss.points()] * 2
         tiles.append(("loss", figure(last), f"began at {figure(first)}"))
     if best := words.best_accuracy(story):
         tiles.append(("best accuracy", percent(best[1]), best[0].strip() or "on training data"))

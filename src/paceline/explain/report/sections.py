@@ -35,7 +35,6 @@ from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.units import SHARES
 
-POINTS_LIMIT = 400
 ROWS_LIMIT = 60
 """The most epochs and checkpoints of a table."""
 COLUMNS_LIMIT = 8
@@ -55,7 +54,7 @@ def learning(story: Story) -> Html | None:
     names = sorted(story.metrics, key=lambda name: (order.get(name, 2), name))
     charts = [_metric_chart(story, name) for name in names if story.metrics[name]]
     if story.rate:
-        speed = [curve("samples per second", "look-rate", story.rate.points(POINTS_LIMIT))]
+        speed = [curve("samples per second", "look-rate", story.rate.points())]
         summary = f"{figure(story.rate.points(1)[0].mean)} on average, all workers together."
         charts.append(line_chart("Samples per second", speed, summary=summary, zero=True))
     curves = html('<div class="charts">{}</div>', charts) if charts else None
@@ -72,7 +71,7 @@ def _say_of(story: Story, name: str) -> Callable[[float | None], str]:
 
 def _metric_chart(story: Story, name: str) -> Html:
     column, say = story.metrics[name], _say_of(story, name)
-    points = column.points(POINTS_LIMIT)
+    points = column.points()
     curves = [curve("training", "look-train", points)]
     held_out = [
         Point(event["step"], value, value, value)

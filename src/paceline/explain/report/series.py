@@ -22,6 +22,8 @@ from paceline.observe.spans import LANE_BY_NAME
 from paceline.observe.timeline import Clock, find_recordings, read_events, survey
 
 CELLS = 2**13
+POINTS_LIMIT = 400
+"""The most points of a curve."""
 LARGEST = 1e300
 """Beyond this, sums and ranges of numbers are infinite."""
 
@@ -85,7 +87,7 @@ class Column:
         for cell, (total, weight) in sorted(self._cells.items()):
             yield cell * self._stride + middle, total, weight
 
-    def points(self, limit: int) -> list[Point]:
+    def points(self, limit: int = POINTS_LIMIT) -> list[Point]:
         """The curve as at most `limit` points; no low or high is lost on the way."""
         found = list(self.values())
         per_point = max(1, math.ceil(len(found) / limit))

@@ -97,7 +97,7 @@ def how_it_learned(story: Story) -> list[str]:
                 f"are not numbers{diverged}."
             )
     loss = story.metrics.get("loss")
-    points = loss.points(20) if loss else []
+    points = loss.points() if loss else []
     if len(points) > 1:
         first, last = points[0].mean, points[-1].mean
         if abs(last - first) <= 0.01 * abs(first):
