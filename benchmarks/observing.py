@@ -1,6 +1,6 @@
 """What being observed costs: nobody, blame, and a timeline, taking turns step by step.
 
-    python -m benchmarks.observing
+    python -m benchmarks observing
 
 The cost is some ten microseconds in steps of milliseconds, and neighbouring steps differ by more
 than that. So every round takes one step of each kind within moments, the differences are taken
