@@ -358,6 +358,13 @@ def test_a_process_outside_the_group_is_told_so() -> None:
         DistributedDataParallel(small(), process_group=-100)
 
 
+def test_options_and_groups_of_the_wrong_kind_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="process_group is 'world'"):
+        DistributedDataParallel(small(), process_group="world")
+    with pytest.raises(UsageError, match=r"options is \{\}"):
+        DistributedDataParallel(small(), options={})  # type: ignore[arg-type]
+
+
 def test_one_of_two_arguments_that_belong_together_is_refused() -> None:
     def body(world: World) -> None:
         wrap(small(), world, delay_all_reduce_named_params=[])

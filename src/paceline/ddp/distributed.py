@@ -469,6 +469,11 @@ def _pick_membership(process_group: Any, device_mesh: Any) -> Membership:
         return Membership.of(device_mesh.get_group(mesh_dim=0))
     membership = Membership.of(default_group() if process_group is None else process_group)
     if not hasattr(membership.group, "allreduce"):
+        if not isinstance(process_group, int):  # what torch gives to ranks outside a new group
+            raise UsageError(
+                f"process_group is {process_group!r:.80}.",
+                advice="Pass what torch.distributed.new_group() returned, or leave it out.",
+            )
         raise UsageError(
             "This process is not a member of the process group that was passed.",
             advice="Wrap the model only on the ranks that belong to the group.",
