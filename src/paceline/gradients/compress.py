@@ -59,7 +59,7 @@ def parse(spec: str | PowerSGD) -> str | PowerSGD:
     meant = f" Did you mean {close[0]!r}?" if close else ""
     raise UsageError(
         f"compression is {spec!r}.{meant}",
-        advice=f"Pass one of {', '.join(map(repr, _NAMES))}, or a PowerSGD(...) of this module.",
+        advice=f"Pass one of {', '.join(map(repr, _NAMES))}, or compress.PowerSGD(...).",
     )
 
 
