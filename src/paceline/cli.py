@@ -118,6 +118,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
+        message = message.removesuffix(", ...")  # how argparse calls a script's own arguments
         text = message[:1].upper() + message[1:]
         raise UsageError(
             text if text.endswith("?") else f"{text}.", advice=f"See `{self.prog} --help`."

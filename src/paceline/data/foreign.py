@@ -35,7 +35,7 @@ def check(sampler: Any) -> None:
     """Refuse what cannot be dealt: something not iterable, or already dealt to the ranks."""
     if not isinstance(sampler, Iterable) and not hasattr(sampler, "__getitem__"):
         raise UsageError(
-            f"The sampler is a {type(sampler).__name__}, which cannot be iterated over.",
+            f"The sampler has the type {type(sampler).__name__}, which cannot be iterated over.",
             advice="Give a sampler, a batch sampler, or a sequence of indices.",
         )
     if isinstance(sampler, Iterator):

@@ -78,7 +78,7 @@ def record_step(
     """
     if not isinstance(model, (DataParallel, DistributedDataParallel)):
         raise UsageError(
-            f"record_step got a {type(model).__name__}.",
+            f"record_step() got a model of the type {type(model).__name__}.",
             advice="Wrap the model in paceline.DataParallel or DistributedDataParallel first.",
         )
     check_whole("step", step)
