@@ -276,8 +276,8 @@ class TestBadInput:
         with pytest.raises(UsageError, match="There is a DistributedSampler in this BatchSampler"):
             DistributedBatchSampler(BatchSampler(dealt, 4, False), 2, 0)
 
-    def test_something_that_is_no_sampler(self) -> None:
-        with pytest.raises(UsageError, match="a int, which cannot be iterated over"):
+    def test_something_that_is_not_a_sampler(self) -> None:
+        with pytest.raises(UsageError, match="type int, which cannot be iterated over"):
             DistributedSampler.of(5, 2, 0)  # type: ignore[arg-type]
 
     def test_something_that_can_be_read_only_once(self) -> None:
