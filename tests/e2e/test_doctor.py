@@ -54,7 +54,7 @@ def test_json_without_the_check(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_check_that_fails_says_why() -> None:
     found = check(workers=0)
     assert not found["passed"]
-    assert "workers=0" in found["detail"]
+    assert "workers is 0" in found["detail"]
 
 
 def test_only_listed_variables_are_shown() -> None:
