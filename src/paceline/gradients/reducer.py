@@ -408,8 +408,10 @@ class Reducer(BackwardFollower):
         order = self._layout.learn(ready)
         if self.size > 1 and len(self._layout.buckets) > 1 and not self._order_is_agreed:
             agreed = torch.tensor(order, device=self._layout.buckets[-1].plan.device)
-            group, transport = self.membership.group, self._transport.get()
-            comm.broadcast(group, agreed, 0, "Agreeing on the order of the buckets")
+            transport, what = self._transport.get(), f"Step {self.steps}: ordering the buckets"
+            if (meet := getattr(transport, "meet", None)) is not None:
+                meet(what)
+            comm.broadcast(self.membership.group, agreed, 0, what)
             self._layout.messages_are_cheap = getattr(transport, "has_cheap_messages", False)
             if self._layout.lay_out(agreed.tolist()):
                 self._places = None

@@ -64,8 +64,12 @@ class SharedMemory:
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
         return SharedBuckets(segment, flats, self.hosts.neighbours, self.group, self.peers)
 
-    def _share(self, flats: Sequence[Flat], what: str) -> SharedBuckets | C10d:
+    def meet(self, what: str) -> None:
+        """To be called before waiting in the process group, which notices no stopped rank."""
         self.channel.meet(what)
+
+    def _share(self, flats: Sequence[Flat], what: str) -> SharedBuckets | C10d:
+        self.meet(what)
         sizes = [flat.nbytes for flat in flats]
         segment, problem = share_segment(self.group, self.hosts, sizes, what)
         if segment is not None:
