@@ -91,8 +91,8 @@ def _overlaps(events: list[dict[str, Any]], to_ns: Any) -> list[str]:
     by_thread = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            begin = to_ns(round(event["ts"] * 1000, 2))
-            span = (begin, -to_ns(round(event["dur"] * 1000, 2)), event["name"])
+            begin = to_ns(event["ts"] * 1000)
+            span = (begin, -to_ns(event["dur"] * 1000), event["name"])
             by_thread[event["pid"], event["tid"]].append(span)
     found = []
     for thread, spans in by_thread.items():
