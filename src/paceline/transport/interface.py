@@ -1,7 +1,8 @@
 """What a transport is: four ways to move flat buffers between ranks, and where buckets live.
 
 Pass any object with the four methods of `Transport` as `DDPOptions(transport=...)`. One that has
-memory of its own to offer, as shared memory does, also has `place`.
+memory of its own to offer, as shared memory does, also has `place`, and `meet`: called before ranks
+wait in the process group, which notices no stopped rank.
 """
 
 from __future__ import annotations
