@@ -28,7 +28,7 @@ MS = 1_000_000
 
 def record(folder: Path, rank: int, steps: list[dict[str, int]], **facts: Any) -> None:
     """Write a recording with these phases, in milliseconds, for each step."""
-    recorder = SpanRecorder(folder, rank)
+    recorder = SpanRecorder(folder, rank, zero_ns=0)
     recorder.tell({"size": 2, "device": "cpu", "threads": 1, **facts})
     now = 10 * MS
     for number, phases in enumerate(steps):
@@ -156,7 +156,7 @@ def test_a_run_is_paceline_run_with_a_timeline_and_arguments_filled_in(tmp_path:
 def test_steps_are_counted_where_the_slowest_rank_is(tmp_path: Path) -> None:
     assert steps_made(tmp_path, 2) == 0
     for rank, steps in enumerate((7, 5)):
-        recorder = SpanRecorder(tmp_path, rank)
+        recorder = SpanRecorder(tmp_path, rank, zero_ns=0)
         for step in range(steps + 1):
             recorder.add("wait", 0, 1, {"step": step, "last": True})
         recorder.close()

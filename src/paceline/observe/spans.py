@@ -2,9 +2,10 @@
 
 The file is a Chrome trace (JSON array format), so it opens in Perfetto as it is, also while it
 grows and after a crash: the format lets the closing bracket be missing. One event is one line.
-Times are microseconds of this machine's monotonic clock; `clock` events say how far rank 0's is.
 
     training thread: add() --> bounded queue --> writer thread: text --> file
+
+Times are counted from the file's first recording, see Note [Nanoseconds as microseconds].
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ SCHEMA = 1
 FILE_NAME = "rank{rank}.trace.json"
 
 COMPUTE, COMMUNICATION, OTHER = 1, 2, 3
-LANES = {COMPUTE: "compute", COMMUNICATION: "communication"}
 LANE_BY_NAME: dict[str, int] = {
     **dict.fromkeys((*Phase, "batch", "blame"), COMPUTE),
     **dict.fromkeys((Phase.TRANSFER, "ready"), COMMUNICATION),
 }
 """What the engine records. Spans of one lane must nest, or Perfetto leaves them out, so what
 overlaps computing has a lane of its own; and so have the caller's spans, whatever their names."""
-OWN_SPANS = "own spans"
+
+ROUNDING_GUARD_US = 0.00025
+"""Added to every time that is written; see Note [Nanoseconds as microseconds]."""
 
 Facts = dict[str, Any]
 
 _QUEUE_LIMIT = 100_000
 _FILE_LIMIT_BYTES = 512 * 2**20
 _PERIOD_S = 0.25
+_HEAD_BYTES = 2**12
 _TAIL_BYTES = 2**20
 _CALIBRATION_CALLS = 500
 
@@ -128,7 +131,14 @@ class SpanRecorder:
     says how many spans it lacks.
     """
 
-    def __init__(self, path: Path, rank: int, *, queue_limit: int = _QUEUE_LIMIT) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        *,
+        queue_limit: int = _QUEUE_LIMIT,
+        zero_ns: int | None = None,
+    ) -> None:
         self.path = path if path.suffix == ".json" else path / FILE_NAME.format(rank=rank)
         self.rank = rank
         self._dropped = 0
@@ -143,7 +153,7 @@ class SpanRecorder:
         self._writer_ns = 0
         self._bytes = 0
         self._file: int | None = open_for_appending(self.path)
-        self._introduce()
+        self._introduce(self._file, zero_ns)
         self._done = threading.Event()
         self._writer = threading.Thread(target=self._run, name="paceline spans", daemon=True)
         self._writer.start()
@@ -161,7 +171,7 @@ class SpanRecorder:
         if lane is None:
             lane = self._lanes[thread] = OTHER + len(self._lanes)
             trains = thread == self._thread_id
-            label = OWN_SPANS if trains else threading.current_thread().name
+            label = "own spans" if trains else threading.current_thread().name
             self._note("thread_name", {"name": label}, lane)
         self._put((name, begin_ns, end_ns, lane, facts))
 
@@ -179,11 +189,6 @@ class SpanRecorder:
         self._queue.clear()
         self._dropped = 0
         return (now_ns() - before) // _CALIBRATION_CALLS
-
-    def set_clock(self, offset_ns: int, error_ns: int) -> None:
-        """Say that rank 0's clock shows this much more, give or take `error_ns`."""
-        facts = {"offset_ns": offset_ns, "error_ns": error_ns, "at_ns": now_ns()}
-        self._note("paceline_clock", facts)
 
     def tell(self, facts: Facts) -> None:
         """Say something about this rank that holds for the whole recording."""
@@ -214,19 +219,24 @@ class SpanRecorder:
         event = {"name": name, "ph": "M", "ts": 0, "pid": self.rank, "tid": lane, "args": args}
         self._metadata.append(json.dumps(event) + ",\n")
 
-    def _introduce(self) -> None:
+    def _introduce(self, file: int, zero_ns: int | None) -> None:
+        unix_minus_monotonic_ns = time.time_ns() - now_ns()
+        if zero_ns is None:  # a restarted rank counts on from where the file begins
+            begun = re.search(rb'"zero_unix_ns": (\d{1,19})', os.pread(file, _HEAD_BYTES, 0))
+            zero_ns = int(begun[1]) - unix_minus_monotonic_ns if begun else self._begun_ns
+        self._zero_ns = min(zero_ns, self._begun_ns)
         self._note("process_name", {"name": f"rank {self.rank}"})
         self._note("process_sort_index", {"sort_index": self.rank})
-        for lane, name in LANES.items():
-            self._note("thread_name", {"name": name}, lane)
-            self._note("thread_sort_index", {"sort_index": lane}, lane)
+        self._note("thread_name", {"name": "compute"}, COMPUTE)
+        self._note("thread_name", {"name": "communication"}, COMMUNICATION)
         facts = {
             "schema": SCHEMA,
             "rank": self.rank,
             "process": os.getpid(),
             "host": socket.gethostname(),
             "machine": machine_id(),
-            "unix_minus_monotonic_ns": time.time_ns() - now_ns(),
+            "unix_minus_monotonic_ns": unix_minus_monotonic_ns,
+            "zero_unix_ns": self._zero_ns + unix_minus_monotonic_ns,
         }
         self._note("paceline", facts)
         self._drain()
@@ -239,13 +249,28 @@ class SpanRecorder:
         before = time.thread_time_ns()
         lines: list[str] = []
         while self._queue:
-            lines.append(_text(self._queue.popleft(), self.rank))
+            lines.append(self._text(self._queue.popleft()))
         self._count += len(lines)
         while self._metadata:
             lines.append(self._metadata.popleft())
         if lines:
             self._write("".join(lines))
         self._writer_ns += time.thread_time_ns() - before
+
+    def _text(self, span: _Span) -> str:
+        """One event as a line. Written by hand where it is simple, because there are many."""
+        name, begin_ns, end_ns, lane, facts = span
+        begin_ns = max(begin_ns, self._zero_ns)
+        if end_ns is None:
+            kind = '"ph":"i","s":"t"'
+        else:
+            kind = f'"ph":"X","dur":{_microseconds(end_ns - begin_ns)}'
+        args = "" if facts is None else f',"args":{_json(facts)}'
+        return (
+            f'{{"name":{json.dumps(name)},"cat":"paceline",{kind},'
+            f'"ts":{_microseconds(begin_ns - self._zero_ns)},'
+            f'"pid":{self.rank},"tid":{lane}{args}}},\n'
+        )
 
     def _write(self, text: str) -> None:
         """Append whole lines; the first failure ends the recording, never the training."""
@@ -301,22 +326,9 @@ def open_for_appending(path: Path) -> int:
     return fd
 
 
-def _text(span: _Span, rank: int) -> str:
-    """One event as a line. Written by hand where it is simple, because there are many."""
-    name, begin_ns, end_ns, lane, facts = span
-    if end_ns is None:
-        kind = '"ph":"i","s":"t"'
-    else:
-        kind = f'"ph":"X","dur":{_microseconds(end_ns - begin_ns)}'
-    args = "" if facts is None else f',"args":{_json(facts)}'
-    return (
-        f'{{"name":{json.dumps(name)},"cat":"paceline",{kind},"ts":{_microseconds(begin_ns)},'
-        f'"pid":{rank},"tid":{lane}{args}}},\n'
-    )
-
-
 def _microseconds(ns: int) -> str:
-    return f"{ns // 1000}.{ns % 1000:03d}" if ns >= 0 else "0"
+    ns = max(0, ns)
+    return f"{ns // 1000}.{ns % 1000:03d}25"
 
 
 def _json(facts: Facts) -> str:
@@ -324,3 +336,11 @@ def _json(facts: Facts) -> str:
         return json.dumps(facts, default=str, allow_nan=False)
     except ValueError:  # JSON has no infinities, and a trace must stay readable
         return json.dumps({key: str(value) for key, value in facts.items()})
+
+
+# Note [Nanoseconds as microseconds]
+# The format wants microseconds, which importers read as floats, multiply by 1000, and round or cut
+# off to whole nanoseconds. Cut off, 0.317 may become 316 ns, and spans that touch would overlap.
+# So a quarter of a nanosecond is added to every time: whether rounded or cut off, what comes out is
+# the nanosecond that was measured. That holds for three weeks; uptimes are longer, and so times are
+# counted from the beginning of the file.

@@ -10,7 +10,6 @@ takes about a thousandth of the time. A rank is slow against the median of the o
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import weakref
@@ -18,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple, cast
 
@@ -46,7 +44,6 @@ WARM_UP_STEPS = 2
 LEAST_PERIOD, MOST_PERIOD = 5, 500
 COST_SHARE = 0.001
 """Of the training time, at most this much is spent on comparing."""
-_CLOCK_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +175,8 @@ class RankNumbers(NamedTuple):
     """What one rank tells the others; as a row of floats it fits a tensor."""
 
     work: OwnWork
-    machine: float
-    """The same number on ranks that read the same clock."""
-    begun_ns: float
-    """When this rank began this exchange, on its own clock, and when it ended the one before."""
-    ended_ns: float
     took_s: float
-    """How long that one took; the rank that came last did not wait in it."""
+    """How long the exchange before took; the rank that came last did not wait in it."""
     step_s: float
 
     def row(self) -> list[float]:
@@ -198,17 +190,6 @@ class RankNumbers(NamedTuple):
         seconds = dict(zip(OWN, rest, strict=False))
         work = OwnWork(steps=int(steps), seconds_by_phase=seconds, variance=variance)
         return cls(work, *rest[len(OWN) :])
-
-
-def clock_offset(bounds: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """How much more rank 0's clock shows than mine, and how far that may be off.
-
-    Nobody can leave an exchange before everybody has entered it. So each exchange bounds the
-    offset from both sides, and the tightest bounds of several count.
-    """
-    lower = max(low for low, _ in bounds)
-    upper = min(high for _, high in bounds)
-    return round((lower + upper) / 2), round(abs(upper - lower) / 2)
 
 
 def next_period(numbers: Sequence[RankNumbers]) -> int:
@@ -247,11 +228,7 @@ class StragglerDetector:
         self._first_step = self._watch.step + WARM_UP_STEPS
         self._under_way: tuple[Any, Any] | None = None
         """On a GPU, numbers on their way to the host and the event of their arrival."""
-        self._before: list[RankNumbers] = []
-        self._ended_ns = 0
         self._took_s = 0.0
-        self._clock_bounds: deque[tuple[float, float]] = deque(maxlen=_CLOCK_ROUNDS)
-        self._knows_clock = False
 
     def on_step(self, membership: Membership, device: torch.device) -> None:
         """The sums of a step have arrived; every rank calls this at the same point."""
@@ -273,53 +250,33 @@ class StragglerDetector:
             self._read(rank, gathered)
         begun = spans.now_ns()
         where = _exchange_device(membership.group, device)
-        mine = torch.tensor(self._numbers(begun).row(), dtype=torch.float64).to(where)
+        mine = torch.tensor(self._numbers().row(), dtype=torch.float64).to(where)
         by_rank = comm.all_gather(membership.group, mine, "Comparing the pace of the ranks")
         gathered = torch.stack(by_rank).to("cpu", non_blocking=True)
-        ended = spans.now_ns()
-        self._took_s = (ended - begun) / 1e9
+        self._took_s = (spans.now_ns() - begun) / 1e9
         if where.type == "cpu":
-            self._ended_ns = ended
             self._read(rank, gathered)
         else:  # the host does not wait for the device
             arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()
             self._under_way = gathered, arrival
 
-    def _numbers(self, begun_ns: int) -> RankNumbers:
+    def _numbers(self) -> RankNumbers:
         steps = [step for step in self._watch.finished if step.step >= self._first_step]
         self._first_step = max((step.step + 1 for step in steps), default=self._first_step)
         work = summarise(steps)
         total_ns = sum(sum(step.ns_by_phase.values()) for step in steps)
         step_s = total_ns / 1e9 / max(1, len(steps))
-        return RankNumbers(work, _machine_number(), begun_ns, self._ended_ns, self._took_s, step_s)
+        return RankNumbers(work, self._took_s, step_s)
 
     def _read(self, rank: int, gathered: torch.Tensor) -> None:
         numbers = [RankNumbers.from_row(row) for row in gathered.tolist()]
         self.windows.append([each.work for each in numbers])
         if len(self.windows) == WINDOWS:  # until then often, whatever it costs
             self._next = self._steps + next_period(numbers)
-        self._set_clock(rank, numbers)
         known, self.blame = self.blame, find_slow(list(self.windows))
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
             self._say(self.blame)
-
-    def _set_clock(self, rank: int, numbers: list[RankNumbers]) -> None:
-        """Write into the recording how far rank 0's clock is, whenever that is known better."""
-        before, self._before = self._before, numbers
-        recorder = spans.current
-        if recorder is None or not before:
-            return
-        mine, zero = numbers[rank], numbers[0]
-        if mine.machine == zero.machine:
-            if not self._knows_clock:
-                recorder.set_clock(0, 0)
-        elif mine.ended_ns:  # else read late, as on a GPU: the times say nothing
-            low = before[0].begun_ns - mine.ended_ns
-            high = zero.ended_ns - before[rank].begun_ns
-            self._clock_bounds.append((low, high))
-            recorder.set_clock(*clock_offset(self._clock_bounds))
-        self._knows_clock = True
 
     def _say(self, blame: Blame) -> None:
         step, recorder = self._watch.step, spans.current
@@ -355,10 +312,3 @@ def _exchange_device(group: Any, device: torch.device) -> torch.device:
     except RuntimeError:
         return device
     return cpu
-
-
-@cache
-def _machine_number() -> float:
-    """`machine_id` as a number that a float holds exactly."""
-    digest = hashlib.sha256(spans.machine_id().encode()).digest()
-    return float(int.from_bytes(digest[:6], "big"))

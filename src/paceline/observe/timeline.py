@@ -21,7 +21,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.observe.phases import MEASURED, Phase, transfer_of
 from paceline.observe.run_folder import numbered_files, replace_file
-from paceline.observe.spans import COMMUNICATION, COMPUTE, SCHEMA
+from paceline.observe.spans import COMMUNICATION, COMPUTE, ROUNDING_GUARD_US, SCHEMA
 from paceline.observe.units import share_text, table_lines
 
 WARM_UP_STEPS = 5
@@ -37,18 +37,16 @@ class Clock:
     """What one recording says about its clock; events before the next one are on it."""
 
     machine: str = ""
-    unix_ns: int = 0
-    """What the clock of the day showed when the monotonic one showed nothing."""
-    offset_ns: int | None = None
-    """How much more rank 0's clock shows, where the ranks compared their clocks."""
+    zero_ns: int = 0
+    """What the machine's monotonic clock showed when times began to be counted, ..."""
+    zero_unix_ns: int = 0
+    """... and its clock of the day."""
 
     def us_behind(self, first: Clock) -> float:
         """What to add to a time to have it on the first rank's clock."""
         if self.machine == first.machine:
-            return 0.0
-        if self.offset_ns is not None:
-            return (self.offset_ns - (first.offset_ns or 0)) / 1000
-        return (self.unix_ns - first.unix_ns) / 1000
+            return (self.zero_ns - first.zero_ns) / 1000
+        return (self.zero_unix_ns - first.zero_unix_ns) / 1000
 
 
 @dataclass(slots=True)
@@ -112,15 +110,14 @@ def read_events(path: Path) -> Iterator[TraceEvent]:
                 event = json.loads(text) if text.startswith("{") else None
             except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict) and _is_event(event):
+            if not isinstance(event, dict) or not isinstance(event.get("name"), str):
+                continue
+            times = {"X": ("ts", "dur"), "M": ()}.get(str(event.get("ph")), ("ts",))
+            if all(_is_number(event.get(key)) for key in times):
+                event.update({key: round(event[key], 3) for key in times})  # whole nanoseconds
                 if not isinstance(event.get("args"), dict):
                     event["args"] = {}
                 yield event
-
-
-def _is_event(event: TraceEvent) -> bool:
-    numbers = {"X": ("ts", "dur"), "M": ()}.get(str(event.get("ph")), ("ts",))
-    return isinstance(event.get("name"), str) and all(_is_number(event.get(n)) for n in numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -163,10 +160,11 @@ def _survey_metadata(found: RankRecording, name: str, args: Mapping[str, Any]) -
                 f"{found.path} has schema {args.get('schema')!r}; this paceline reads {SCHEMA}.",
                 advice="Read it with the version that wrote it.",
             )
-        unix = args.get("unix_minus_monotonic_ns")
-        found.clocks.append(Clock(str(args.get("machine", "")), unix if type(unix) is int else 0))
-    elif name == "paceline_clock" and found.clocks and type(args.get("offset_ns")) is int:
-        found.clocks[-1].offset_ns = args["offset_ns"]
+        unix, zero_unix = args.get("unix_minus_monotonic_ns"), args.get("zero_unix_ns")
+        if type(unix) is int and type(zero_unix) is int:
+            found.clocks.append(Clock(str(args.get("machine")), zero_unix - unix, zero_unix))
+        else:
+            found.clocks.append(Clock(str(args.get("machine"))))
     elif name == "paceline_rank":
         kinds = {"size": int, "threads": int, "device": str}
         found.facts = {key: args[key] for key, kind in kinds.items() if type(args.get(key)) is kind}
@@ -304,9 +302,10 @@ def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
     """A Chrome trace in its object form, an event a line."""
     before = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for event in events:
-        if event.get("dur"):
-            # Readers that cut times off at whole nanoseconds would see neighbours overlap by one.
-            event = {**event, "dur": round(max(0.0, event["dur"] - 0.001), 3)}
+        # See Note [Nanoseconds as microseconds] in spans.
+        if event["ph"] != "M":
+            for key in event.keys() & {"ts", "dur"}:
+                event[key] = round(event[key] + ROUNDING_GUARD_US, 5)
         yield before + json.dumps(event, separators=(",", ":"))
         before = ",\n"
     yield "\n]}\n"

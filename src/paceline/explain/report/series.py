@@ -142,7 +142,7 @@ def read_window(folder: RunFolder) -> Window | None:
         is_aligned = True
         for path in paths[:RANKS_LIMIT]:
             own = _read_clock(path)
-            is_aligned &= own.machine == clock.machine or own.offset_ns is not None
+            is_aligned &= own.machine == clock.machine
             inside = (
                 span
                 for span in _spans(path, own.us_behind(clock))
