@@ -102,11 +102,11 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def check_whole(name: str, value: object, least: int = 1, or_none: bool = False) -> None:
-    """Refuse an argument that is not a whole number from `least` up."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Refuse an argument that is not a whole number of 64 bits from `least` up."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
     if not is_whole and not (or_none and value is None):
         advice = f"Pass a whole number from {least} up{', or None' if or_none else ''}."
-        raise UsageError(f"{name} is {value!r}.", advice=advice)
+        raise UsageError(f"{name} is {value!r:.100}.", advice=advice)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

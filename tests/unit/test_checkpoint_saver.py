@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,3 +269,27 @@ def test_loading_beside_a_saver_that_removes_old_ones_never_fails(tmp_path: Path
                 found = load(reader)
                 assert found.step >= newest
                 newest = found.step
+
+
+@pytest.mark.parametrize("key", ["step", "created", "metric", "facts"])
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 5000, "1e400", "[" * 99 + "]" * 99])
+def test_a_manifest_with_an_absurd_value_falls_back_to_the_one_before(
+    key: str, value: str, checkpoints: Checkpoints
+) -> None:
+    fill(checkpoints, 1, 2)
+    path = list_entries(checkpoints.folder)[0].path / "manifest.json"
+    said = json.loads(path.read_text())["manifest"]
+    said[key] = {"x": 7777} if key == "facts" else 7777
+    text = json.dumps(said, sort_keys=True, separators=(",", ":")).replace("7777", value)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(f'{{"manifest": {text}, "sha256": "{digest}"}}')
+    with pytest.warns(CheckpointWarning, match="one before it"):
+        assert load(checkpoints).step == 1
+
+
+@pytest.mark.parametrize("fact", [10**400, "x" * 2**21, {"n" * 2000: 1}])
+def test_a_fact_that_could_not_be_read_again_is_refused(
+    fact: Any, checkpoints: Checkpoints
+) -> None:
+    with pytest.raises(UsageError, match="fact"):
+        checkpoints.save(1, state_of(1), facts={"fact": fact})

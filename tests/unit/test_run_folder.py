@@ -159,3 +159,19 @@ def test_events_have_a_time_that_clocks_agree_on(folder: RunFolder) -> None:
 def test_it_is_read_without_torch() -> None:
     code = "import sys, paceline.observe.run_folder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("steps", ["9" * 400, '"many"', "1e400", "true", "[]"])
+def test_a_number_that_is_none_makes_run_json_a_typed_error(folder: RunFolder, steps: str) -> None:
+    folder.info.write_text(
+        f'{{"schema": 1, "name": "x", "created": 0, "updated": 0, "steps": {steps}}}'
+    )
+    with pytest.raises(WireError):
+        read_info(folder)
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 400, "9" * 5000, "1e999", '"\\ud800"', "[" * 99 + "]" * 99]
+)
+def test_an_event_with_an_absurd_value_is_left_out(value: str) -> None:
+    assert parse_event(f'{{"kind": "step", "rank": 0, "t": 0, "x": {value}}}'.encode()) is None

@@ -21,7 +21,8 @@ from paceline.checkpoint import directory
 from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
-from paceline.comm.codec import plain_json, put_together
+from paceline.comm.codec import put_together
+from paceline.comm.documents import plain_json
 from paceline.comm.safetensors import Header, Place, read_header
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.units import bytes_text, count_text, printable, table_lines

@@ -31,7 +31,8 @@ from typing import Any, Literal
 
 from paceline.checkpoint import files
 from paceline.checkpoint.files import open_file, open_folder, read_bounded, size_of
-from paceline.comm.codec import MAX_SKELETON_BYTES, plain_json
+from paceline.comm.codec import MAX_SKELETON_BYTES
+from paceline.comm.documents import parse_json, plain_json, read_json
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import sync_folder
 
@@ -346,7 +347,8 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             f"The facts of a checkpoint take more than {MAX_MANIFEST_BYTES // 2:,} bytes.",
             advice="Put long values into the state.",
         )
-    return json.loads(text)  # type: ignore[no-any-return]
+    said: dict[str, Any] = parse_json(text.encode(), "A fact of a checkpoint", UsageError)
+    return said
 
 
 def _write_manifest(manifest: Manifest) -> bytes:
@@ -359,12 +361,11 @@ def _write_manifest(manifest: Manifest) -> bytes:
 def _read_manifest(folder: int, path: Path) -> Manifest:
     """A checked manifest; it cannot name any file but the two that there are."""
     with open_file(path, folder) as file:
-        data = read_bounded(file, MAX_MANIFEST_BYTES, path)
+        whole = read_json(file, MAX_MANIFEST_BYTES, path, CheckpointError)
     try:
-        whole = json.loads(data)
         said = whole["manifest"]
         has_changed = whole["sha256"] != _hash(said)
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not a manifest we write, or it is damaged.") from None
     if has_changed:
         raise CheckpointError(f"{path} is damaged: it does not have the hash it states.")
@@ -384,9 +385,8 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
             "facts": dict(facts),
             "files": dict(listed),
         } if not isinstance(metric, bool):
-            with suppress(OverflowError):  # an integer of a thousand digits
-                metric = None if metric is None else float(metric)
-                return Manifest(step, float(created), metric, facts, _read_files(listed, path))
+            metric = None if metric is None else float(metric)
+            return Manifest(step, float(created), metric, facts, _read_files(listed, path))
     raise CheckpointError(f"{path} lacks a part that every manifest has.")
 
 

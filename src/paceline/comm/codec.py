@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.documents import FLOAT_BY_NAME, JsonLimits, parse_json
 from paceline.comm.safetensors import as_plain, is_storable, memory_of, plan_file, read_tensors
 from paceline.errors import PacelineError, WireError
 
@@ -29,8 +30,9 @@ MAX_SKELETON_BYTES = 64 * 2**20
 MAX_DEPTH = 64
 _SKELETON = "__skeleton__"
 _MAX_NAME_LENGTH = 200
-FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""Floats that JSON has no word for, as `str` says them."""
+_SKELETON_LIMITS = JsonLimits(
+    values=2**23, depth=3 * MAX_DEPTH, text=MAX_SKELETON_BYTES, digits=4300, surrogates=True
+)
 _DICT_BY_KIND: dict[str, type[dict[Any, Any]]] = {
     "dict": dict,
     "ordered": OrderedDict,
@@ -114,21 +116,10 @@ def put_together(
     Anything may stand for the tensors. With another `revive` this works without torch.
     """
     putter = _Putter(tensors, origin, error, revive)
-    value = putter.value(parse_json(skeleton, origin, error), 0)
+    value = putter.value(parse_json(skeleton, origin, error, _SKELETON_LIMITS), 0)
     unused = tensors.keys() - putter.used
     if unused:
         raise error(f"{origin} has no place for the tensor {min(unused)!r:.100}.")
-    return value
-
-
-def plain_json(value: Any) -> Any:
-    """The same with words in place of nan and inf, which strict JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(each) for each in value]
     return value
 
 
@@ -322,20 +313,3 @@ class _Putter:
 
     def _unknown(self, tree: Any) -> PacelineError:
         return self._error(f"{self._origin} has a part of no kind we write: {str(tree)[:80]}.")
-
-
-def parse_json(text: bytes, origin: object, error: type[PacelineError]) -> Any:
-    """What the text of `origin` says; infinities and NaN are not JSON."""
-    try:
-        return json.loads(
-            text.decode("utf-8", "surrogatepass"), parse_constant=_finite, parse_float=_finite
-        )
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{origin} is not JSON: {str(problem)[:100]}.") from None
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is not a number that JSON has")
-    return number

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.documents import JsonLimits, parse_json
 from paceline.errors import PacelineError, UsageError, WireError
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ METADATA = "__metadata__"
 VIEWS = "paceline.views"
 """The metadata entry that says which tensors are views: JSON, torch's type by tensor name."""
 
-# A tensor's entry has three brackets in fifty bytes or more, and metadata is mostly text. More
-# brackets are not a header but an attempt to make the parser build millions of tiny lists.
-_BYTES_PER_BRACKET = 8
+_HEADER_LIMITS = JsonLimits(values=2**22, depth=3, text=MAX_HEADER_BYTES, name=2**16)
 _CHUNK_BYTES = 4 * 2**20
 
 _TYPES = {
@@ -162,9 +161,9 @@ def read_tensors(
     if digest is not None:
         digest.update(start)
     try:
-        views = dict(json.loads(header.metadata.get(VIEWS, "{}")))
+        views = parse_json(header.metadata.get(VIEWS, "{}").encode(), VIEWS)
         is_ours = all(dtype in _VIEW_BY_DTYPE for dtype in views.values())
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         is_ours = False
     if not is_ours:
         raise error(f"{path} has metadata {VIEWS!r} that we did not write.")
@@ -195,7 +194,7 @@ def read_header(
     text = file.read(length)
     try:
         return _parse(text, size - LENGTH_BYTES - length), prefix + text
-    except (ValueError, RecursionError) as problem:
+    except ValueError as problem:
         raise error(
             f"{path} has an impossible header: {str(problem)[:200]}.",
             advice="The file is damaged or was made to do harm; nothing of it was used.",
@@ -224,9 +223,7 @@ def _write_header(header: Header) -> bytes:
 
 def _parse(text: bytes, data_bytes: int) -> Header:
     """A header whose places, in order, cover every byte of the data once; else a ValueError."""
-    if (text.count(b"{") + text.count(b"[")) * _BYTES_PER_BRACKET > len(text) + 100:
-        raise ValueError("it is made of brackets")
-    entries = json.loads(text, object_pairs_hook=_without_repeats)
+    entries = parse_json(text, "it", WireError, _HEADER_LIMITS)
     if not isinstance(entries, dict):
         raise ValueError("it is not an object")
     metadata = entries.pop(METADATA, {})
@@ -242,13 +239,6 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     if reached != data_bytes:
         raise ValueError(f"its tensors take {reached:,} bytes, and {data_bytes:,} are there")
     return Header(places, metadata)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _place(name: str, entry: Any) -> Place:

@@ -21,11 +21,17 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from paceline.comm.codec import FLOAT_BY_NAME, parse_json, plain_json
+from paceline.comm.documents import (
+    FLOAT_BY_NAME,
+    parse_json,
+    plain_json,
+    read_json,
+    read_value,
+)
 from paceline.errors import UsageError, WireError
 
 SCHEMA = 1
@@ -126,7 +132,7 @@ def read_info(folder: RunFolder) -> RunInfo | None:
     """What `run.json` says, or None where there is none; keys it should not have are ignored."""
     try:
         with open_plain(folder.info) as file:
-            value = parse_json(file.read(INFO_LIMIT_BYTES), folder.info, WireError)
+            value = read_json(file, INFO_LIMIT_BYTES, folder.info)
     except FileNotFoundError:
         return None
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
@@ -135,11 +141,8 @@ def read_info(folder: RunFolder) -> RunInfo | None:
             f"{folder.info} has schema {found!r}; this version of paceline reads {SCHEMA}.",
             advice="Read it with the version that wrote it.",
         )
-    known = {each.name for each in fields(RunInfo)}
-    try:
-        return RunInfo(**{key: each for key, each in value.items() if key in known})
-    except TypeError as error:
-        raise WireError(f"{folder.info} is incomplete: {error}.") from error
+    info: RunInfo = read_value(RunInfo, value, str(folder.info))
+    return info
 
 
 class EventWriter:
@@ -193,12 +196,12 @@ def parse_event(line: bytes) -> Event | None:
     if len(line) > LINE_LIMIT_BYTES:
         return None
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
+        event = parse_json(line, "An event")
+    except WireError:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
         return None
-    if type(event.get("rank")) is not int or not isinstance(event.get("t"), int | float):
+    if type(event.get("rank")) is not int or type(event.get("t")) not in (int, float):
         return None
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 

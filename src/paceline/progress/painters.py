@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from paceline.comm.codec import plain_json
+from paceline.comm.documents import plain_json
 from paceline.observe.units import printable
 from paceline.progress import text
 from paceline.progress.text import ProgressState

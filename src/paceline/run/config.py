@@ -146,8 +146,8 @@ class RunConfig:
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
         check_whole("workers", self.workers, 0)
-        if type(self.seed) is not int:
-            raise UsageError(f"seed is {self.seed!r}.", advice="Pass a whole number.")
+        if type(self.seed) is not int or abs(self.seed) >= 2**63:
+            raise UsageError(f"seed is {self.seed!r:.40}.", advice="Pass a whole number.")
         check_sinks(self.sinks)
 
     @property

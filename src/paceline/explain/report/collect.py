@@ -18,13 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from paceline.comm.documents import read_value
 from paceline.errors import UsageError, WireError
 from paceline.explain.report.markup import as_number, count, text
 from paceline.explain.report.series import Column, Window, read_window
 from paceline.observe.phases import OWN, Phase, transfer_of
 from paceline.observe.run_folder import Event, RunFolder, RunInfo, read_info, stream_events
 from paceline.record.schema import read as read_trace
-from paceline.record.schema import read_document, read_value
+from paceline.record.schema import read_document
 from paceline.record.stages import Trace
 
 METRICS_LIMIT = 12
