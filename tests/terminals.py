@@ -70,6 +70,18 @@ class Glass:
         """The row with the cursor."""
         return self.rows[self.row].rstrip()
 
+    def resize(self, columns: int) -> None:
+        """As most terminals do: break rows that are too long; the cursor stays on its letter."""
+        rows, before = self.rows, self.row
+        self.rows = []
+        for number, row in enumerate(rows):
+            if number == before:
+                self.row = len(self.rows) + self.column // columns
+                self.column %= columns
+            cuts = range(0, max(len(row), 1), columns)
+            self.rows += [row[start : start + columns] for start in cuts]
+        self.columns = columns
+
     def _type(self, letter: str) -> None:
         if letter == "\r":
             self.column = 0
@@ -96,6 +108,8 @@ class Glass:
             row = self.rows[self.row]
             kept = {"2": "", "": row[: self.column], "0": row[: self.column]}
             self.rows[self.row] = kept[numbers]
+        elif command == "J" and numbers in ("", "0"):
+            self.rows = [*self.rows[: self.row], self.rows[self.row][: self.column]]
         elif command == "A":
             self._go_to(self.row - int(numbers or 1))
         elif (command, numbers) in {("h", "?25"), ("l", "?25")}:
@@ -139,7 +153,7 @@ class Session:
     def resize(self, columns: int) -> None:
         size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, size)
-        self.glass.columns = columns
+        self.glass.resize(columns)
 
     def press(self, keys: str) -> None:
         os.write(self.keyboard, keys.encode())

@@ -18,8 +18,6 @@ from paceline.progress import Progress
 
 pytest.importorskip("rich")
 
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
-
 
 class Terminal:
     """A terminal of so many columns."""
@@ -77,24 +75,25 @@ def test_a_terminal_gets_one_line_that_is_redrawn_and_then_the_summary(terminal:
         progress.epoch(0, {"loss": 0.5})
     lines = plain(drawn).split("\r")
     assert "\n" not in drawn.partition("100 steps")[2].lstrip("\r\n")
-    assert 40 <= len(lines) <= 60, "at most ten a second, for five seconds"
-    assert "99%" in lines[-1]
+    assert 40 <= len(lines) <= 60, "at most five a second, each erased and drawn, for five seconds"
+    lines = [line for line in lines if line]
+    assert "97%" in lines[-1]
     assert "loss 0.5000  accuracy 90.0%  160 samples/s" in lines[-1]
     assert re.search(r"\d+ ms left", lines[-1])
     assert "digits finished on 1 worker: 100 steps" in terminal.read()
 
 
-def test_the_cursor_is_never_left_hidden(terminal: Terminal) -> None:
-    progress = terminal.progress()
-    progress.start(steps=3)
-    progress.step(1, epoch=0, samples=1)
-    # Somebody who kills the process now keeps a visible cursor.
-    shown = terminal.read()
-    assert shown.rindex(SHOW) > shown.rindex(HIDE)
-    progress.close()
+def test_the_cursor_is_never_hidden(terminal: Terminal) -> None:
+    with terminal.progress() as progress:
+        progress.start(steps=3)
+        progress.step(1, epoch=0, samples=1)
+    assert "?25" not in terminal.read(), "somebody may kill the process at any time"
 
 
-def test_after_an_exception_the_streams_are_back_and_the_line_is_gone(terminal: Terminal) -> None:
+def test_after_an_exception_the_streams_are_back_and_the_line_is_gone(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
     out, err = sys.stdout, sys.stderr
     progress = terminal.progress()
     progress.start(name="digits", steps=3)
@@ -105,13 +104,16 @@ def test_after_an_exception_the_streams_are_back_and_the_line_is_gone(terminal: 
     assert "digits failed" in terminal.read()
 
 
-def test_a_bar_that_is_dropped_lets_go_of_the_streams(terminal: Terminal) -> None:
+def test_a_bar_that_is_dropped_lets_go_of_the_streams(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
     out = sys.stdout
     progress = terminal.progress()
     progress.start(steps=3)
     del progress
     assert sys.stdout is out
-    assert terminal.read().endswith("\x1b[2K")
+    assert terminal.read().endswith("\x1b[J")
 
 
 def test_a_forked_copy_of_the_process_leaves_the_terminal_alone(terminal: Terminal) -> None:
@@ -126,7 +128,10 @@ def test_a_forked_copy_of_the_process_leaves_the_terminal_alone(terminal: Termin
     progress.close()
 
 
-def test_what_the_program_prints_appears_above_the_bar(terminal: Terminal) -> None:
+def test_what_the_program_prints_appears_above_the_bar(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
     with terminal.progress() as progress:
         progress.start(steps=3)
         terminal.read()
@@ -149,15 +154,18 @@ def test_a_resized_terminal_gets_lines_that_fit(terminal: Terminal) -> None:
             assert len(last) <= columns
 
 
-def test_no_colour_and_no_letters_beyond_ascii_where_they_are_not_wanted() -> None:
+def test_no_colour_and_no_letters_beyond_ascii_where_they_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal(100, "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
     with terminal.progress(NO_COLOR="1") as progress:
         progress.start(name="é", epochs=1, steps=100)
         terminal.now_s += 1.0
         progress.step(50, epoch=0, samples=8, metrics={"loss": 0.5})
         print("user's own ü")
     shown = terminal.read()
-    assert not re.search(r"\x1b\[[0-9;]*m", shown)
+    assert set(re.findall(r"\x1b\[[0-9;]*m", shown)) == {"\x1b[0m"}
     assert "---" in shown
     assert "user's own \\xfc" in shown
     terminal.close()

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import IO, TextIO
+from typing import IO
 
 from paceline.env import read_terminal, screen_environment
 from paceline.launcher.plan import STDERR, STDOUT, Route, WorkerSpec
-from paceline.progress.live import Screen, StatusLine, can_draw, read_record
-from paceline.progress.painters import terminal_of
+from paceline.progress.screen import Screen, Status, has_rich, read_record, terminal_of, write_bytes
 
 MAX_LINE_BYTES = 64 * 2**10
 TERMINAL_PATIENCE_S = 1.0
@@ -125,15 +123,15 @@ class Console:
 def open_console(environ: Mapping[str, str]) -> Console:
     """Python's own streams. In a notebook they are not files, and encode what they are given."""
     streams = {STDOUT: sys.stdout, STDERR: sys.stderr}
-    writes = {number: partial(_write, stream) for number, stream in streams.items()}
+    writes = {number: partial(write_bytes, stream) for number, stream in streams.items()}
     terminals = {n: fd for n, stream in streams.items() if (fd := terminal_of(stream)) >= 0}
     notebook = {n for n, stream in streams.items() if not isinstance(stream, io.TextIOWrapper)}
-    has_colour = read_terminal(environ).has_colour
-    fd = terminals.get(STDOUT, -1)
+    settings = read_terminal(environ)
+    fd, has_colour = terminals.get(STDOUT, -1), settings.has_colour
     screen = None
-    if can_draw(fd, environ):
-        encoding = sys.stdout.encoding if STDOUT not in notebook else "utf-8"
-        screen = Screen(writes[STDOUT], fd=fd, encoding=encoding, has_colour=has_colour)
+    # Whether there shall be a bar is for the run to decide; here it is whether there can be one.
+    if fd >= 0 and has_rich() and not settings.is_dumb:
+        screen = Screen(sys.stdout, has_colour=has_colour)
     return Console(
         writes,
         live=frozenset(terminals) | notebook,
@@ -141,15 +139,6 @@ def open_console(environ: Mapping[str, str]) -> Console:
         screen=screen,
         on_screen=frozenset(n for n, other in terminals.items() if _are_same(other, fd)),
     )
-
-
-def _write(stream: TextIO, data: bytes) -> None:
-    if isinstance(stream, io.TextIOWrapper):
-        stream.flush()  # what the caller has printed comes first
-        stream.buffer.write(data)
-    else:
-        stream.write(data.decode("utf-8", "replace"))
-    stream.flush()
 
 
 def _are_same(fd: int, other: int) -> bool:
@@ -196,9 +185,10 @@ class Source:
 class Records(Source):
     """What rank 0 says about the bottom line of the screen."""
 
-    def __init__(self, fd: int, screen: Screen) -> None:
+    def __init__(self, fd: int, screen: Screen, *, draws: bool) -> None:
+        """`draws` is False where rank 0 has the terminal, and draws itself."""
         super().__init__(fd)
-        self.screen = screen
+        self.screen, self.draws = screen, draws
         self.rest = b""
 
     def take(self, data: bytes, now_s: float) -> None:
@@ -206,9 +196,16 @@ class Records(Source):
         *whole, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
             self.rest = b""
-        for record, following in pairwise([*map(read_record, whole), None]):
-            if not (isinstance(record, StatusLine) and isinstance(following, StatusLine)):
-                self.screen.receive(record)  # of several lines, only the newest is worth drawing
+        records = [record for line in whole if (record := read_record(line)) is not None]
+        if not records:
+            return
+        newest = records[-1]  # only that is worth drawing
+        if not self.draws:
+            self.screen.expect_foreign_line(isinstance(newest, Status))
+        elif isinstance(newest, Status):
+            self.screen.show(newest)
+        else:
+            self.screen.clear()
 
     def tick(self, now_s: float) -> None:
         self.screen.refresh()
@@ -299,7 +296,7 @@ class Pipes:
             for number, mark in marks.items():
                 self.streams[number] = self._open(spec, number, console, mark)
         if spec.speaks_for_all:
-            self._offer_screen(console, console.mark if spec.marks_lines else "")
+            self._offer_screen(spec, console, console.mark if spec.marks_lines else "")
 
     def _open(self, spec: WorkerSpec, number: int, console: Console, mark: str) -> int:
         """The worker's end of one stream."""
@@ -314,13 +311,13 @@ class Pipes:
         self.theirs.append(writer)
         return writer
 
-    def _offer_screen(self, console: Console, mark: str) -> None:
+    def _offer_screen(self, spec: WorkerSpec, console: Console, mark: str) -> None:
         """Let rank 0 say what the bottom line of the screen should be, if there is one."""
         writer = -1
         if console.screen is not None:
             reader, writer = os.pipe()
             os.set_blocking(writer, False)  # a slow launcher never makes it wait
-            self.sources.append(Records(reader, console.screen))
+            self.sources.append(Records(reader, console.screen, draws=not spec.takes_terminal))
             self.theirs.append(writer)
         stdout = self.streams[STDOUT]
         self.variables = screen_environment(writer, STDOUT if stdout is None else stdout, mark)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import math
 import os
 import sys
 import threading
@@ -16,23 +18,54 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
-from paceline.env import read_screen, read_terminal
-from paceline.progress.live import LivePainter, SendingPainter, choose_mode, has_rich
-from paceline.progress.painters import (
-    JsonPainter,
-    LineStream,
-    Painter,
-    PlainPainter,
+from paceline.comm.documents import plain_json
+from paceline.env import TerminalSettings, read_screen, read_terminal
+from paceline.errors import SettingError
+from paceline.observe.units import printable
+from paceline.progress import text
+from paceline.progress.screen import (
+    Screen,
+    ScreenPipe,
+    Status,
     descriptor,
+    encode,
+    has_rich,
     terminal_of,
+    write_bytes,
 )
 from paceline.progress.text import ProgressState
 
 Metrics = Mapping[str, float] | Callable[[], Mapping[str, float]]
 """Numbers by name, or a function that gives them: it is called only when they will be shown."""
+
+MODES = ("auto", "bar", "plain", "json", "quiet")
+_STEP_S = {"bar": 0.2, "plain": 10.0, "json": 1.0, "quiet": math.inf}
+"""The shortest time between two steps that are shown."""
+_EPOCH_S = {"bar": 0.2, "plain": 1.0, "json": math.inf, "quiet": math.inf}
+"""The shortest time between the ends of two epochs that are shown like steps: the table at the end
+has all of them."""
+_COLOURS = {"warning": "33", "error": "1;31"}
+
+
+def choose_mode(wanted: str, settings: TerminalSettings, *, can_draw: bool) -> str:
+    """`bar`, `plain`, `json` or `quiet`.
+
+    What was asked for comes first, then the environment; a bar needs a terminal that can move its
+    cursor and somebody who looks at it, and CI is neither.
+    """
+    chosen, source = wanted, "progress"
+    if wanted == "auto" and settings.progress:
+        chosen, source = settings.progress, "PACELINE_PROGRESS"
+    if chosen not in MODES:
+        raise SettingError(f"{source} is {chosen!r}.", advice=f"Choose one of {', '.join(MODES)}.")
+    if chosen in ("plain", "json", "quiet"):
+        return chosen
+    is_able = can_draw and not settings.is_dumb
+    return "bar" if is_able and (chosen == "bar" or not settings.is_ci) else "plain"
 
 
 class Progress:
@@ -58,33 +91,35 @@ class Progress:
         `mode` is `auto`, `bar`, `plain`, `json` or `quiet`; `auto` is what PACELINE_PROGRESS says,
         or a bar on a terminal and plain lines elsewhere.
         """
-        self._clock = clock
         stream = sys.stdout if stream is None else stream
         settings = read_terminal(environ)
         offer = read_screen(descriptor(stream), environ)
+        pipe = ScreenPipe(offer.fd) if offer is not None and offer.fd >= 0 else None
         has_terminal = terminal_of(stream) >= 0
-        # A launcher that draws has a terminal, and `rich`.
-        is_drawn_elsewhere = offer is not None and offer.fd >= 0 and not has_terminal
-        self.mode = choose_mode(
-            mode,
-            is_terminal=has_terminal or is_drawn_elsewhere,
-            settings=settings,
-            has_rich=has_rich() or is_drawn_elsewhere,
-        )
+        # A launcher that offers to draw has a terminal, and `rich`.
+        can_draw = has_rich() if has_terminal else pipe is not None
+        self.mode = choose_mode(mode, settings, can_draw=can_draw)
+        self._stream = sys.stderr if self.mode == "quiet" else stream
         # A stream that does more than pass text on, such as one that keeps a log, gets no marks.
-        is_plain_file = type(stream) is io.TextIOWrapper
-        self._painter = _painter(
-            self.mode,
-            stream if draws else None,
-            mark=offer.mark if offer is not None and is_plain_file else "",
-            fd=offer.fd if offer is not None else -1,
-            has_colour=settings.has_colour,
+        is_plain_file = type(stream) is io.TextIOWrapper and not has_terminal
+        self._mark = (
+            offer.mark if offer is not None and is_plain_file and self.mode != "quiet" else ""
         )
-        self._finalizer = weakref.finalize(self, _close, self._painter, os.getpid())
+        self._draws = draws and self._stream is not None
+        # Without a mark a line goes to a log file too, where colours are noise.
+        self._has_colour = settings.has_colour and (bool(self._mark) or has_terminal)
+        self._screen: Screen | None = None
+        self._bars: list[Screen | ScreenPipe] = []
+        if self._draws and self.mode == "bar":
+            if has_terminal:
+                self._screen = Screen(stream, has_colour=settings.has_colour, takes_prints=True)
+            self._bars = [bar for bar in (self._screen, pipe) if bar is not None]
+        self._clock = clock
         self._state = ProgressState()
         self._is_running = False
-        self._due_s = 0.0
+        self._shown_s = 0.0
         self._turn = _Turn()
+        self._finalizer = weakref.finalize(self, _close, self._bars, os.getpid())
 
     def start(
         self,
@@ -100,14 +135,17 @@ class Progress:
     ) -> None:
         """A run begins, or continues after `step` steps of `steps`; `lines` are shown first."""
         now_s = self._clock()
-        facts: dict[str, Any] = {"name": name, "workers": workers, "epochs": epochs}
-        facts |= {"steps": steps, "global_batch": global_batch, "step": step, "lines": tuple(lines)}
+        facts: dict[str, Any] = {"name": name or "run", "workers": workers, "epochs": epochs}
+        facts |= {"steps": steps, "global_batch": global_batch, "step": step}
         epoch = step // steps_per_epoch if steps_per_epoch else 0
-        self._state = ProgressState(**facts, first_step=step, begin_s=now_s, epoch=epoch)
-        self._state.mark(now_s)
+        state = ProgressState(**facts, first_step=step, begin_s=now_s, epoch=epoch)
+        self._state = state
+        state.mark(now_s)
         self._is_running = True
-        self._due_s = now_s + self._painter.interval_s
-        self._show("start", **facts)
+        self._shown_s = now_s
+        self._say("start", facts | {"lines": lines}, text.opening(state, lines))
+        if self._bars:
+            self._show_status()
 
     def step(self, step: int, *, epoch: int, samples: int, metrics: Metrics | None = None) -> None:
         """`step` steps are done; this one was in `epoch`, counted from 0, and had `samples`."""
@@ -118,13 +156,11 @@ class Progress:
         state.epoch = epoch
         state.samples += samples
         now_s = self._clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + self._painter.interval_s
+        if now_s - self._shown_s >= _STEP_S[self.mode]:
             state.mark(now_s)
             if metrics is not None:
                 state.metrics = dict(metrics() if callable(metrics) else metrics)
-            names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
-            self._show("step", **{name: getattr(state, name) for name in names})
+            self._show_status()
 
     def epoch(
         self,
@@ -137,46 +173,74 @@ class Progress:
         """An epoch, counted from 0, is over: one row of the table."""
         if self._is_running:
             state = self._state
-            row = state.row(epoch)
-            row.metrics.update(metrics)
-            row.seconds, row.samples = seconds, samples
-            state.mark(self._clock())
+            state.add_row(epoch, metrics, seconds, samples)
             state.metrics = dict(metrics)
-            what = {"metrics": row.metrics, "seconds": seconds, "samples": samples}
-            self._show("epoch", epoch=epoch, step=state.step, **what)
+            state.mark(self._clock())
+            facts = {"metrics": metrics, "seconds": seconds, "samples": samples}
+            self._say("epoch", {"epoch": epoch, "step": state.step, **facts}, ())
+            if state.now_s - self._shown_s >= _EPOCH_S[self.mode]:
+                self._show_status()
 
     def evaluation(
         self, epoch: int, metrics: Mapping[str, float], *, step: int | None = None
     ) -> None:
         """An evaluation is over, after `step` steps: more columns in the row of its epoch."""
         if self._is_running:
-            row = self._state.row(epoch)
-            row.evaluation.update(metrics)
+            named = {f"eval {name}": value for name, value in metrics.items()}
+            self._state.add_row(epoch, named, None, None)
             step = self._state.step if step is None else step
-            self._show("evaluation", epoch=epoch, step=step, metrics=row.evaluation)
+            self._say("evaluation", {"epoch": epoch, "step": step, "metrics": metrics}, ())
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something; `level` is `info`, `warning` or `error`."""
-        self._show("message", text=text, level=level)
+        said = text if level == "info" else f"{level}: {text}"
+        self._say("message", {"text": text, "level": level}, said.splitlines(), level)
 
     def finish(self, status: str = "finished", *, lines: Sequence[str] = ()) -> None:
         """The run is over: show the table and the summary, then `lines`. Later calls do nothing."""
-        state = self._state
-        if self._is_running:
-            self._is_running = False
-            state.now_s = self._clock()
-            what = {"status": status, "step": state.step, "samples": state.samples}
-            self._show("finish", **what, seconds=state.elapsed_s, lines=list(lines))
+        was_running, state = self._is_running, self._state
         self.close()
+        if was_running:
+            state.now_s = self._clock()
+            facts = {"status": status, "step": state.step, "samples": state.samples}
+            facts |= {"seconds": state.elapsed_s, "lines": lines}
+            self._say("finish", facts, text.summary(state, status, lines))
 
     def close(self) -> None:
         """Leave the terminal as it was, without a summary."""
         self._is_running = False
-        self._turn.take(lambda: self._finalizer() and None)
+        self._turn.take(self._finalizer)
 
-    def _show(self, kind: str, **facts: Any) -> None:
+    def _show_status(self) -> None:
         state = self._state
-        self._turn.take(lambda: self._painter.show(state, kind, facts))
+        self._shown_s = state.now_s
+        for bar in self._bars:
+            self._turn.take(partial(bar.show, Status.of(state)))
+        if not self._bars:
+            names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
+            facts = {name: getattr(state, name) for name in names}
+            self._say("step", facts, [text.fit(text.status(state), text.WIDTH)])
+
+    def _say(
+        self, kind: str, facts: Mapping[str, Any], lines: Sequence[str], level: str = "info"
+    ) -> None:
+        """Write what stays: `lines` for people, or `facts` for programs."""
+        if not self._draws or (self.mode == "quiet" and level == "info"):
+            return
+        lines = [printable(line) for line in lines]
+        if self.mode == "json":
+            lines = [json.dumps(plain_json({"kind": kind, "t": time.time(), **facts}))]
+        elif self._bars and self._has_colour and level in _COLOURS:
+            lines = [f"\x1b[{_COLOURS[level]}m{line}\x1b[0m" for line in lines]
+        if lines:
+            data = "".join(f"{self._mark}{line}\n" for line in lines)
+            self._turn.take(partial(self._write, data))
+
+    def _write(self, data: str) -> None:
+        if self._screen is not None:
+            self._screen.write_above(encode(self._stream, data))
+        else:
+            write_bytes(self._stream, encode(self._stream, data))
 
     def __enter__(self) -> Progress:
         return self
@@ -200,9 +264,9 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._is_busy = False
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
-    def take(self, call: Callable[[], None]) -> None:
+    def take(self, call: Callable[[], object]) -> None:
         with self._lock:
             self._waiting.append(call)
             # The lock lets its own thread in again: busy means that this is a signal handler's.
@@ -216,21 +280,8 @@ class _Turn:
                     self._is_busy = False
 
 
-def _close(painter: Painter, pid: int) -> None:
+def _close(bars: Sequence[Screen | ScreenPipe], pid: int) -> None:
     """Leave the terminal as it was; a forked copy of this process leaves it alone."""
     if os.getpid() == pid:
-        painter.close()
-
-
-def _painter(mode: str, stream: TextIO | None, *, mark: str, fd: int, has_colour: bool) -> Painter:
-    if stream is None:  # another process draws, or a program without standard streams
-        return Painter(None)
-    if mode == "quiet":
-        return Painter(None if sys.stderr is None else LineStream(sys.stderr))
-    if mode == "json":
-        return JsonPainter(LineStream(stream, mark))
-    if mode == "plain":
-        return PlainPainter(LineStream(stream))
-    if terminal_of(stream) < 0:
-        return SendingPainter(LineStream(stream, mark), has_colour=has_colour, fd=fd)
-    return LivePainter(LineStream(stream), has_colour=has_colour, fd=fd)
+        for bar in bars:
+            bar.clear()

@@ -1,15 +1,13 @@
-"""What is known of a run so far, and the words about it: opening, status, table, summary.
+"""What is known of a run so far, and the text about it: opening, status, table, summary.
 
-Words are ASCII, and at most `WIDTH` columns, so that lines fit into 80 also behind a launcher's
-label.
+Text is ASCII and at most `WIDTH` columns wide, so that it fits into 80 behind a launcher's label.
 """
 
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.observe.units import count_text, metric_text, rate_text, seconds_text, table_lines
@@ -17,28 +15,18 @@ from paceline.observe.units import count_text, metric_text, rate_text, seconds_t
 WIDTH = 70
 GAP = "  "
 _MOST_ROWS = 24
-_ROWS_AT_THE_START = 4
 WINDOW_S = 20.0
 """Speed and time left come from so much of the recent past."""
-_MOST_MARKS = 256
 
-
-@dataclass(slots=True)
-class EpochRow:
-    """One line of the table of epochs."""
-
-    epoch: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    samples: int | None = None
+Part = tuple[int, str]
+"""How dispensable it is, and what it says."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ProgressState:
     """A run as it stands. What is None is not known."""
 
-    name: str = ""
+    name: str = "run"
     workers: int = 1
     epochs: int | None = None
     steps: int | None = None
@@ -46,8 +34,6 @@ class ProgressState:
     global_batch: int | None = None
     first_step: int = 0
     """How many steps were done before this process began."""
-    lines: tuple[str, ...] = ()
-    """What else to say at the start, such as the policy."""
     begin_s: float = 0.0
     now_s: float = 0.0
     step: int = 0
@@ -55,8 +41,9 @@ class ProgressState:
     samples: int = 0
     """Since this process began."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    rows: list[EpochRow] = field(default_factory=list)
-    marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    rows: dict[int, dict[str, str]] = field(default_factory=dict)
+    """The table: epoch to text by column."""
+    marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=256))
     """Times with the steps and samples done by then, the oldest about `WINDOW_S` ago."""
 
     def mark(self, now_s: float) -> None:
@@ -81,13 +68,15 @@ class ProgressState:
         rate = self._rate(1)
         return None if self.steps is None or not rate else max(self.steps - self.step, 0) / rate
 
-    def row(self, epoch: int) -> EpochRow:
-        """The row of this epoch, made if it is new."""
-        found = next((row for row in reversed(self.rows) if row.epoch == epoch), None)
-        if found is None:
-            found = EpochRow(epoch)
-            self.rows.append(found)
-        return found
+    def add_row(
+        self, epoch: int, metrics: Mapping[str, float], seconds: float | None, samples: int | None
+    ) -> None:
+        row = self.rows.setdefault(epoch, {})
+        row |= {name: metric_text(name, value) for name, value in metrics.items()}
+        if seconds is not None:
+            row["seconds"] = f"{seconds:.3f}" if seconds < 10 else f"{seconds:,.1f}"
+            if seconds and samples:
+                row["samples/s"] = rate_text(samples / seconds)
 
     def _rate(self, index: int) -> float | None:
         if len(self.marks) < 2:
@@ -97,65 +86,50 @@ class ProgressState:
         return (last[index] - first[index]) / elapsed_s if elapsed_s > 0 else None
 
 
-def opening(state: ProgressState) -> list[str]:
-    """What is about to happen."""
-    parts = [count_text(state.workers, "worker")]
-    if state.epochs is not None:
-        parts.append(count_text(state.epochs, "epoch"))
-    if state.steps is not None:
-        parts.append(count_text(state.steps, "step"))
+def opening(state: ProgressState, lines: Sequence[str]) -> list[str]:
+    """What is about to happen; `lines` say more about it."""
+    things = {"worker": state.workers, "epoch": state.epochs, "step": state.steps}
+    parts = [count_text(number, thing) for thing, number in things.items() if number is not None]
     if state.global_batch is not None:
         parts.append(f"global batch {state.global_batch:,}")
-    lines = [f"{state.name or 'run'}: {', '.join(parts)}"]
+    said = [f"{state.name}: {', '.join(parts)}"]
     if state.first_step:
-        lines.append(f"  continues after step {state.first_step:,}")
-    return [*lines, *_wrapped(state.lines)]
+        said.append(f"  continues after step {state.first_step:,}")
+    return said + _wrapped(lines)
 
 
-def summary(state: ProgressState, status: str, lines: Sequence[str] = ()) -> list[str]:
+def summary(state: ProgressState, status: str, lines: Sequence[str]) -> list[str]:
     """How the run ended, its table, and what else there is to say."""
     samples = count_text(state.samples, "sample")
     if state.elapsed_s > 0 and state.samples:
         samples += f" ({rate_text(state.samples / state.elapsed_s)}/s)"
     steps = count_text(state.step - state.first_step, "step")
     done = f"{steps}, {samples}, {seconds_text(state.elapsed_s)}"
-    first = f"{state.name or 'run'} {status} on {count_text(state.workers, 'worker')}: {done}"
-    paragraphs = [
-        textwrap.wrap(first, WIDTH, subsequent_indent="  "),
-        epoch_table(state.rows),
-        _wrapped(lines),
-    ]
+    first = f"{state.name} {status} on {count_text(state.workers, 'worker')}: {done}"
+    paragraphs = [textwrap.wrap(first, WIDTH, subsequent_indent="  "), table(state.rows)]
+    paragraphs.append(_wrapped(lines))
     return [line for part in paragraphs if part for line in ["", *part]][1:]
 
 
-def epoch_table(rows: Sequence[EpochRow]) -> list[str]:
-    """One line per epoch under a line of names; of a long table the middle is left out.
-
-    Columns that no longer fit are left out, from the right.
-    """
+def table(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """One line per epoch, of many the newest; columns that do not fit are left out on the right."""
     if not rows:
         return []
-    trained = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    evaluated = list(dict.fromkeys(name for row in rows for name in row.evaluation))
-    shown = list(rows)
-    if len(rows) > _MOST_ROWS:
-        shown = [*rows[:_ROWS_AT_THE_START], *rows[_ROWS_AT_THE_START - _MOST_ROWS + 1 :]]
-    head = ["epoch", *trained, *(f"eval {name}" for name in evaluated), "seconds", "samples/s"]
-    cells = [head, *(_cells(row, trained, evaluated) for row in shown)]
-    kept = [column for column in zip(*cells, strict=True) if set(column[1:]) != {"-"}]
-    while sum(3 + max(map(len, column)) for column in kept) > WIDTH and len(kept) > 2:
-        kept.pop()
-    lines = [f"  {line}" for line in table_lines(list(zip(*kept, strict=True)), ">", gap="   ")]
+    shown = list(rows.items())[-_MOST_ROWS:]
+    names = list(dict.fromkeys(name for _, row in shown for name in row))
+    names.sort(key=("seconds", "samples/s").__contains__)
+    cells = [[str(epoch + 1), *(row.get(name, "-") for name in names)] for epoch, row in shown]
+    columns = list(zip(["epoch", *names], *cells, strict=True))
+    while sum(3 + max(map(len, column)) for column in columns) > WIDTH and len(columns) > 2:
+        columns.pop()
+    lines = [f"  {line}" for line in table_lines(list(zip(*columns, strict=True)), ">", gap="   ")]
     if len(shown) < len(rows):
-        lines.insert(1 + _ROWS_AT_THE_START, f"  ... {len(rows) - len(shown)} more ...")
+        lines.insert(1, f"  ... {count_text(len(rows) - len(shown), 'epoch')} before ...")
     return lines
 
 
-def status(state: ProgressState) -> list[tuple[int, str]]:
-    """Where the run is, in parts, each with how dispensable it is.
-
-    The first metric matters most, then the time left.
-    """
+def status(state: ProgressState) -> list[Part]:
+    """Where the run is. The first metric matters most, then the time left."""
     of_steps = "" if state.steps is None else f"/{state.steps}"
     of_epochs = "" if state.epochs is None else f"/{state.epochs}"
     parts = [(2, f"epoch {state.epoch + 1}{of_epochs}"), (5, f"step {state.step}{of_steps}")]
@@ -168,50 +142,12 @@ def status(state: ProgressState) -> list[tuple[int, str]]:
     return parts
 
 
-def status_line(state: ProgressState) -> str:
-    """Where the run is, in one line."""
-    return fit(status(state), WIDTH)
-
-
-def fit(parts: Sequence[tuple[int, str]], width: int) -> str:
+def fit(parts: Sequence[Part], width: int, length: Callable[[str], int] = len) -> str:
     """The parts side by side; where the width is too small, the most dispensable are left out."""
     kept = list(parts)
-    while kept and columns_of(line := GAP.join(part for _, part in kept)) > width:
+    while kept and length(line := GAP.join(part for _, part in kept)) > width:
         kept.remove(max(kept, key=lambda part: part[0]))
     return line if kept else ""
-
-
-def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes: letters of East Asia take two."""
-    if text.isascii():
-        return len(text)
-    letters = (letter for letter in text if not unicodedata.combining(letter))
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in letters)
-
-
-def encodable(text: str, encoding: str) -> str:
-    """The text with escapes for letters that the encoding does not have."""
-    try:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    except LookupError:
-        return text.encode("ascii", "backslashreplace").decode()
-
-
-def message_lines(text: str, level: str) -> list[str]:
-    """The lines of a message, with its level in front if that is worth saying."""
-    return (text if level == "info" else f"{level}: {text}").splitlines()
-
-
-def _cells(row: EpochRow, trained: list[str], evaluated: list[str]) -> list[str]:
-    both = [(row.metrics, name) for name in trained]
-    both += [(row.evaluation, name) for name in evaluated]
-    values = [metric_text(name, some[name]) if name in some else "-" for some, name in both]
-    seconds = samples = "-"
-    if row.seconds is not None:
-        seconds = f"{row.seconds:.3f}" if row.seconds < 10 else f"{row.seconds:,.1f}"
-        if row.seconds and row.samples:
-            samples = rate_text(row.samples / row.seconds)
-    return [str(row.epoch + 1), *values, seconds, samples]
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
