@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.comm.quiet_exit import give_way_at_exit
+from paceline.comm.safetensors import memory_of
 from paceline.errors import DesyncError, PeerError, name_ranks
 
 Group = Any
@@ -130,18 +131,22 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
 
 def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
     """The JSON values of all ranks, in rank order."""
-    data = json.dumps(value).encode()
+    sent = gather_bytes(group, json.dumps(value).encode(), device, what, EXCHANGE_LIMIT_BYTES)
+    return [json.loads(data) for data in sent]
+
+
+def gather_bytes(
+    group: Group, data: bytes, device: torch.device, what: str, limit: int = 2**31
+) -> list[bytes]:
+    """The bytes of all ranks, in rank order."""
     sizes = all_gather(group, torch.tensor([len(data)], device=device), what)
     longest = int(max(size.item() for size in sizes))
-    if longest > EXCHANGE_LIMIT_BYTES:
+    if longest > limit:
         raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = all_gather(group, padded.to(device), what)
-    return [
-        json.loads(bytes(part[: int(size.item())].tolist()))
-        for part, size in zip(parts, sizes, strict=True)
-    ]
+    parts = [part.cpu() for part in all_gather(group, padded.to(device), what)]
+    return [bytes(memory_of(part)[: int(n.item())]) for part, n in zip(parts, sizes, strict=True)]
 
 
 def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:

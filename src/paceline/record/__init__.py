@@ -11,7 +11,7 @@ from paceline.lazy import load_names
 
 _HOME_BY_NAME = {
     "Stage": "paceline.record.stages",
-    "StepRecording": "paceline.record.facts",
+    "StepRecording": "paceline.record.hooks",
     "Trace": "paceline.record.stages",
     "from_json": "paceline.record.schema",
     "read": "paceline.record.schema",
@@ -23,7 +23,7 @@ _HOME_BY_NAME = {
 __all__ = [*_HOME_BY_NAME]
 
 if TYPE_CHECKING:
-    from paceline.record.facts import StepRecording as StepRecording
+    from paceline.record.hooks import StepRecording as StepRecording
     from paceline.record.schema import from_json as from_json
     from paceline.record.schema import read as read
     from paceline.record.schema import to_json as to_json

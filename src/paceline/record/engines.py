@@ -11,24 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from paceline.ddp.wrapper import bare
 from paceline.observe.units import bytes_text, count_text, list_text, shape_text
-from paceline.record.facts import (
-    ForwardPass,
-    StepRecording,
-    bytes_of,
-    dataset_facts,
-    dataset_rows,
-    facts_of,
-    flat_facts,
-    row_values,
-    tree_facts,
-)
-from paceline.record.hooks import StepHooks, memories
+from paceline.record import facts
+from paceline.record.hooks import ForwardPass, StepRecording, fill, join, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]
@@ -39,8 +32,8 @@ Picture = tuple[list[Stage], Sample | None, Weight | None]
 class RankCounts:
     """What every rank must know of the others to describe its own part of the step."""
 
-    rows: int
-    passes: int
+    rows: list[int]
+    """By forward pass."""
     indices: list[int] | None
     engine_weight: float | None
     """How many items its losses are sums over, as the engine was told."""
@@ -55,102 +48,77 @@ class RankCounts:
 
 
 def describe_rank(
-    hooks: StepHooks, ranks: Sequence[RankCounts], rank: int, is_equal: bool | None
+    rec: StepRecording, ranks: Sequence[RankCounts], rank: int, is_equal: bool | None
 ) -> Picture:
     """The stages with this rank's parts, the followed sample if it has it, and the weight."""
-    calls, notes, values, own = hooks.calls, hooks.notes, hooks.notes.values, ranks[rank]
+    own = ranks[rank]
+    tree, flat = (partial(each, values=rec.values) for each in (facts.tree, facts.flat))
     # Own gradients are multiplied so that the averages are their mean.
     scale = loss_factor(ranks) * len(ranks)
-    local = {name: hooks.local[name] * scale for name in hooks.trained if name in hooks.local}
-    inputs = _all_inputs(calls, values)
+    local = [rec.local[name] * scale for name in rec.trained if name in rec.local]
+    batch = join(rec.calls)
     held = {
-        "batch": inputs,
-        "forward": tree_facts("output", calls[0].output, values=values) if calls else [],
-        "loss": _loss_facts(notes, own.loss_weight),
-        "backward": flat_facts("own gradients", local, values=values),
-        "all-reduce": flat_facts("averaged gradients", hooks.averaged, values=values),
+        "batch": tree("input", fill(rec.calls[0].arguments, batch.inputs)) if batch else [],
+        "forward": tree("output", fill(rec.calls[0].output, batch.outputs)) if batch else [],
+        "loss": _loss(rec, own.loss_weight),
+        "backward": flat("own gradients", local),
+        "all-reduce": flat("averaged gradients", rec.averaged.values()),
     }
     if all(each.indices is not None for each in ranks):
-        numbers = facts_of("row numbers", torch.tensor(own.indices).long(), values=values)
-        held["sampler"] = [replace(numbers, stats=None)]
+        held["sampler"] = tree("row numbers", torch.tensor(own.indices).long())
     if all(each.has_update for each in ranks):
-        held["update"] = flat_facts("weights", hooks.trained, values=values)
-    seconds = {**hooks.seconds_by_stage, "forward": sum(call.seconds for call in calls)}
-    payload = sum(bucket.tensors[0].bytes for bucket in hooks.buckets)
+        held["update"] = flat("weights", rec.trained.values())
+    seconds = {**rec.seconds_by_stage, "forward": sum(call.seconds for call in rec.calls)}
+    place = partial(Part, title=f"worker {rank}", worker=rank, device=str(rec.model.device))
     parts = {
-        name: [
-            Part(
-                title=f"worker {rank}",
-                worker=rank,
-                device=str(hooks.model.device),
-                tensors=tensors,
-                seconds=seconds.get(name),
-                text=f"sends {bytes_text(payload)}" if payload and name == "all-reduce" else "",
-            )
-        ]
-        for name, tensors in held.items()
+        name: [place(tensors=tensors, seconds=seconds.get(name))] for name, tensors in held.items()
     }
-    stages = _stages(
-        notes,
-        _rank_sentences(ranks, hooks, dataset_rows(notes.dataset), is_equal),
-        {**parts, "buckets": hooks.buckets},
-        moved={"batch": sum(tensor.bytes for tensor in inputs), "all-reduce": payload},
-        seconds=seconds,
-    )
+    moved = {"batch": sum(tensor.bytes for tensor in held["batch"])}
+    if rec.buckets:
+        moved["all-reduce"] = sum(bucket.tensors[0].bytes for bucket in rec.buckets)
+        sends = f"sends {bytes_text(moved['all-reduce'])}"
+        parts["all-reduce"] = [replace(part, text=sends) for part in parts["all-reduce"]]
+        parts["buckets"] = rec.buckets
+    stages = _stages(rec, _rank_sentences(rec, ranks, is_equal), parts, moved, seconds)
     before, gradients, averaged, new = zip(*(each.weight for each in ranks), strict=True)
     weight = _follow_weight(
-        notes,
+        rec,
         stages,
         ("forward", "value", before, True),
         ("backward", "gradient", [None if g is None else g * scale for g in gradients], False),
         ("all-reduce", "averaged gradient", averaged, True),
         ("update", "new value", new, True),
     )
-    if weight is not None and notes.weight is not None and weight.name in hooks.bucket_starts:
-        bucket, start = hooks.bucket_starts[weight.name]
-        position = start + notes.weight.position_in(hooks.trained[weight.name])
-        weight = replace(weight, bucket=bucket, position=position)
-    rows_before = sum(each.rows for each in ranks[:rank])
-    return stages, _follow_sample(notes, stages, calls, rank, rows_before), weight
+    first_row = sum(sum(each.rows) for each in ranks[:rank])
+    return stages, _follow_sample(rec, stages, rec.calls, rank, first_row), weight
 
 
 def _rank_sentences(
-    ranks: Sequence[RankCounts], hooks: StepHooks, dataset_rows: int | None, is_equal: bool | None
+    rec: StepRecording, ranks: Sequence[RankCounts], is_equal: bool | None
 ) -> dict[str, str]:
-    rows = count_text(sum(each.rows for each in ranks), "row")
-    of = "" if dataset_rows is None else f" of {dataset_rows:,}"
-    passes = max(each.passes for each in ranks)
-    in_turns = f", in {passes} forward passes" if passes > 1 else ""
-    if len(ranks) == 1:
-        return {
-            "sampler": f"Picks {rows}{of} for this step.",
-            "batch": f"The worker loads the rows{in_turns}.",
-            "forward": "The model is run on the rows.",
-            "loss": "How wrong the predictions are, as one number.",
-            "backward": "How should each weight change? These are the gradients.",
-            "buckets": "A single worker has nobody to send them to.",
-            "all-reduce": "With one worker there is nothing to average.",
-            "update": "The optimizer changes the weights.",
-        }
+    total, most = facts.dataset_rows(rec.dataset), max((each.rows for each in ranks), key=len)
+    of = "" if total is None else f" of {total:,}"
     taken = [index for each in ranks for index in set(each.indices or [])]
-    is_once = len(taken) == len(set(taken))
-    once = "no row goes to two workers" if is_once else "some rows go to several workers"
-    is_weighted = all(each.loss_weight is not None for each in ranks)
-    packed = count_text(len(hooks.bucket_starts), "parameter")
-    messages = "one message" if len(hooks.buckets) == 1 else f"{len(hooks.buckets)} messages"
+    is_mean = all(each.loss_weight is not None for each in ranks)
     return {
-        "sampler": f"Picks {rows}{of} for this step and deals them out: {once}.",
-        "batch": f"Every worker loads its own rows into its own memory{in_turns}.",
+        "sampler": f"Picks {count_text(sum(sum(each.rows) for each in ranks), 'row')}{of} for this "
+        "step and deals them out: "
+        + ("no row goes" if len(taken) == len(set(taken)) else "some rows go")
+        + " to two workers.",
+        "batch": "Every worker loads its own rows into its own memory"
+        + (f", in {len(most)} passes of {list_text(most)} rows." if most[1:] else "."),
         "forward": "Every worker runs its own copy of the model on its own rows, all at the same "
         "time.",
         "loss": "How wrong each worker's predictions are, as one number"
-        + (": the mean over its rows." if is_weighted else "."),
+        + (": the mean over its rows." if is_mean else "."),
         "backward": "Every worker finds out how each weight should change for its own rows: its "
-        "gradients. They still differ.",
-        "buckets": f"The gradients of {packed} are packed into {messages}, the same way on every "
-        "worker.",
+        "gradients." + (" They still differ." if len(ranks) > 1 else ""),
+        "buckets": f"The gradients of {count_text(len(rec.bucket_starts), 'parameter')} are packed "
+        f"into {count_text(len(rec.buckets), 'message')}, the same way on every worker.",
         "all-reduce": f"The {len(ranks)} workers add up their gradients and divide by the number "
-        f"of {'workers' if ranks[0].loss_weight is None else 'rows'}. Now all have the same ones.",
+        f"of {'rows' if is_mean else 'workers'}. Now all have the same ones."
+        if len(ranks) > 1
+        else "With one worker there is nothing to average.",
         "update": {
             True: "Every worker makes the same change: all copies of the model are equal to the "
             "last bit.",
@@ -186,7 +154,7 @@ def merge_stages(by_rank: Sequence[Sequence[Stage]]) -> list[Stage]:
 
 
 def describe_replicas(
-    hooks: StepHooks,
+    rec: StepRecording,
     calls: Sequence[ForwardPass],
     devices: Sequence[str],
     contributions: Sequence[float] | None,
@@ -195,102 +163,89 @@ def describe_replicas(
 
     `contributions` are what each replica adds to the followed weight's gradient.
     """
-    notes, values, whole = hooks.notes, hooks.notes.values, hooks.whole
-    weights = list(bare(hooks.model).parameters())
-    copies = {frozenset(c.weights) for c in calls if not c.weights <= set(memories(weights))}
-    model = TensorFacts(name="model", shape=[], dtype="", device="", bytes=bytes_of(weights))
+    whole, size = rec.whole, len(calls)
+    tree, flat = (partial(each, values=rec.values) for each in (facts.tree, facts.flat))
+    weights = list(bare(rec.model).parameters())
+    copies = {call.weights for call in calls if not call.weights <= memories(weights)}
+    model = TensorFacts(name="model", shape=[], dtype="", device="", bytes=facts.size(weights))
     on_replicas = {
-        "split": [tree_facts("input", call.arguments, values=values) for call in calls],
-        "copy": [[model] for _ in calls],
-        "forward": [tree_facts("output", call.output, values=values) for call in calls],
+        "split": [tree("input", call.arguments) for call in calls],
+        "copy": [[model]] * size,
+        "forward": [tree("output", call.output) for call in calls],
     }
     at_home = {
-        "loss": ("loss", _loss_facts(notes, notes.loss_weight)),
-        "backward": ("module", flat_facts("gradients", hooks.averaged, values=values)),
+        "loss": _loss(rec, rec.loss_weight),
+        "backward": flat("gradients", rec.averaged.values()),
     }
-    if hooks.has_update:
-        at_home["update"] = ("module", flat_facts("weights", hooks.trained, values=values))
-    begin_ns, end_ns = min(c.begin_ns for c in calls), max(c.end_ns for c in calls)
-    seconds = {**hooks.seconds_by_stage, "forward": (end_ns - begin_ns) / 1e9}
-    moved = {"copy": model.bytes * len(copies), "backward": model.bytes * len(copies)}
+    if rec.has_update:
+        at_home["update"] = flat("weights", rec.trained.values())
+    begin_ns, end_ns = min(call.begin_ns for call in calls), max(call.end_ns for call in calls)
+    seconds = {**rec.seconds_by_stage, "forward": (end_ns - begin_ns) / 1e9}
+    moved = dict.fromkeys(("copy", "backward"), model.bytes * len(copies))
     if whole is not None:
-        batch = tree_facts("batch", whole.arguments, values=values)
-        gathered = tree_facts("output", whole.output, values=values)
-        at_home |= {"batch": ("batch", batch), "gather": ("output", gathered)}
-        seconds["split"] = (min(c.arrive_ns for c in calls) - whole.begin_ns) / 1e9
-        seconds["gather"] = max(0, whole.end_ns - max(c.leave_ns for c in calls)) / 1e9
-        moved["batch"] = sum(tensor.bytes for tensor in batch)
-        moved["split"] = sum(
-            bytes_of(tensor)
-            for call in calls
-            for tensor, memory in zip(call.inputs, call.memories, strict=True)
-            if memory not in whole.memories
-        )
-        moved["gather"] = sum(tensor.bytes for tensor in gathered) if len(calls) > 1 else 0
+        at_home["batch"] = tree("batch", whole.arguments)
+        at_home["gather"] = tree("output", whole.output)
+        seconds["split"] = (begin_ns - whole.begin_ns) / 1e9
+        seconds["gather"] = max(0, whole.end_ns - end_ns) / 1e9
+        moved["batch"] = facts.size(whole.inputs)
+        moved["gather"] = facts.size(whole.outputs) if size > 1 else 0
+        cut_off = [call.inputs for call in calls if not call.memories <= whole.memories]
+        moved["split"] = facts.size(cut_off)
     parts = {
         name: [
-            Part(
-                title=place,
-                worker=i,
-                device=place,
-                tensors=tensors[i],
-                seconds=calls[i].seconds if name == "forward" else None,
-            )
+            Part(title=place, worker=i, device=place, tensors=tensors[i])
             for i, place in enumerate(devices)
         ]
         for name, tensors in on_replicas.items()
-    } | {
-        name: [Part(title=title, device=devices[0], tensors=tensors, seconds=seconds.get(name))]
-        for name, (title, tensors) in at_home.items()
     }
-    rows = [call.rows for call in calls]
-    sentences = _replica_sentences(rows, moved, dataset_rows(notes.dataset))
-    stages = _stages(notes, sentences, parts, moved, seconds)
+    parts["forward"] = [
+        replace(part, seconds=call.seconds)
+        for part, call in zip(parts["forward"], calls, strict=True)
+    ]
+    for name, tensors in at_home.items():
+        part = Part(title=name, device=devices[0], tensors=tensors, seconds=seconds.get(name))
+        parts[name] = [part]
+    sentences = _replica_sentences(rec, [call.rows for call in calls], moved)
+    stages = _stages(rec, sentences, parts, moved, seconds)
     weight = _follow_weight(
-        notes,
+        rec,
         stages,
-        ("copy", "value", [notes.weight_before] * len(calls), True),
+        ("copy", "value", [rec.weight_before] * size, True),
         ("backward", "gradient", contributions, False),
-        ("backward", "summed gradient", [notes.read_weight(hooks.averaged)], False),
-        ("update", "new value", [notes.read_weight(hooks.trained)], False),
+        ("backward", "summed gradient", [facts.read_weight(rec.weight, rec.averaged)], False),
+        ("update", "new value", [facts.read_weight(rec.weight, rec.trained)], False),
     )
-    return stages, _follow_sample(notes, stages, calls), weight
+    return stages, _follow_sample(rec, stages, calls), weight
 
 
 def _replica_sentences(
-    rows: Sequence[int], moved: Mapping[str, int], dataset_rows: int | None
+    rec: StepRecording, rows: Sequence[int], moved: Mapping[str, int]
 ) -> dict[str, str]:
-    of = "" if dataset_rows is None else f" of the {dataset_rows:,}"
-    common = {
+    total = facts.dataset_rows(rec.dataset)
+    of = "" if total is None else f" of the {total:,}"
+    return {
         "batch": f"{count_text(sum(rows), 'row')}{of} are taken for this step.",
-        "split": "One device gets the whole batch.",
-        "copy": "The model is where the batch is.",
-        "forward": "The model is run on the rows.",
-        "gather": "The output stays where it is.",
-        "loss": "How wrong the predictions for all rows are, as one number."
-        + ("" if "gather" in moved else " It was computed on the replicas, without a gather."),
-        "backward": "How should each weight change? These are the gradients.",
-        "update": "The optimizer changes the weights once; the copies follow in the next step.",
-    }
-    if len(rows) == 1:
-        return common
-    views = "" if moved.get("split") else " Same memory, so nothing is copied."
-    sent = "The weights are sent to devices with a memory of their own."
-    shared = "They share the weights in one memory, so nothing is copied."
-    return common | {
-        "split": f"The batch is cut into {' + '.join(map(str, rows))} rows, a part for each "
-        f"device.{views}",
-        "copy": f"Each device has its own copy of the model. {sent if moved['copy'] else shared}",
-        "forward": f"The {len(rows)} copies compute at the same time, each on its own rows.",
+        "split": f"The batch is cut into {' + '.join(map(str, rows))} rows, a part for each device."
+        + ("" if moved.get("split") else " Same memory, so nothing is copied."),
+        "copy": "Each device has its own copy of the model. "
+        + (
+            "The weights are sent to devices with a memory of their own."
+            if moved["copy"]
+            else "They share the weights in one memory, so nothing is copied."
+        ),
+        "forward": "All copies compute at the same time, each on its own rows.",
         "gather": f"The outputs for {list_text(rows)} rows are joined on the first device, in the "
         "batch's order.",
+        "loss": "How wrong the predictions for all rows are, as one number."
+        + ("" if "gather" in moved else " It was computed on the replicas, without a gather."),
         "backward": "How should each weight change? The answers of all copies, the gradients, are "
         "added up in one place.",
+        "update": "The optimizer changes the weights once; the copies follow in the next step.",
     }
 
 
 def _stages(
-    notes: StepRecording,
+    rec: StepRecording,
     sentences: Mapping[str, str],
     parts: Mapping[str, Sequence[Part]],
     moved: Mapping[str, int],
@@ -312,85 +267,69 @@ def _stages(
         for name, text in sentences.items()
         if name in parts
     ]
-    rows = dataset_rows(notes.dataset)
+    rows = facts.dataset_rows(rec.dataset)
     if rows is None:
         return stages
-    batch = next((part.tensors for part in parts.get("batch", parts.get("split", []))), [])
-    facts = dataset_facts(notes.dataset, batch, values=notes.values)
-    shape = f", {shape_text(facts[0].shape)}" if facts else ""
+    data = rec.dataset.tensors[0] if isinstance(rec.dataset, TensorDataset) else rec.dataset
+    known = facts.tree("inputs", data if isinstance(data, Tensor) else None, values=rec.values)
+    shape = f", {shape_text(known[0].shape)}" if known else ""
     text = f"The dataset: {count_text(rows, 'row')}{shape}."
-    part = Part(title="dataset", tensors=facts)
+    part = Part(title="dataset", tensors=known)
     return [Stage(name="data", title="input data", text=text, parts=[part]), *stages]
 
 
-def _loss_facts(notes: StepRecording, weight: float | None) -> list[TensorFacts]:
+def _loss(rec: StepRecording, weight: float | None) -> list[TensorFacts]:
     """The mean loss, which is a statistic: kept without `values` too."""
-    if notes.loss is None:
+    if rec.loss is None:
         return []
-    return [facts_of("loss", notes.loss / weight if weight else notes.loss, values=True)]
-
-
-def _all_inputs(calls: Sequence[ForwardPass], values: bool) -> list[TensorFacts]:
-    """The inputs of the first forward pass, counted as long as all passes together are."""
-    facts = tree_facts("input", calls[0].arguments, values=values) if calls else []
-    if len(calls) < 2 or not facts or not facts[0].shape:
-        return facts
-    shape = [sum(call.rows for call in calls), *facts[0].shape[1:]]
-    size = sum(bytes_of(call.inputs[:1]) for call in calls)
-    return [replace(facts[0], shape=shape, bytes=size), *facts[1:]]
+    return facts.tree("loss", rec.loss / weight if weight else rec.loss, values=True)
 
 
 def _follow_sample(
-    notes: StepRecording,
+    rec: StepRecording,
     stages: Sequence[Stage],
     calls: Sequence[ForwardPass],
     rank: int | None = None,
-    rows_before: int = 0,
+    first_row: int = 0,
 ) -> Sample | None:
     """Where the followed sample is at each stage; None where this process does not have it."""
-    index = notes.sample
-    if index is None:
+    index = rec.sample
+    places = [(call, number, row) for number, call in enumerate(calls) for row in range(call.rows)]
+    indices = rec.indices
+    if indices is None:
+        indices = list(range(first_row, first_row + len(places)))
+    if index is None or index not in indices[: len(places)]:
         return None
-    row = index - rows_before
-    if notes.indices is not None:
-        row = notes.indices.index(index) if index in notes.indices else -1
-    if not 0 <= row < sum(call.rows for call in calls):
-        return None
-    own, number = row, 0
-    while own >= calls[number].rows:
-        own -= calls[number].rows
-        number += 1
-    call = calls[number]
-    into = row_values(call.inputs, own, call.rows) if notes.values else None
-    out = row_values(call.outputs, own, call.rows) if notes.values else None
-    way: list[tuple[str, int | None, int, list[float] | None]]
+    row = indices.index(index)
+    call, number, own = places[row]
+    into, out = (
+        facts.row_values(each, own, call.rows) if rec.values else None
+        for each in (call.inputs, call.outputs)
+    )
+    way: dict[str, tuple[int | None, int, list[float] | None]]
+    way = {"data": (None, index, into)} if rec.indices is not None else {}
     if rank is None:
-        way = [("batch", None, row, into), ("split", number, own, into)]
-        way += [("forward", number, own, out), ("gather", None, row, out)]
+        way |= {"batch": (None, row, into), "split": (number, own, into)}
+        way |= {"forward": (number, own, out), "gather": (None, row, out)}
     else:
-        way = [
-            ("sampler", rank, row, None),
-            ("batch", rank, row, into),
-            ("forward", rank, row, out),
-        ]
-    if notes.indices is not None:
-        way.insert(0, ("data", None, index, into))
+        way |= {"sampler": (rank, row, None), "batch": (rank, row, into)}
+        way |= {"forward": (rank, row, out)}
     names = {stage.name for stage in stages}
     stops = [
         SampleStop(stage=stage, worker=worker, row=at, values=values)
-        for stage, worker, at, values in way
+        for stage, (worker, at, values) in way.items()
         if stage in names
     ]
     return Sample(index=index, stops=stops)
 
 
 def _follow_weight(
-    notes: StepRecording,
+    rec: StepRecording,
     stages: Sequence[Stage],
     *way: tuple[str, Any, Sequence[float | None] | None, bool],
 ) -> Weight | None:
     """The followed weight at each stage: what its numbers are, and whether workers share them."""
-    if notes.weight is None:
+    if rec.weight is None:
         return None
     names = {stage.name for stage in stages}
     stops = []
@@ -403,8 +342,13 @@ def _follow_weight(
             WeightStop(
                 stage=stage,
                 what=what,
-                by_worker=known if notes.values and is_whole else None,
+                by_worker=known if rec.values and is_whole else None,
                 is_equal=len(set(known)) == 1 if is_shared and is_whole else None,
             )
         )
-    return Weight(name=notes.weight.name, index=list(notes.weight.index), stops=stops)
+    name, index = rec.weight
+    bucket, position = rec.bucket_starts.get(name, (None, None))
+    if position is not None:
+        strides = torch.empty(rec.trained[name].shape, device="meta").stride()
+        position += sum(i * stride for i, stride in zip(index, strides, strict=True))
+    return Weight(name=name, index=list(index), bucket=bucket, position=position, stops=stops)

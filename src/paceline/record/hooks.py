@@ -1,14 +1,16 @@
-"""Observing one step from outside: hooks on the module, its outputs, its parameters, the optimizer.
+"""One step while it happens: its forward passes, its gradients, and when each was there.
 
-The engine is not touched and takes its usual path. The module's own hooks fire in every replica of
-`DataParallel` too, because a replica takes over the module's attributes.
+Hooks on the module, its outputs, its parameters and the optimizer see it from outside; the engine
+takes its usual path. The module's hooks fire in every replica of `DataParallel` too, because a
+replica takes over the module's attributes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,43 +21,123 @@ from torch.optim import Optimizer
 from paceline.comm import tree
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
-from paceline.record.facts import ForwardPass, Memory, StepRecording
-from paceline.record.stages import Part, TensorFacts
+from paceline.record import facts
+from paceline.record.stages import Part, Trace
 
 
-class StepHooks:
-    """Observes one step: enter, let the step happen, leave.
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """The rows of one forward pass and what the loss said of them: enough to compute it again."""
 
-    `local` are the gradients of this worker alone, before anybody averages; `averaged` are those
-    that backward left behind, `applied` those that the optimizer found.
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    """Of the loss, by output."""
+    random_state: list[Tensor] = field(default_factory=list)
+    """Of the generators before the pass; empty where it drew no random numbers."""
+    targets: list[Tensor] = field(default_factory=list)
+    """What the loss compares the outputs with, where that is known."""
+
+    @property
+    def rows(self) -> int:
+        return next((tensor.shape[0] for tensor in self.inputs if tensor.dim()), 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardPass(Piece):
+    """One call of the module, of a replica, or of `DataParallel` with the whole batch."""
+
+    module: nn.Module
+    arguments: Any
+    """args and kwargs, whose tensors are the inputs."""
+    output: Any = None
+    memories: set[int]
+    """Of the inputs."""
+    weights: frozenset[int]
+    """Memories of the parameters that were used."""
+    turn: int
+    """How many times this module, or this replica, was called before in the step."""
+    begin_ns: int
+    end_ns: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class StepRecording:
+    """One step being recorded. `note_batch` and `note_loss` say what no hook can see.
+
+    `trace` is there when the block has ended. `local` are the gradients of this worker alone,
+    before anybody averages; `averaged` are those that backward left behind, `applied` those that
+    the optimizer found.
     """
 
-    def __init__(self, model: Any, optimizer: Optimizer | None, notes: StepRecording) -> None:
-        self.model, self.notes = model, notes
-        self.calls: list[ForwardPass] = []
-        self.whole: ForwardPass | None = None
-        """The first call of `DataParallel` itself, with the whole batch."""
-        self.buckets: list[Part] = []
-        """The reducer's, as they were when backward began."""
-        self.bucket_starts: dict[str, tuple[int, int]] = {}
-        """By parameter: which bucket it is in, and its first element there."""
-        self.loss_weight: float | None = None
-        """How many items the accumulated losses are sums over; None unless the engine was told."""
-        self.local: dict[str, Tensor] = {}
-        self.averaged: dict[str, Tensor] = {}
-        self.applied: dict[str, Tensor] = {}
-        self.has_older_gradients = False
-        self.is_indirect = False
-        """Whether the loss itself looks at gradients, which says more than those of the outputs."""
-        self.autocast: tuple[str, torch.dtype] | None = None
-        self._optimizer = optimizer
-        self._outermost = model if isinstance(model, DataParallel) else model.module
+    model: Any
+    optimizer: Optimizer | None
+    step: int
+    dataset: Any
+    sample: int | None
+    weight_text: InitVar[str | None]
+    values: bool
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    keeps_tensors: bool
+    """Whether the step is computed again, for which tensors are copied."""
+    trace: Trace | None = None
+    indices: list[int] | None = None
+    """Which rows of the dataset this process has."""
+    loss: Tensor | None = None
+    """The sum of all losses."""
+    loss_weight: float | None = None
+    """Over how many items it is a sum; None where nobody said."""
+    engine_weight: float | None = None
+    """The same, as the engine was told."""
+    targets: list[Any] = field(default_factory=list)
+    """One for each loss."""
+    calls: list[ForwardPass] = field(default_factory=list)
+    whole: ForwardPass | None = None
+    """The first call of `DataParallel` itself, with the whole batch."""
+    buckets: list[Part] = field(default_factory=list)
+    """The reducer's, as they were when backward began."""
+    bucket_starts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By parameter: which bucket it is in, and its first element there."""
+    local: dict[str, Tensor] = field(default_factory=dict)
+    averaged: dict[str, Tensor] = field(default_factory=dict)
+    applied: dict[str, Tensor] = field(default_factory=dict)
+    has_older_gradients: bool = False
+    is_indirect: bool = False
+    """Whether the loss itself looks at gradients, which says more than those of the outputs."""
+    autocast: tuple[str, torch.dtype] | None = None
+
+    def __post_init__(self, weight_text: str | None) -> None:
+        self.weight = facts.find_weight(weight_text, self.trained)
+        self.weight_before = facts.read_weight(self.weight, self.trained)
+        is_replicas = isinstance(self.model, DataParallel)
+        self._outermost = self.model if is_replicas else self.model.module
         self._handles: list[Any] = []
-        self._running: dict[int, ForwardPass] = {}
-        self._lock = threading.Lock()
+        self._running: dict[nn.Module, ForwardPass] = {}
+        self._lock = threading.RLock()
         self._awaits_end = False
         self._ns: dict[str, int] = {}
         self._overhead_ns = 0
+
+    def note_batch(self, indices: Sequence[int]) -> None:
+        """Say which rows of the dataset this worker's batch has, in order."""
+        self.indices = [int(index) for index in indices]
+
+    def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
+        """Say what the loss is, before backward; of several, their sum is shown.
+
+        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
+        With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
+        batch too.
+        """
+        self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
+        value = loss.detach().clone()
+        self.loss = value if self.loss is None else self.loss + value
+        if weight is not None:
+            self.loss_weight = (self.loss_weight or 0.0) + weight
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -84,143 +166,133 @@ class StepHooks:
     def _seconds(self, begin: str, end: str) -> float | None:
         if begin not in self._ns or end not in self._ns:
             return None
-        overhead_ns = self._overhead_ns if begin == "backward" else 0
-        return max(0, self._ns[end] - self._ns[begin] - overhead_ns) / 1e9
+        return max(0, self._ns[end] - self._ns[begin]) / 1e9
 
-    def __enter__(self) -> StepHooks:
-        try:
-            self._attach()
-        except BaseException:
-            self.__exit__()
-            raise
+    def __enter__(self) -> StepRecording:
+        add = self._handles.append
+        for module in {self._outermost, self.model.module}:
+            add(module.register_forward_pre_hook(self._hook(self._on_call), with_kwargs=True))
+            add(module.register_forward_hook(self._hook(self._on_return)))
+        for name, param in self.trained.items():
+            hook = partial(self._hook(self._on_gradient), name, param)
+            add(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            add(self.optimizer.register_step_pre_hook(self._hook(self._on_update)))
+            add(self.optimizer.register_step_post_hook(self._hook(self._on_updated)))
         self._ns["begin"] = _now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ns["end"] = _now()
+        self._ns["end"] = _now() - self._overhead_ns
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self._running.clear()
 
-    def _attach(self) -> None:
-        add = self._handles.append
-        for module in {self._outermost, self.model.module}:
-            add(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
-            add(module.register_forward_hook(self._on_return))
-        for name, param in self.trained.items():
-            hook = partial(self._on_gradient, name, param)
-            add(param.register_hook(hook))  # type: ignore[no-untyped-call]
-        if self._optimizer is not None:
-            add(self._optimizer.register_step_pre_hook(self._on_update))
-            add(self._optimizer.register_step_post_hook(self._on_updated))
+    def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, told on a clock that stands still while hooks take their notes."""
 
-    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        arrive_ns = _now()
+        def hook(*args: Any) -> Any:
+            with self._lock:
+                begin_ns = _now()
+                try:
+                    return function(begin_ns - self._overhead_ns, *args)
+                finally:
+                    self._overhead_ns += _now() - begin_ns
+
+        return hook
+
+    def _on_call(self, now_ns: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = list(tree.tensors((args, kwargs)))
         kept = self._keep((args, kwargs))
         call = ForwardPass(
             module=module,
-            replica=self._replica_number(module),
             arguments=kept,
             inputs=list(tree.tensors(kept)),
             memories=memories(given),
-            weights=set(memories(list(module.parameters()))),
+            weights=frozenset(memories(module.parameters())),
             random_state=_random_state(),
-            arrive_ns=arrive_ns,
+            turn=sum(earlier.module is module for earlier in self.calls),
+            begin_ns=now_ns,
         )
         device = given[0].device.type if given else "cpu"
-        with self._lock:
-            if torch.is_autocast_enabled(device):
-                self.autocast = (device, torch.get_autocast_dtype(device))
-            if module is self._outermost:
-                self._ns.setdefault("called", arrive_ns)
-            if module is self.model:
-                self.whole = self.whole or call
-            else:
-                call.turn = sum(earlier.module is module for earlier in self.calls)
-                self.calls.append(call)
-            self._running[id(module)] = call
-        call.begin_ns = _now()
+        if torch.is_autocast_enabled(device):
+            self.autocast = (device, torch.get_autocast_dtype(device))
+        if module is self._outermost:
+            self._ns.setdefault("called", now_ns)
+        if module is self.model:
+            self.whole = self.whole or call
+        else:
+            self.calls.append(call)
+        self._running[module] = call
 
-    def _on_return(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        end_ns = _now()
-        with self._lock:
-            call = self._running.pop(id(module))
-        call.end_ns = end_ns
+    def _on_return(self, now_ns: int, module: nn.Module, _args: Any, output: Any) -> Any:
+        call = self._running.pop(module)
+        call.end_ns = now_ns
         if all(map(torch.equal, call.random_state, _random_state())):
             call.random_state = []
         call.output = self._keep(output)
         call.outputs = list(tree.tensors(call.output))
         call.grads = [None] * len(call.outputs)
-        if module is not self.model:
-            output = _separate(output)
-            for number, tensor in enumerate(tree.tensors(output)):
-                if tensor.requires_grad:
-                    hook = partial(self._on_output_grad, call, number)
-                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        call.leave_ns = _now()
         if module is self._outermost and "backward" not in self._ns:
-            self._ns["returned"] = call.leave_ns
+            self._ns["returned"] = now_ns
+        if module is self.model:
+            return output
+        output = _separate(output)
+        for number, tensor in enumerate(tree.tensors(output)):
+            if tensor.requires_grad:
+                hook = partial(self._hook(self._on_output_grad), call, number)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return output
 
-    def _on_output_grad(self, call: ForwardPass, number: int, grad: Tensor) -> None:
+    def _on_output_grad(self, now_ns: int, call: ForwardPass, number: int, grad: Tensor) -> None:
         if self._is_inner():
             return
-        begin_ns = _now()
-        self._ns.setdefault("backward", begin_ns)
+        self._ns.setdefault("backward", now_ns)
         self.look_at_buckets()
         weight = getattr(getattr(self.model, "_reducer", None), "weight", None)
-        self.loss_weight = weight.value if weight is not None and weight.is_set else None
-        if self.notes.check:
+        self.engine_weight = weight.value if weight is not None and weight.is_set else None
+        if self.keeps_tensors:
             earlier = call.grads[number]
             call.grads[number] = grad.detach().clone() if earlier is None else earlier + grad
-        self._await_end()
-        self._overhead_ns += _now() - begin_ns
 
-    def _on_gradient(self, name: str, param: nn.Parameter, grad: Tensor) -> None:
+    def _on_gradient(self, now_ns: int, name: str, param: nn.Parameter, grad: Tensor) -> None:
         if self._is_inner():
             return
-        begin_ns = _now()
-        self._await_end()
+        self._ns["gradient"] = now_ns
         own = dense(grad.detach())
         if name in self.local:
             self.local[name] = self.local[name] + own
         else:
             self.has_older_gradients |= param.grad is not None and bool(dense(param.grad).any())
             self.local[name] = own.clone()
-        self._ns["gradient"] = _now()
-        self._overhead_ns += self._ns["gradient"] - begin_ns
 
     def _is_inner(self) -> bool:
-        """Whether these are gradients that a loss is computed from: they record theirs in turn."""
-        self.is_indirect |= torch.is_grad_enabled()
-        return torch.is_grad_enabled()
+        """Whether these are gradients that a loss is computed from: they record theirs in turn.
 
-    def _await_end(self) -> None:
-        """Look at the gradients when the backward pass is over, averages included.
-
-        The engine's own callback may have been queued before or after this one. One that is queued
-        from a callback comes after all of them.
+        For others, look at the gradients when the backward pass is over, averages included. The
+        engine's own callback may be queued before or after this one; one that is queued from a
+        callback comes after all of them.
         """
-        if not self._awaits_end:
+        if torch.is_grad_enabled():
+            self.is_indirect = True
+        elif not self._awaits_end:
             self._awaits_end = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._on_backward_end))
+            queue(lambda: queue(self._hook(self._on_backward_end)))
+        return torch.is_grad_enabled()
 
-    def _on_backward_end(self) -> None:
+    def _on_backward_end(self, now_ns: int) -> None:
         self._awaits_end = False
-        self._ns["averaged"] = _now()
+        self._ns["averaged"] = now_ns
         self.averaged = self._gradients()
 
-    def _on_update(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self.applied = self._gradients() if self.notes.check else {}
-        if not self.averaged:  # a worker without rows takes part without a backward pass
-            self.averaged = self.applied or self._gradients()
-        self._ns["update"] = _now()
+    def _on_update(self, now_ns: int, *_: Any) -> None:
+        self._ns["update"] = now_ns
+        self.applied = self._gradients()
+        # A worker without rows takes part without a backward pass.
+        self.averaged = self.averaged or self.applied
 
-    def _on_updated(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._ns["updated"] = _now()
+    def _on_updated(self, now_ns: int, *_: Any) -> None:
+        self._ns["updated"] = now_ns
 
     def look_at_buckets(self) -> None:
         """Note the reducer's buckets, in the order in which they start; none in a world of one."""
@@ -228,24 +300,17 @@ class StepHooks:
         if self.buckets or getattr(reducer, "size", 1) == 1:
             return
         for number, bucket in enumerate(getattr(reducer, "buckets", [])):
-            plan, names, device = bucket.plan, list(bucket.names), str(bucket.plan.device)
-            facts = TensorFacts(
-                name=f"bucket {number}",
-                shape=[plan.numel + plan.trailer],
-                dtype=str(plan.dtype).removeprefix("torch."),
-                device=device,
-                bytes=(plan.numel + plan.trailer) * plan.dtype.itemsize,
-            )
-            inside = " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "no gradients"
-            trailer = f", then {plan.trailer} control numbers" if plan.trailer else ""
-            text = f"{inside}{trailer}"
-            self.buckets.append(Part(title=facts.name, device=device, tensors=[facts], text=text))
+            plan, names, title = bucket.plan, list(bucket.names), f"bucket {number}"
+            flat = torch.empty(plan.numel + plan.trailer, dtype=plan.dtype, device="meta")
+            (held,) = facts.tree(title, flat, values=False)
+            held = replace(held, device=str(plan.device))
+            text = " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "no gradients"
+            if plan.trailer:
+                text += f", then {plan.trailer} control numbers"
+            part = Part(title=title, device=held.device, tensors=[held], text=text)
+            self.buckets.append(part)
             for name, slot in zip(names, plan.slots, strict=True):
                 self.bucket_starts[name] = (number, slot.start)
-
-    def _replica_number(self, module: nn.Module) -> int:
-        replicas = getattr(getattr(self.model, "_engine", None), "_replicas", [])
-        return next((i for i, replica in enumerate(replicas) if replica.module is module), 0)
 
     def _gradients(self) -> dict[str, Tensor]:
         trained = self.trained.items()
@@ -253,9 +318,8 @@ class StepHooks:
 
     def _keep(self, value: Any) -> Any:
         """The tensors as they are now: the caller may change them later."""
-        if self.notes.check:
-            return tree.map_tensors(lambda tensor: tensor.detach().clone(), value)
-        return tree.map_tensors(Tensor.detach, value)
+        keep = torch.clone if self.keeps_tensors else Tensor.detach
+        return tree.map_tensors(lambda tensor: keep(tensor.detach()), value)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -263,12 +327,53 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in bare(model).named_parameters() if p.requires_grad}
 
 
-def memories(tensors: Sequence[Tensor]) -> list[Memory]:
-    return [(str(tensor.device), tensor.untyped_storage().data_ptr()) for tensor in tensors]
+def memories(tensors: Iterable[Tensor]) -> set[int]:
+    """Addresses of storages: two tensors with the same one share bytes."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def fill(template: Any, tensors: Iterable[Tensor]) -> Any:
+    """The tree with other tensors in place of its own."""
+    left = iter(tensors)
+    return tree.map_tensors(lambda _: next(left), template)
+
+
+def join(pieces: Sequence[Piece]) -> Piece | None:
+    """All rows in one piece; None where they do not fit together.
+
+    What has no rows of its own is taken from the first, or summed where it is a gradient.
+    """
+    if len(pieces) < 2:
+        return pieces[0] if pieces else None
+
+    def joined(tensors: Iterable[Tensor], *, sums: bool = False) -> Tensor:
+        listed = list(tensors)
+        listed = [tensor.to(listed[0].device) for tensor in listed]
+        pairs = zip(listed, pieces, strict=True)
+        if all(t.dim() > 0 and t.shape[0] == piece.rows for t, piece in pairs):
+            return torch.cat(listed)
+        return torch.stack(listed).sum(0) if sums else listed[0]
+
+    def joined_grads(number: int) -> Tensor | None:
+        grads = [(piece.grads[number], piece.outputs[number]) for piece in pieces]
+        if all(grad is None for grad, _ in grads):
+            return None
+        known = (torch.zeros_like(out) if grad is None else grad for grad, out in grads)
+        return joined(known, sums=True)
+
+    try:
+        return Piece(
+            inputs=[joined(each) for each in zip(*(p.inputs for p in pieces), strict=True)],
+            outputs=[joined(each) for each in zip(*(p.outputs for p in pieces), strict=True)],
+            grads=[joined_grads(number) for number in range(len(pieces[0].outputs))],
+            targets=[joined(e) for e in zip(*(p.targets for p in pieces), strict=False)],
+        )
+    except (RuntimeError, ValueError):  # other shapes, other numbers of tensors
+        return None
 
 
 def _separate(output: Any) -> Any:

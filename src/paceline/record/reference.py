@@ -10,6 +10,7 @@ after the other, each with its own random numbers, and the check says so.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,15 +24,24 @@ from torch.optim import Optimizer
 
 from paceline.comm import tree
 from paceline.ddp.sync_batch_norm import SyncBatchNorm
-from paceline.observe.units import list_text
-from paceline.record.facts import Piece
-from paceline.record.hooks import StepHooks, dense, trained_parameters
+from paceline.record.hooks import Piece, StepRecording, dense, fill, join, trained_parameters
 from paceline.record.stages import Check
 
 # How far apart two orders of the same sums may end, as a share of the largest number.
 ROUNDING_BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUNDING_OF_OTHERS = 5e-2
 NEXT_TO_NOTHING = 1e-12
+
+WHY_LOSS = (
+    "the mean of the parts' losses is not the loss of the whole batch; parts of unequal size need "
+    "weighted()"
+)
+WHY_SHAPES = "the parts' inputs have different shapes"
+WHY_RANDOM = "the model draws random numbers, each part its own"
+WHY_TOGETHER = (
+    "this model treats the rows of a batch together, as BatchNorm does without synchronisation: "
+    "the whole batch differs by {:.1g}"
+)
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -58,7 +68,7 @@ class Reference:
         return trained_parameters(self.module)
 
     def check(
-        self, hooks: StepHooks, pieces: Sequence[Piece], factor: float, loss: float | None
+        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
     ) -> Check:
         """Compute the step again and compare; a failure to do so is a check that says so.
 
@@ -66,120 +76,115 @@ class Reference:
         sum of their losses with, and `loss` is the mean over all rows.
         """
         try:
-            return self._check(hooks, pieces, factor, loss)
+            return self._check(rec, pieces, factor, loss)
         except Exception as error:  # the step is done and right; only its check is missing
             return not_computed(f"computing it again failed: {first_line(error)}")
 
     def _check(
-        self, hooks: StepHooks, pieces: Sequence[Piece], factor: float, loss: float | None
+        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
     ) -> Check:
         """On the whole batch, else part by part."""
-        reason, whole = _why_not_whole(pieces), None
-        if not reason:
-            joined = [_join(pieces)]
-            whole = self._compare(hooks, joined, factor, loss)
-            if whole.is_same:
-                return whole
-            if whole.loss is not None and self._compare(hooks, joined, factor, None).is_same:
-                return replace(whole, reason=_why_loss_differs(pieces))
-        parts = self._compare(hooks, pieces, factor, None, is_whole=False)
-        if whole is None:
-            return replace(parts, reason=reason)
+        joined = join(pieces)
+        if joined is None:
+            return replace(self._compare(rec, pieces, factor, None), reason=WHY_SHAPES)
+        whole = self._compare(rec, [joined], factor, loss)
+        if whole.is_same:
+            return whole
+        if whole.loss is not None and self._compare(rec, [joined], factor, None).is_same:
+            return replace(whole, reason=WHY_LOSS)
+        parts = self._compare(rec, pieces, factor, None)
         if not parts.is_same:
             return whole
-        if any(piece.random_state for piece in pieces):
-            return replace(parts, reason="the model draws random numbers, each part its own")
-        return replace(parts, reason=_why_rows_matter(self.module, whole.difference or 0.0))
+        is_random = any(piece.random_state for piece in pieces)
+        together = WHY_TOGETHER.format(whole.difference or 0.0)
+        return replace(parts, reason=WHY_RANDOM if is_random else together)
 
-    def gradients_of(self, hooks: StepHooks, piece: Piece) -> dict[str, Tensor]:
+    def gradients_of(self, rec: StepRecording, piece: Piece) -> dict[str, Tensor]:
         """What a single piece adds to the gradients, by parameter."""
         own = Reference(self.module, None)
-        own._run(hooks, piece, factor=1.0, uses_loss=False)
+        own._run(rec, piece, factor=1.0, uses_loss=False)
         return {name: param.grad for name, param in own.trained.items() if param.grad is not None}
 
     def _compare(
-        self,
-        hooks: StepHooks,
-        pieces: Sequence[Piece],
-        factor: float,
-        loss: float | None,
-        is_whole: bool = True,
+        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
     ) -> Check:
         own = Reference(self.module, self.optimizer)
-        ran = [own._run(hooks, piece, factor, loss is not None) for piece in pieces]
+        ran = [own._run(rec, piece, factor, loss is not None) for piece in pieces]
         outputs = [
             (ours, theirs)
             for (mine, _), piece in zip(ran, pieces, strict=True)
             for ours, theirs in zip(mine, piece.outputs, strict=True)
             if ours.shape == theirs.shape and ours.dim() > 0 and ours.is_floating_point()
         ]
-        gradients = _pair_up({n: p.grad for n, p in own.trained.items()}, hooks.averaged)
+        gradients = _pair_up({n: p.grad for n, p in own.trained.items()}, rec.averaged)
         pairs_by_what = {"outputs": outputs, "gradients": gradients}
-        if hooks.has_update and own.optimizer is not None:
-            pairs_by_what["parameters"] = own._update(hooks)
+        if rec.has_update and own.optimizer is not None:
+            pairs_by_what["parameters"] = own._update(rec)
         if ran[0][1] is not None:
             pairs_by_what["loss"] = [(ran[0][1], torch.tensor(loss, dtype=torch.float64))]
         compared = [*outputs, *gradients]
-        share = ROUNDING_OF_OTHERS
-        if hooks.autocast is None:
-            share = _rounding(theirs.dtype for _, theirs in compared)
-        is_finite = all(
-            bool(dense(tensor).isfinite().all()) for pair in compared for tensor in pair
-        )
-        return _judge(
-            {what: distance(pairs) for what, pairs in pairs_by_what.items()},
-            share,
+        shares = [ROUNDING_BY_DTYPE.get(two.dtype, ROUNDING_OF_OTHERS) for _, two in compared]
+        share = ROUNDING_OF_OTHERS if rec.autocast else max(shares, default=1e-4)
+        is_whole = len(pieces) == 1
+        found = {what: distance(pairs) for what, pairs in pairs_by_what.items()}
+        differences: dict[str, Any] = {what: apart for what, (apart, _) in found.items()}
+        tolerances = {what: share * scale + NEXT_TO_NOTHING for what, (_, scale) in found.items()}
+        worst = max(differences, key=differences.__getitem__)
+        is_same = all(differences[what] <= tolerances[what] for what in found)
+        is_finite = all(bool(dense(t).isfinite().all()) for pair in compared for t in pair)
+        said = "same" if is_same else "NOT the same"
+        where = "on the whole batch" if is_whole else "part by part"
+        return Check(
             how="whole batch" if is_whole else "part by part",
-            where="one process on the whole batch" if is_whole else "one process, each part",
+            text=f"{said} as one process {where}: difference {differences[worst]:.1g}",
+            is_same=is_same,
+            difference=differences[worst],
+            tolerance=tolerances[worst],
             reason="" if is_finite else "some numbers are not finite, on both",
+            **differences,
         )
 
     def _run(
-        self, hooks: StepHooks, piece: Piece, factor: float, uses_loss: bool
+        self, rec: StepRecording, piece: Piece, factor: float, uses_loss: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Forward and backward of one piece; gradients add up in the parameters.
 
         Returns the outputs, and the loss where its function is known and wanted.
         """
         device = next((p.device for p in self.trained.values()), torch.device("cpu"))
-
-        def fill(template: Any, tensors: Sequence[Tensor]) -> Any:
-            left = iter(tensors)
-            return tree.map_tensors(lambda _: next(left).to(device), template)
-
-        args, kwargs = fill(hooks.calls[0].arguments, piece.inputs)
-        loss, notes = None, hooks.notes
-        autocast = torch.autocast(*hooks.autocast) if hooks.autocast else nullcontext()
+        args, kwargs = fill(rec.calls[0].arguments, (t.to(device) for t in piece.inputs))
+        loss = None
+        autocast = torch.autocast(*rec.autocast) if rec.autocast else nullcontext()
         with _random_numbers(piece), torch.enable_grad(), autocast:
             output = self.module(*args, **kwargs)
-            if uses_loss and notes.loss_fn is not None and piece.targets:
-                loss = notes.loss_fn(output, fill(notes.targets[0], piece.targets))
+            if uses_loss and rec.loss_fn is not None and piece.targets:
+                targets = fill(rec.targets[0], (t.to(device) for t in piece.targets))
+                loss = rec.loss_fn(output, targets)
         outputs = list(tree.tensors(output))
-        if loss is not None:
-            torch.autograd.backward(loss)
-            return [out.detach() for out in outputs], loss.detach()
         roots = [
             (out, (grad.to(out.device) * factor).to(out.dtype))
             for out, grad in zip(outputs, piece.grads, strict=True)
             if grad is not None and out.requires_grad
         ]
-        if roots:
+        if loss is not None:
+            torch.autograd.backward(loss)
+        elif roots:
             # Outputs that depend on each other get each their own share of the gradient.
             torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
-        return [out.detach() for out in outputs], None
+        return [out.detach() for out in outputs], None if loss is None else loss.detach()
 
-    def _update(self, hooks: StepHooks) -> Pairs:
+    def _update(self, rec: StepRecording) -> Pairs:
         """Let the copied optimizer apply the engine's gradients: is the update what it should be?
 
         Not the reference's own gradients: some optimizers divide by a gradient's size, which makes
         a difference of 1e-12 between two next to nothing as large as the learning rate.
         """
         for name, param in self.trained.items():
-            applied = hooks.applied.get(name)
+            applied = rec.applied.get(name)
             param.grad = None if applied is None else applied.to(param.device).clone()
         assert self.optimizer is not None
         self.optimizer.step()
-        return _pair_up({n: p.detach() for n, p in self.trained.items()}, hooks.trained)
+        return _pair_up({n: p.detach() for n, p in self.trained.items()}, rec.trained)
 
 
 class _AloneBatchNorm(_BatchNorm):
@@ -187,19 +192,6 @@ class _AloneBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         return
-
-
-def check_sums(
-    pairs: Iterable[tuple[Tensor, Tensor]], parameters: Iterable[Tensor], reason: str
-) -> Check:
-    """The check that is left where a step cannot be computed again: are the sums right?
-
-    `pairs` are the workers' own gradients, averaged once more, and the engine's.
-    """
-    where = "the workers' own gradients, averaged by plain torch"
-    found = {"gradients": distance(pairs)}
-    share = _rounding(parameter.dtype for parameter in parameters)
-    return _judge(found, share, how="gradients only", where=where, reason=reason)
 
 
 def first_line(error: BaseException) -> str:
@@ -219,43 +211,13 @@ def distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
             one = dense(ours).detach()
             two = dense(theirs).to(one.device)
             wide = torch.complex128 if one.is_complex() else torch.float64
-            apart = (one.to(wide) - two.to(wide)).abs()
+            apart = (one.to(wide) - two.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
             # Infinities of one sign do not differ, nor do two that are not numbers.
-            is_equal = (one == two) | (one.isnan() & two.isnan())
-            apart = torch.where(is_equal, torch.zeros_like(apart), apart)
-            difference = max(difference, apart.max().item(), key=_nan_is_worst)
+            apart[(one == two) | (one.isnan() & two.isnan())] = 0.0
+            difference = max(difference, apart.max().item())
             finite = one[one.isfinite()].abs()
             scale = max(scale, finite.max().item() if finite.numel() else 0.0)
     return difference, scale
-
-
-def _judge(
-    found: Mapping[str, tuple[float, float]], share: float, *, how: Any, where: str, reason: str
-) -> Check:
-    """Whether differences are rounding: at most `share` of the largest number, each."""
-    tolerances = {what: share * scale + NEXT_TO_NOTHING for what, (_, scale) in found.items()}
-    differences: dict[str, Any] = {what: apart for what, (apart, _) in found.items()}
-    worst = max(differences, key=lambda what: _nan_is_worst(differences[what]))
-    is_same = all(differences[what] <= tolerances[what] for what in found)
-    said = "same" if is_same else "NOT the same"
-    return Check(
-        how=how,
-        text=f"{said} as {where}: difference {differences[worst]:.1g}",
-        is_same=is_same,
-        difference=differences[worst],
-        tolerance=tolerances[worst],
-        reason=reason,
-        **differences,
-    )
-
-
-def _nan_is_worst(number: float) -> float:
-    return float("inf") if number != number else number
-
-
-def _rounding(dtypes: Iterable[torch.dtype]) -> float:
-    """The share of the largest number that rounding may explain, by the roughest dtype."""
-    return max((ROUNDING_BY_DTYPE.get(d, ROUNDING_OF_OTHERS) for d in dtypes), default=1e-4)
 
 
 def _pair_up(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]) -> Pairs:
@@ -268,68 +230,6 @@ def _pair_up(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]) ->
         elif other is not None:
             pairs.append((torch.zeros_like(other), other))
     return pairs
-
-
-def _why_not_whole(pieces: Sequence[Piece]) -> str:
-    if len({(len(piece.inputs), len(piece.outputs)) for piece in pieces}) > 1:
-        return "the parts' inputs or outputs are not alike"
-    if len({tuple(t.shape[1:] for t in piece.inputs) for piece in pieces}) > 1:
-        return "the parts' inputs have different shapes"
-    return ""
-
-
-def _why_loss_differs(pieces: Sequence[Piece]) -> str:
-    """The engine did what it was told; the sum of the losses is not the loss of the sum."""
-    rows = [piece.rows for piece in pieces]
-    if len(set(rows)) > 1:
-        return (
-            f"the losses of {list_text(rows[:6])} rows were averaged as if they were equally "
-            "many; weighted() counts rows"
-        )
-    return "the loss of the whole batch is not the mean of its parts' losses"
-
-
-def _why_rows_matter(module: nn.Module, difference: float) -> str:
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    if any(layer.training for layer in layers):
-        name = type(layers[0]).__name__
-        return (
-            f"{name} normalises each part by its own rows, so the whole batch gives something else "
-            f"(by {difference:.1g}); SyncBatchNorm does not"
-        )
-    return f"this model treats the rows of a batch together: on the whole batch {difference:.1g}"
-
-
-def _join(pieces: Sequence[Piece]) -> Piece:
-    """All rows in one piece. What has no rows of its own is taken from the first, or summed."""
-    if len(pieces) == 1:
-        return pieces[0]
-
-    def join(tensors: Iterable[Tensor], *, sums: bool = False) -> Tensor:
-        listed = list(tensors)
-        listed = [tensor.to(listed[0].device) for tensor in listed]
-        pairs = zip(listed, pieces, strict=True)
-        if all(t.dim() > 0 and t.shape[0] == piece.rows for t, piece in pairs):
-            return torch.cat(listed)
-        return torch.stack(listed).sum(0) if sums else listed[0]
-
-    def join_grads(number: int) -> Tensor | None:
-        grads = [(piece.grads[number], piece.outputs[number]) for piece in pieces]
-        if all(grad is None for grad, _ in grads):
-            return None
-        known = (torch.zeros_like(out) if grad is None else grad for grad, out in grads)
-        return join(known, sums=True)
-
-    first = pieces[0]
-    has_targets = all(len(piece.targets) == len(first.targets) for piece in pieces)
-    return Piece(
-        inputs=[join(p.inputs[i] for p in pieces) for i in range(len(first.inputs))],
-        outputs=[join(p.outputs[i] for p in pieces) for i in range(len(first.outputs))],
-        grads=[join_grads(i) for i in range(len(first.outputs))],
-        targets=[join(p.targets[i] for p in pieces) for i in range(len(first.targets))]
-        if has_targets
-        else [],
-    )
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class Weight:
 class Check:
     """The step computed once more in one process, and how far it is from what the engine did."""
 
-    how: Literal["whole batch", "part by part", "gradients only", "not computed"]
+    how: Literal["whole batch", "part by part", "not computed"]
     text: str
     """One sentence, such as "same as one process on the whole batch: difference 3e-08"."""
     is_same: bool | None = None

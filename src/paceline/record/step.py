@@ -27,13 +27,13 @@ from torch.optim import Optimizer
 
 from paceline import comm
 from paceline.comm import codec, tree
-from paceline.comm.safetensors import memory_of
+from paceline.comm.collectives import gather_bytes
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError, check_whole
 from paceline.observe.run_folder import RunFolder
-from paceline.record import schema
+from paceline.record import facts, schema
 from paceline.record.engines import (
     Picture,
     RankCounts,
@@ -42,13 +42,12 @@ from paceline.record.engines import (
     loss_factor,
     merge_stages,
 )
-from paceline.record.facts import Piece, StepRecording, bytes_of, dataset_rows, find_weight
-from paceline.record.hooks import StepHooks, trained_parameters
-from paceline.record.reference import Reference, check_sums, first_line, not_computed
+from paceline.record.hooks import ForwardPass, Piece, StepRecording
+from paceline.record.reference import Reference, first_line, not_computed
 from paceline.record.stages import Check, EngineName, Model, Trace
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
-"""Larger batches are not sent to rank 0 to be computed again; their gradients are summed again."""
+"""Larger batches are not sent to rank 0 to be computed again."""
 INDIRECT = "the loss is computed from gradients, which are not recorded"
 OLDER = "gradients of an earlier backward pass were still there; call zero_grad() first"
 SHARED_GENERATOR = "the model draws random numbers, and replicas in threads share a generator"
@@ -85,110 +84,114 @@ def record_step(
     target = None if folder is None else RunFolder(folder)
     if target is not None:
         target.check_name()  # a name is refused by every worker alike
-    trained = trained_parameters(model)
-    followed = find_weight(weight, trained)
-    recording = StepRecording(
+    rec = StepRecording(
+        model=model,
+        optimizer=optimizer,
         step=step,
         dataset=dataset,
-        values=values,
         sample=sample,
-        weight=followed,
-        weight_before=None if followed is None else followed.read(trained),
+        weight_text=weight,
+        values=values,
         loss_fn=loss_fn,
-        check=check,
+        keeps_tensors=check,
     )
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
-    copied = _copy(model, optimizer, is_main) if check else None
-    hooks = StepHooks(model, optimizer, recording)
-    with hooks:
-        yield recording
-    if not hooks.calls and group is None:
+    reference = _copy(model, optimizer) if check and is_main else ""
+    with rec:
+        yield rec
+    if not rec.calls and group is None:
         raise UsageError(
             "The model was not called in the recorded step.",
             advice="Put forward, backward and the optimizer's step into the block.",
         )
     with torch.no_grad():
-        trace = _trace_replicas(hooks, copied) if group is None else _trace_ranks(hooks, copied)
-    recording.trace = trace
+        rec.trace = (_trace_replicas if group is None else _trace_ranks)(rec, reference)
     if target is not None and is_main:
         target.create()
-        schema.write(trace, target.pipeline_of(step))
+        schema.write(rec.trace, target.pipeline_of(step))
 
 
-Copied = Reference | str | None
-"""What the step is compared with, or why it cannot be; None where nobody wants to compare."""
-
-
-def _copy(model: Any, optimizer: Optimizer | None, is_main: bool) -> Copied:
-    if not is_main:
-        return ""
+def _copy(model: Any, optimizer: Optimizer | None) -> Reference | str:
+    """What the step is compared with, or why it cannot be."""
     try:
         return Reference(model.module, optimizer)
     except Exception as error:  # some modules cannot be copied; the step matters more
         return f"the model cannot be copied: {first_line(error)}"
 
 
-def _trace_replicas(hooks: StepHooks, copied: Copied) -> Trace:
+def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
     """The trace of a step of one process with several replicas."""
-    notes = hooks.notes
-    calls = sorted(hooks.calls, key=lambda call: (call.turn, call.replica))
-    first = [call for call in calls if call.turn == 0]  # what is drawn; all are checked
-    places = [hooks.model.device_ids[call.replica] for call in first]
+    replicas = getattr(rec.model._engine, "_replicas", [])  # none where there is one device
+    order = {replica.module: number for number, replica in enumerate(replicas)}
+
+    def number_of(call: ForwardPass) -> int:
+        return order.get(call.module, 0)
+
+    rec.calls.sort(key=lambda call: (call.turn, number_of(call)))
+    first = [call for call in rec.calls if call.turn == 0]  # what is drawn; all are checked
+    places = [rec.model.device_ids[number_of(call)] for call in first]
     devices = [str(torch.device(p) if isinstance(p, int) else p) for p in places]
-    if len(notes.targets) == 1:  # one loss for all replicas: targets of the whole batch
-        for call in calls:
-            call.targets = list(tree.tensors(notes.targets))
-    loss = None if notes.loss is None else notes.loss.item()
-    is_random = len(calls) > 1 and any(call.random_state for call in calls)
-    check = contributions = None
-    if isinstance(copied, str):
-        check = not_computed(copied)
-    elif copied is not None:
-        if hooks.has_older_gradients or hooks.is_indirect:
-            check = not_computed(OLDER if hooks.has_older_gradients else INDIRECT)
-        else:
-            check = copied.check(hooks, calls, 1.0, loss)
+    if len(rec.targets) == 1:  # one loss for all replicas: targets of the whole batch
+        for call in rec.calls:
+            call.targets = list(tree.tensors(rec.targets))
+    is_random = len(rec.calls) > 1 and any(call.random_state for call in rec.calls)
+    contributions = None
+    reason = OLDER if rec.has_older_gradients else INDIRECT if rec.is_indirect else ""
+    check = not_computed(reason or str(reference)) if rec.keeps_tensors else None
+    if isinstance(reference, Reference):
+        if not reason:
+            check = reference.check(rec, rec.calls, 1.0, _number(rec.loss))
             if is_random and not check.is_same:
                 check = not_computed(SHARED_GENERATOR)
         if len(first) > 1 and not is_random:
-            contributions = _contributions(copied, hooks, first)
-    picture = describe_replicas(hooks, first, devices, contributions)
-    rows = sum(call.rows for call in first)
-    return _trace(hooks, "DataParallel", devices, rows, picture, check)
+            contributions = _contributions(reference, rec, first)
+    picture = describe_replicas(rec, first, devices, contributions)
+    return _trace(rec, "DataParallel", devices, sum(call.rows for call in first), picture, check)
 
 
 def _contributions(
-    copied: Reference, hooks: StepHooks, calls: Sequence[Piece]
+    reference: Reference, rec: StepRecording, calls: Sequence[Piece]
 ) -> list[float] | None:
     """What each replica adds to the followed weight's gradient.
 
     They share the parameters, so it is never seen by itself.
     """
     try:
-        found = [hooks.notes.read_weight(copied.gradients_of(hooks, call)) for call in calls]
+        found = [facts.read_weight(rec.weight, reference.gradients_of(rec, call)) for call in calls]
     except Exception:  # the picture has less to show
         return None
-    return [0.0 if number is None else number for number in found]
+    return [number or 0.0 for number in found]
 
 
-def _trace_ranks(hooks: StepHooks, copied: Copied) -> Trace:
+def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
     """The trace of a step of all workers; the same on every one of them."""
-    hooks.look_at_buckets()
-    group, device = hooks.model.process_group, hooks.model.device
+    rec.look_at_buckets()
+    group, device = rec.model.process_group, rec.model.device
     is_equal = None
-    if hooks.has_update and group.size() > 1:
+    if rec.has_update and group.size() > 1:
         try:
-            hooks.model.check_in_sync()
+            rec.model.check_in_sync()
             is_equal = True
         except ReplicaError:
             is_equal = False
-    told = comm.exchange(group, asdict(_count(hooks)), device, "Recording a step: counts")
+    counts = RankCounts(
+        rows=[call.rows for call in rec.calls],
+        indices=rec.indices,
+        engine_weight=rec.engine_weight,
+        loss_weight=rec.engine_weight if rec.loss_weight is None else rec.loss_weight,
+        loss=_number(rec.loss),
+        has_update=rec.has_update,
+        has_older_gradients=rec.has_older_gradients,
+        weight=[rec.weight_before]
+        + [facts.read_weight(rec.weight, each) for each in (rec.local, rec.averaged, rec.trained)],
+    )
+    told = comm.exchange(group, asdict(counts), device, "Recording a step: counts")
     ranks = [RankCounts(**each) for each in told]
-    check = None if copied is None else _check_ranks(hooks, copied, ranks)
-    picture = describe_rank(hooks, ranks, group.rank(), is_equal)
-    rows = sum(each.rows for each in ranks)
-    own = _trace(hooks, "DistributedDataParallel", [str(device)], rows, picture, check)
+    check = _check_ranks(rec, reference, ranks) if rec.keeps_tensors else None
+    picture = describe_rank(rec, ranks, group.rank(), is_equal)
+    rows = sum(sum(each.rows) for each in ranks)
+    own = _trace(rec, "DistributedDataParallel", [str(device)], rows, picture, check)
     told = comm.exchange(group, schema.to_json(own), device, "Recording a step: stages")
     traces = [schema.from_json(each) for each in told]
     check = traces[0].check
@@ -203,107 +206,78 @@ def _trace_ranks(hooks: StepHooks, copied: Copied) -> Trace:
     )
 
 
-def _count(hooks: StepHooks) -> RankCounts:
-    notes = hooks.notes
-    return RankCounts(
-        rows=sum(call.rows for call in hooks.calls),
-        passes=len(hooks.calls),
-        indices=notes.indices,
-        engine_weight=hooks.loss_weight,
-        loss_weight=hooks.loss_weight if notes.loss_weight is None else notes.loss_weight,
-        loss=None if notes.loss is None else notes.loss.item(),
-        has_update=hooks.has_update,
-        has_older_gradients=hooks.has_older_gradients,
-        weight=[notes.weight_before]
-        + [notes.read_weight(each) for each in (hooks.local, hooks.averaged, hooks.trained)],
-    )
-
-
 def _check_ranks(
-    hooks: StepHooks, copied: Reference | str, ranks: Sequence[RankCounts]
+    rec: StepRecording, reference: Reference | str, ranks: Sequence[RankCounts]
 ) -> Check | None:
     """Rank 0's check; the others only hand over their rows."""
     if any(each.has_older_gradients for each in ranks):
         return not_computed(OLDER)
-    factor = loss_factor(ranks)
-    trouble = INDIRECT if hooks.is_indirect else copied if isinstance(copied, str) else ""
-    pieces, reason = _gather_pieces(hooks, trouble)
+    pieces, reason = _gather_pieces(
+        rec, INDIRECT if rec.is_indirect else reference if isinstance(reference, str) else ""
+    )
     if reason:
-        return check_sums(_sums_again(hooks, factor), hooks.trained.values(), reason)
-    if isinstance(copied, str):
+        return not_computed(reason)
+    if isinstance(reference, str):
         return None
-    if not pieces or not hooks.calls:
+    if not rec.calls:
         return not_computed("rank 0 had no rows in this step")
     losses = [each.loss for each in ranks if each.loss is not None]
     total = sum(1.0 if each.loss_weight is None else each.loss_weight for each in ranks)
     loss = sum(losses) / total if len(losses) == len(ranks) and total else None
-    return copied.check(hooks, pieces, factor, loss)
+    return reference.check(rec, pieces, loss_factor(ranks), loss)
 
 
-def _gather_pieces(hooks: StepHooks, trouble: str) -> tuple[list[Piece], str]:
+def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[Piece], str]:
     """The rows of all workers, or why they are not sent; the same answer on every worker."""
-    group, device = hooks.model.process_group, hooks.model.device
-    for call, targets in zip(hooks.calls, hooks.notes.targets, strict=False):
+    group, device = rec.model.process_group, rec.model.device
+    for call, targets in zip(rec.calls, rec.targets, strict=False):
         call.targets = list(tree.tensors(targets))
     names = [field.name for field in fields(Piece)]
     try:
-        data = codec.encode([{n: getattr(call, n) for n in names} for call in hooks.calls])
+        data = codec.encode([{n: getattr(call, n) for n in names} for call in rec.calls])
     except WireError as error:
         data, trouble = b"", f"its inputs cannot be sent: {error.what}"
     told = comm.exchange(group, [len(data), trouble], device, "Recording a step: sizes")
-    sizes = [size for size, _ in told]
-    if sum(sizes) > WHOLE_BATCH_LIMIT_BYTES:
+    if sum(size for size, _ in told) > WHOLE_BATCH_LIMIT_BYTES:
         return [], "the batch is too large to be computed again by one process"
     if any(said for _, said in told):
         return [], next(said for _, said in told if said)
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = comm.all_gather(group, padded.to(device), "Recording a step: rows")
+    sent = gather_bytes(group, data, device, "Recording a step: rows")
     if group.rank() != 0:
         return [], ""
-    here = [part.cpu() for part in parts]  # must outlive the views of its memory
-    sent = [bytes(memory_of(p)[:size]) for p, size in zip(here, sizes, strict=True)]
     return [Piece(**piece) for each in sent for piece in codec.decode(each)], ""
 
 
-def _sums_again(hooks: StepHooks, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """The workers' own gradients, averaged once more by plain sums in double, and the engine's."""
-    for name, param in hooks.trained.items():
-        wide = torch.complex128 if param.is_complex() else torch.float64
-        own = hooks.local.get(name)
-        total = torch.zeros_like(param, dtype=wide) if own is None else own.to(wide)
-        what = f"Recording a step: the gradient of {name!r}"
-        comm.all_reduce(hooks.model.process_group, total, what)
-        engines = hooks.averaged.get(name)
-        yield total * factor, torch.zeros_like(total) if engines is None else engines
+def _number(tensor: Tensor | None) -> float | None:
+    return None if tensor is None else tensor.item()
 
 
 def _trace(
-    hooks: StepHooks,
+    rec: StepRecording,
     engine: EngineName,
     devices: list[str],
     rows: int,
     picture: Picture,
     check: Check | None,
 ) -> Trace:
-    whole = bare(hooks.model)
+    whole = bare(rec.model)
     parameters = list(whole.parameters())
     stages, sample, weight = picture
     return Trace(
         engine=engine,
-        step=hooks.notes.step,
+        step=rec.step,
         created=time.time(),
         workers=len(devices),
         devices=devices,
         model=Model(
             name=type(whole).__name__,
             parameters=sum(p.numel() for p in parameters),
-            bytes=bytes_of(parameters),
+            bytes=facts.size(parameters),
         ),
         batch_rows=rows,
-        dataset_rows=dataset_rows(hooks.notes.dataset),
-        has_values=hooks.notes.values,
-        seconds=hooks.seconds,
+        dataset_rows=facts.dataset_rows(rec.dataset),
+        has_values=rec.values,
+        seconds=rec.seconds,
         stages=stages,
         sample=sample,
         weight=weight,

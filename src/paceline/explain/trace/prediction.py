@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm import tree
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import UsageError
-from paceline.record.facts import facts_of, tree_facts
+from paceline.record import facts
 from paceline.record.stages import Answer, Epoch, Layer, Prediction, Training
 
 FLAT = 0.02
@@ -130,11 +130,11 @@ def trace_prediction(
             advice="A prediction is traced to the first tensor of the output.",
         )
     if layers[-1].output.shape != list(found.shape):
-        kept = facts_of("output", found, values=values)
+        (kept,) = facts.tree("output", found, values=values)
         layers.append(Layer(name="", kind=type(inner).__name__, output=kept))
     return Prediction(
         index=index,
-        input=tree_facts("input", args, values=values),
+        input=facts.tree("input", args, values=values),
         layers=layers,
         answer=answer_of(found, kind, expected) if values else None,
     )
@@ -180,7 +180,7 @@ def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[No
                 Layer(
                     name=names[layer],
                     kind=type(layer).__name__,
-                    output=facts_of("output", found, values=values),
+                    output=facts.tree("output", found, values=values)[0],
                     parameters=sum(param.numel() for param in layer.parameters()),
                 )
             )

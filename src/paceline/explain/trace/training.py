@@ -30,8 +30,8 @@ from paceline.errors import UsageError, check_whole
 from paceline.explain.trace.prediction import observe, trace_prediction
 from paceline.explain.trace.task import Task
 from paceline.launcher import launch
-from paceline.record.facts import StepRecording, find_weight
-from paceline.record.hooks import trained_parameters
+from paceline.record.facts import find_weight
+from paceline.record.hooks import StepRecording, trained_parameters
 from paceline.record.schema import from_json, to_json
 from paceline.record.stages import Epoch, Prediction, Trace
 from paceline.record.step import record_step
