@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import Checkpoints, load_weights
-from paceline.checkpoint.command import VERBS, home_of
+from paceline.checkpoint.command import VERBS, declare
 from paceline.checkpoint.directory import list_entries
 from paceline.checkpoint.formats import read_tensors, write_tensors
 from paceline.cli import Parser, main
@@ -27,7 +27,7 @@ SURFACE = {
     "ls": {"folder", "--json"},
     "show": {"path", "--step", "--all", "--json"},
     "verify": {"path", "--json"},
-    "diff": {"first", "second", "--all", "--json"},
+    "diff": {"path", "other", "--all", "--json"},
     "export": {"path", "out", "--step", "--force"},
     "clean": {"path", "out", "--in-place", "--force", "--keep"},
 }
@@ -63,7 +63,7 @@ def ckpt(*arguments: object) -> int:
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_surface_changes_on_purpose_only(verb: str) -> None:
     parser = argparse.ArgumentParser()
-    getattr(home_of(verb), f"{verb}_arguments")(parser)
+    declare(verb, parser)
     actions = [action for action in parser._actions if action.dest != "help"]
     assert {"".join(action.option_strings) or action.dest for action in actions} == SURFACE[verb]
     assert all(action.help for action in actions)
@@ -111,7 +111,7 @@ def test_ls_names_what_has_no_usable_manifest(
 def test_show_says_what_is_inside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ckpt("show", run, "--step", 2) == 0
     shown = capsys.readouterr().out
-    words = ["step 2", "seed", "optimizer.param_groups.0.lr", "model/0.weight", "2x3", "24 B"]
+    words = ["step 2", "seed", "optimizer.param_groups.0.lr", "model/0.weight", "2 x 3", "24 B"]
     assert all(word in shown for word in words), shown
     assert ckpt("show", run, "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -129,7 +129,7 @@ def test_show_reads_single_files_and_no_name_reaches_the_terminal_raw(
     assert ckpt("show", tmp_path / name) == 0
     shown = capsys.readouterr().out
     assert r"evil\x1b[2Jname" in shown
-    assert "2x5" in shown
+    assert "2 x 5" in shown
     assert "\x1b" not in shown
 
 
@@ -225,8 +225,8 @@ def test_clean_takes_wrappers_out_and_says_so(
     assert ckpt("clean", path) == 0
     assert path.read_bytes() == before
     shown = capsys.readouterr().out
-    assert f"7 names changed, written to {tmp_path / 'old.clean.pth'}" in shown
-    assert "module._orig_mod.0.weight -> 0.weight" in shown
+    assert f"written to {tmp_path / 'old.clean.pth'}" in shown
+    assert "7 names changed, such as module._orig_mod.0.weight -> 0.weight" in shown
     cleaned = torch.load(tmp_path / "old.clean.pth", weights_only=True)
     assert list(cleaned) == BARE
     assert cleaned._metadata["1"] == {"version": 2}
@@ -335,6 +335,6 @@ def test_every_command_on_the_page_exists_and_every_verb_is_on_the_page() -> Non
     lines = re.findall(r"^paceline ckpt (\w+) ([^#\n]*)", PAGE, re.MULTILINE)
     for verb, arguments in lines:
         parser = Parser(prog=verb)
-        getattr(home_of(verb), f"{verb}_arguments")(parser)
+        declare(verb, parser)
         parser.parse_args(shlex.split(arguments))
     assert {verb for verb, _ in lines} == set(VERBS)

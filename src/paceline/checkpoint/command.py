@@ -9,12 +9,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from paceline.checkpoint import directory
@@ -25,25 +24,48 @@ from paceline.comm.codec import put_together
 from paceline.comm.documents import plain_json
 from paceline.comm.safetensors import Header, Place, read_header
 from paceline.errors import CheckpointError, UsageError
-from paceline.observe.units import bytes_text, count_text, printable, table_lines
+from paceline.observe.units import bytes_text, count_text, printable, shape_text, table_lines
 
 SHOWN = 40
 
-
 VERBS = {
-    "ls": "list the checkpoints in a folder",
-    "show": "say what a checkpoint holds",
-    "verify": "read every byte and compare it with its hash",
-    "diff": "say which weights differ, and by how much",
-    "export": "write the weights as a plain file",
-    "clean": "take 'module.' and '_orig_mod.' out of a file's names",
+    "ls": ("list the checkpoints in a folder", "folder --json"),
+    "show": ("say what a checkpoint holds", "path --step --all --json"),
+    "verify": ("read every byte and compare it with its hash", "path --json"),
+    "diff": ("say which weights differ, and by how much", "path other --all --json"),
+    "export": ("write the weights as a plain file", "path out --step --force"),
+    "clean": (
+        "take 'module.' and '_orig_mod.' out of a file's names",
+        "path [out] --in-place --force --keep",
+    ),
 }
-"""What each verb does. It is a function here or in `convert`, with another for its arguments."""
+"""What each verb does and takes. It is a function of its name, here or in `convert`."""
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "folder": {"nargs": "?", "default": ".", "help": "checkpoints, or the run around them"},
+    "path": {"help": "a checkpoint, a folder of them, or a file with weights"},
+    "other": {"help": "the same, to compare with; exit code 1 where they differ"},
+    "out": {"help": "the file to write: .safetensors, .pt or .pth"},
+    "--step": {
+        "type": int,
+        "metavar": "N",
+        "help": "the checkpoint of this step (default: the newest)",
+    },
+    "--all": {"action": "store_true", "help": "everything, not the weights or first lines alone"},
+    "--json": {"action": "store_true", "help": "print JSON instead of text"},
+    "--force": {"action": "store_true", "help": "replace another file that exists"},
+    "--in-place": {"action": "store_true", "help": "replace the file itself"},
+    "--keep": {
+        "action": "append",
+        "default": [],
+        "metavar": "NAME",
+        "help": "a part that is really called so, such as encoder.module; may be repeated",
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline ckpt`."""
-    rows = table_lines([[name, summary] for name, summary in VERBS.items()])
+    rows = table_lines([[name, summary] for name, (summary, _) in VERBS.items()])
     parser.description = "List, show, verify, compare, export and clean checkpoints."
     parser.epilog = "verbs:\n  " + "\n  ".join(rows)
     parser.epilog += "\n\n`paceline ckpt VERB --help` says more about one of them."
@@ -65,36 +87,20 @@ def main(args: argparse.Namespace) -> int:
             what + (f"; did you mean {near[0]}?" if near else "."),
             advice=f"The verbs are {', '.join(VERBS)}; see `paceline ckpt --help`.",
         )
-    summary = VERBS[args.verb]
     parser = args.make_parser(
-        prog=f"paceline ckpt {args.verb}", description=f"{summary[:1].upper()}{summary[1:]}."
+        prog=f"paceline ckpt {args.verb}", description=f"{VERBS[args.verb][0].capitalize()}."
     )
-    home = home_of(args.verb)
-    getattr(home, f"{args.verb}_arguments")(parser)
-    code: int = getattr(home, args.verb)(parser.parse_args(args.arguments))
+    declare(args.verb, parser)
+    home = __name__ if args.verb in ("ls", "show", "verify") else "paceline.checkpoint.convert"
+    code: int = getattr(import_module(home), args.verb)(parser.parse_args(args.arguments))
     return code
 
 
-def home_of(verb: str) -> ModuleType:
-    """The module with a verb, of which `convert` needs torch."""
-    return import_module(__name__ if verb in globals() else "paceline.checkpoint.convert")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)"
-    )
-
-
-def ls_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", nargs="?", default=".", help="checkpoints, or the run around them (default: .)"
-    )
-    add_json(parser)
+def declare(verb: str, parser: argparse.ArgumentParser) -> None:
+    """Declare what a verb takes."""
+    for name in VERBS[verb][1].split():
+        optional: dict[str, Any] = {"nargs": "?"} if name.startswith("[") else {}
+        parser.add_argument(name.strip("[]"), **_ARGUMENTS[name.strip("[]")], **optional)
 
 
 def ls(args: argparse.Namespace) -> int:
@@ -103,77 +109,64 @@ def ls(args: argparse.Namespace) -> int:
         raise UsageError(
             f"There is no folder {args.folder!r}.", advice="Name a run folder, or its checkpoints/."
         )
-    rows = [_row(*found) for found in reversed(directory.list_manifests(folder))]
     unfinished = sum(path.name.startswith(directory.TEMPORARY) for path in folder.iterdir())
+    rows: list[dict[str, Any]] = []
+    table = [["step", "saved", "size", "metric", "name"]]
+    for entry, found in reversed(directory.list_manifests(folder)):
+        rows.append({"step": entry.step, "name": entry.name, "path": str(entry.path)})
+        if isinstance(found, CheckpointError):
+            rows[-1] |= {"problem": str(found)}
+            cells = ["", "", "", f"{entry.name}  DAMAGED: {found.what}"]
+        else:
+            facts = {"created": found.created, "bytes": found.total_bytes, "metric": found.metric}
+            rows[-1] |= {**facts, "problem": None}
+            metric = "" if found.metric is None else f"{found.metric:.6g}"
+            cells = [_date(found.created), bytes_text(found.total_bytes), metric, entry.name]
+        table.append([str(entry.step), *cells])
     if args.json:
         print_json({"folder": str(folder), "checkpoints": rows, "unfinished": unfinished})
         return 0
     print(f"{folder}: {count_text(len(rows), 'checkpoint')}")
-    table = [["step", "saved", "size", "metric", "name"]]
-    for row in rows:
-        cells = ["", "", "", f"{row['name']}  DAMAGED"]
-        if row["problem"] is None:
-            metric = "" if row["metric"] is None else f"{row['metric']:.6g}"
-            cells = [_date(row["created"]), bytes_text(row["bytes"]), metric, row["name"]]
-        table.append([str(row["step"]), *cells])
     print_table(table if rows else [])
-    for row in rows:
-        if row["problem"] is not None:
-            print(printable(f"  {row['problem']}", keep="\n"))
     if unfinished:
         print(f"  {unfinished} unfinished: being written, or to be removed by the next save")
     return 0
 
 
-def _row(entry: Entry, manifest: Manifest | CheckpointError) -> dict[str, Any]:
-    known: dict[str, Any] = {"step": entry.step, "name": entry.name, "path": str(entry.path)}
-    if isinstance(manifest, CheckpointError):
-        return {**known, "problem": str(manifest)}
-    facts = {"created": manifest.created, "bytes": manifest.total_bytes, "metric": manifest.metric}
-    return {**known, **facts, "problem": None}
-
-
-def show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, a folder of them, or a file with weights")
-    add_step(parser)
-    parser.add_argument("--all", action="store_true", help=f"more than {SHOWN} lines of each kind")
-    add_json(parser)
-
-
 def show(args: argparse.Namespace) -> int:
     path = Path(args.path)
-    limit = sys.maxsize if args.all else SHOWN
-    manifest: Manifest | None = None
-    values: dict[str, Any] = {}
+    said: dict[str, Any] = {"path": str(path)}
     if path.is_dir():
         entry = find_entry(path, args.step)
-        path, (manifest, header, values) = entry.path, _look(entry)
+        manifest, header, values = _look(entry)
+        said = {"path": str(entry.path), "manifest": asdict(manifest), "values": values}
     else:
-        header = _header_of(path)
-    places = dict(sorted(header.places.items()))
+        manifest, header = None, _header_of(path)
+    said["metadata"] = header.metadata
+    said["tensors"] = {
+        name: {"dtype": each.dtype, "shape": each.shape, "bytes": each.nbytes}
+        for name, each in sorted(header.places.items())
+    }
     if args.json:
-        tensors = {
-            name: {"dtype": each.dtype, "shape": each.shape, "bytes": each.end - each.begin}
-            for name, each in places.items()
-        }
-        said: dict[str, Any] = {"path": str(path), "tensors": tensors, "metadata": header.metadata}
-        if manifest is not None:
-            said |= {"manifest": asdict(manifest), "values": values}
         print_json(said)
         return 0
-    total = bytes_text(header.data_bytes)
-    print(printable(f"{path}: {count_text(len(places), 'tensor')}, {total}"))
+    count = count_text(len(header.places), "tensor")
+    print(printable(f"{said['path']}: {count}, {bytes_text(header.data_bytes)}"))
     if manifest is not None:
         metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
         print(f"  step {manifest.step}, saved {_date(manifest.created)}{metric}")
-        _print_values("facts", manifest.facts, limit)
-        _print_values("values", values, limit)
-    _print_values("metadata", header.metadata, limit)
-    rows = []
-    for name, place in places.items():
-        shape = "x".join(map(str, place.shape)) or "scalar"
-        rows.append([name, place.dtype, shape, bytes_text(place.end - place.begin)])
+        said["facts"] = manifest.facts
+    limit = sys.maxsize if args.all else SHOWN
+    for title in ("facts", "values", "metadata"):
+        if said.get(title):
+            print(title)
+            rows = [[name, json.dumps(value)[:80]] for name, value in said[title].items()]
+            print_table(rows, limit)
     print("tensors")
+    rows = [
+        [name, each["dtype"], shape_text(each["shape"]), bytes_text(each["bytes"])]
+        for name, each in said["tensors"].items()
+    ]
     print_table(rows, limit)
     return 0
 
@@ -205,39 +198,33 @@ def _header_of(path: Path) -> Header:
     return header_of_torch_file(path)
 
 
-def verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, a folder of them, or a safetensors file")
-    add_json(parser)
-
-
 def verify(args: argparse.Namespace) -> int:
     path = Path(args.path)
-    problem_by_path: dict[str, str | None] = {}
+    results: dict[str, str | None] = {}
     if path.is_dir():
         is_one = (path / directory.MANIFEST).exists()
         entries = [] if is_one else directory.list_entries(find_folder(path))
         for entry in entries or [find_entry(path)]:
-            problem_by_path[str(entry.path)] = None
+            results[str(entry.path)] = None
             try:
                 directory.verify(entry)
                 _look(entry)
             except CheckpointError as error:
-                problem_by_path[str(entry.path)] = str(error)
+                results[str(entry.path)] = str(error)
     elif format_of(path) is SAFETENSORS:
         _header_of(path)
-        problem_by_path[str(path)] = None
+        results[str(path)] = None
     else:
         raise UsageError(f"{path} was written by torch.save and has no hash to compare.")
-    damaged = sum(problem is not None for problem in problem_by_path.values())
+    damaged = sum(problem is not None for problem in results.values())
     if args.json:
-        print_json({"results": problem_by_path, "damaged": damaged})
+        print_json({"results": results, "damaged": damaged})
         return 1 if damaged else 0
-    for name, problem in problem_by_path.items():
-        print(printable(f"{'good' if problem is None else 'DAMAGED':<9}{name}"))
+    good = "good" if path.is_dir() else "its header is sound; it has no hash to compare:"
+    for name, problem in results.items():
+        print(printable(f"{good}  {name}" if problem is None else f"DAMAGED  {name}"))
         if problem is not None:
-            print(printable(f"         {problem}", keep="\n"))
-    if not path.is_dir():
-        print("         Its header is sound. A safetensors file has no hash to compare.")
+            print(printable(f"  {problem}", keep="\n"))
     return 1 if damaged else 0
 
 
@@ -251,12 +238,6 @@ def print_table(rows: Sequence[Sequence[str]], limit: int = sys.maxsize) -> None
         print(f"  {line}")
     if len(rows) > limit:
         print(f"  and {len(rows) - limit:,} more")
-
-
-def _print_values(title: str, values: Mapping[str, Any], limit: int) -> None:
-    if values:
-        print(title)
-        print_table([[name, json.dumps(value)[:80]] for name, value in values.items()], limit)
 
 
 def _date(seconds: float) -> str:

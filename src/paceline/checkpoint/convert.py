@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import formats, weights
-from paceline.checkpoint.command import SHOWN, add_json, add_step, print_json, print_table
+from paceline.checkpoint.command import SHOWN, print_json, print_table
 from paceline.checkpoint.formats import flatten, read_state
 from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
 from paceline.ddp.wrapper import find_wrappers, without_wrappers
@@ -23,16 +23,8 @@ from paceline.observe.units import count_text, printable
 _NAMES_SHOWN = 10
 
 
-def diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", help="a checkpoint, a folder of them, or a file with weights")
-    parser.add_argument("second", help="the same, to compare with")
-    parser.add_argument("--all", action="store_true", help="everything, not the weights alone")
-    add_json(parser)
-    parser.epilog = "Exit code 0: equal to the last bit. 1: they differ."
-
-
 def diff(args: argparse.Namespace) -> int:
-    paths = [Path(args.first), Path(args.second)]
+    paths = [Path(args.path), Path(args.other)]
     if args.all:
         first, second = (dict(flatten(read_state(path))) for path in paths)
     else:
@@ -84,35 +76,14 @@ def _difference(first: Any, second: Any) -> tuple[str, float]:
     return f"{words} ({relative:.2g} times the largest value)", largest
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, a folder of them, or a file with weights")
-    parser.add_argument("out", help="the file to write: .safetensors, .pt or .pth")
-    add_step(parser)
-    parser.add_argument("--force", action="store_true", help="replace a file that exists")
-
-
 def export(args: argparse.Namespace) -> int:
     out = Path(args.out)
     _check_out(out, args.force)
     tensors, renamed, where = _clean_weights(Path(args.path), args.step)
     formats.write_state(out, tensors)
     print(f"{count_text(len(tensors), 'tensor')} from {args.path}{where} written to {out}")
-    _print_renames(renamed)
+    print(printable(weights.renames_text(renamed)))
     return 0
-
-
-def clean_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="what torch.save wrote, or a safetensors file")
-    parser.add_argument("out", nargs="?", help="the file to write (default: NAME.clean.SUFFIX)")
-    parser.add_argument("--in-place", action="store_true", help="replace the file itself")
-    parser.add_argument("--force", action="store_true", help="replace another file that exists")
-    parser.add_argument(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a part that is really called so, such as encoder.module; may be repeated",
-    )
 
 
 def clean(args: argparse.Namespace) -> int:
@@ -133,10 +104,8 @@ def clean(args: argparse.Namespace) -> int:
     if formats.format_to_write(out) is formats.SAFETENSORS:  # has room for weights alone
         cleaned, _ = weights.find_weights(cleaned, path)
     formats.write_state(out, cleaned)
-    print(f"{count_text(len(renamed), 'name')} changed, written to {out}")
-    _print_renames(renamed)
-    if not renamed:
-        print("  no name had a wrapper's part in it")
+    print(f"{path} written to {out}")
+    print(printable(weights.renames_text(renamed)))
     return 0
 
 
@@ -171,11 +140,6 @@ def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
             (without_wrappers(old, wrappers), each) for old, each in versions.items()
         )
     return cleaned
-
-
-def _print_renames(renamed: Mapping[str, str]) -> None:
-    for line in weights.describe_renames(renamed):
-        print(printable(f"  {line}"))
 
 
 def _check_out(out: Path, may_replace: bool) -> None:

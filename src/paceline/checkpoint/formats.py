@@ -10,32 +10,50 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from paceline.checkpoint.directory import find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of, write_fully
 from paceline.comm import safetensors
-from paceline.comm.safetensors import LENGTH_BYTES, as_plain, is_storable, memory_of, plan_file
+from paceline.comm.codec import MAX_DEPTH
+from paceline.comm.safetensors import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    as_plain,
+    is_storable,
+    memory_of,
+    plan_file,
+)
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import new_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_OLD_STREAMS = 5
+_MAX_INSTRUCTION_BYTES = 64 * 2**20
+_ZIP_ENDS_BYTES = 56 + 20 + 22
+_BYTES_CODECS = ("base64", "bz2", "hex", "quopri", "quotedprintable", "uu", "zip", "zlib")
+"""Encodings that make bytes of bytes, and so can be repeated, as Python spells them."""
+_MAX_VALUES = 2**21
+_COPIES = 8
+"""How often the bytes of a file may be shared by its tensors, tied ones counting once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """One kind of file."""
 
-    name: str
-    suffixes: tuple[str, ...]
-    """How the names of such files end where we write them; none for what is only read."""
     begins: Callable[[bytes], bool]
     """Whether a file begins like one of these, given its first nine bytes."""
     read: Callable[[Path], Any]
+    suffixes: tuple[str, ...]
+    """How the names of such files end where we write them; none for what is only read."""
     write: Callable[[Path, Any], None]
 
 
@@ -142,11 +160,11 @@ def _read_zip(path: Path) -> Any:
 
 
 def _read_old_file(path: Path) -> Any:
-    """The format before torch 1.6: four short streams of instructions before the raw bytes."""
-    with path.open("rb") as file:
-        for _ in range(4):
-            if file.peek(1):
-                _check_instructions(file, path)
+    """The format before torch 1.6: five streams of instructions before the raw bytes."""
+    with open_file(path) as file:
+        for _ in range(_OLD_STREAMS):
+            if file.tell() < size_of(file):
+                _check_instructions(file, size_of(file) - file.tell(), path)
     return _load(path, mmap=False)
 
 
@@ -154,13 +172,64 @@ def _load(path: Path, mmap: bool) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        _Measure(path).add(state, 0)
+        return state
+    except CheckpointError:
+        raise
     except Exception as error:
         wanted = re.search(r"(?:GLOBAL |global: )([a-z_][\w.]*)", str(error))
         if wanted:
             raise _needs_running(path, wanted[1]) from None
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
+
+
+class _Measure:
+    """Adds up a state as whoever walks it or copies its tensors would find it.
+
+    A file can hold a dictionary inside itself, one list a million times, and a view of a terabyte
+    on four bytes, all of which torch reads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        self._path, self._limit_bytes = path, _COPIES * max(path.stat().st_size, 2**20)
+        self._values = self._bytes = 0
+        self._seen: set[Any] = set()
+        self._strided = torch.strided
+
+    def add(self, value: Any, depth: int) -> None:
+        self._values += 1
+        if depth > MAX_DEPTH or self._values > _MAX_VALUES:
+            raise self._refusal("holds itself, or more than anybody saves")
+        if isinstance(value, Mapping):
+            value = value.values()
+        elif not isinstance(value, list | tuple | set):
+            if hasattr(value, "untyped_storage"):
+                self._add_tensor(value)
+            return
+        for each in value:
+            self.add(each, depth + 1)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.layout != self._strided:
+            return
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise self._refusal("has a tensor that is larger than its bytes: it overlaps itself")
+        view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if view not in self._seen:  # a tied weight counts once
+            self._seen.add(view)
+            self._bytes += tensor.nbytes
+        if self._bytes > self._limit_bytes:
+            raise self._refusal("has tensors that share their bytes many times over")
+
+    def _refusal(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} {what}.",
+            advice="Nothing of it was used. Save a state_dict() whose tensors are contiguous().",
+        )
 
 
 def _save(path: Path, state: Any) -> None:
@@ -180,54 +249,93 @@ def _needs_running(path: Path, wanted: str) -> CheckpointError:
 
 
 def _check_zip(path: Path) -> None:
-    """torch packs without compressing; what claims to be larger than its file is refused."""
+    """Refuse an archive that torch.save would not write: packed, ambiguous, or all directory."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            claimed = sum(entry.file_size for entry in entries)
-            is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-            if is_packed or claimed > path.stat().st_size:
-                raise CheckpointError(
-                    f"{path} claims {claimed:,} bytes in {path.stat().st_size:,}; torch.save does "
-                    "not compress.",
-                    advice="It was not written by torch.save; nothing of it was used.",
-                )
-            for entry in entries:
-                if entry.filename.endswith("/data.pkl"):
-                    with archive.open(entry) as file:
-                        _check_instructions(file, path)
+        with open_file(path) as file:
+            _check_zip_end(file)
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                names = Counter(entry.filename.lower() for entry in entries)
+                if max(names.values(), default=0) > 1:  # torch's reader does not tell case
+                    raise ValueError("a name occurs twice")
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                    raise ValueError("it is compressed")
+                if sum(entry.file_size for entry in entries) > size_of(file):
+                    raise ValueError("it claims more bytes than it has")
+                for entry in entries:
+                    if entry.filename.lower().endswith(".pkl"):
+                        with archive.open(entry) as instructions:
+                            _check_instructions(instructions, entry.file_size, path)
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from error
+        raise CheckpointError(
+            f"{path} is damaged, or torch.save did not write it: {error}.",
+            advice="Nothing of it was used.",
+        ) from error
 
 
-def _check_instructions(file: IO[bytes], path: Path) -> None:
-    """Read instructions without following them, for the one that takes any memory it likes.
+def _check_zip_end(file: BufferedIOBase) -> None:
+    """Refuse an archive whose directory would take more memory than its tensors.
 
-    `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte.
+    torch.save leaves no comment: the last bytes are the end record, before it the 64-bit one.
     """
+    file.seek(max(0, size_of(file) - _ZIP_ENDS_BYTES))
+    ends = file.read()
+    if ends[-22:-18] != b"PK\5\6":
+        raise ValueError("it does not end as an archive does")
+    stated = int.from_bytes(ends[-10:-6], "little")
+    if stated == 2**32 - 1 and ends[:4] == b"PK\6\6":
+        stated = int.from_bytes(ends[40:48], "little")
+    if stated > MAX_HEADER_BYTES:
+        raise ValueError(f"its directory takes {stated:,} bytes")
+
+
+def _check_instructions(file: IO[bytes] | BufferedIOBase, size: int, path: Path) -> None:
+    """Read instructions without following them, for those that take any memory they like.
+
+    `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte; so are
+    lengths beyond the end, and encoding in hexadecimal again and again.
+    """
+    calls, repeats = set(), False
+    limited: Any = _Limited(file, min(size, _MAX_INSTRUCTION_BYTES))
     try:
-        for opcode, argument, _ in pickletools.genops(file):
-            if opcode.name == "GLOBAL" and str(argument).endswith(" bytearray"):
-                raise _needs_running(path, "bytearray")
+        for opcode, argument, _ in pickletools.genops(limited):
+            if opcode.name == "GLOBAL":
+                calls.add(str(argument))
+            elif isinstance(argument, str):
+                # As Python looks up an encoding, without what it skips in the name.
+                spelled = re.sub("[^a-z0-9]+", "", argument.lower()).removesuffix("codec")
+                repeats = repeats or spelled in _BYTES_CODECS
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:100]}.") from error
+    for call in calls:
+        if call.endswith(" bytearray") or (call == "_codecs encode" and repeats):
+            raise _needs_running(path, call.replace(" ", ".").removeprefix("builtins."))
+
+
+class _Limited:
+    """A file that ends early, and does not set memory aside for bytes that are not there."""
+
+    def __init__(self, file: IO[bytes] | BufferedIOBase, size: int) -> None:
+        self._file, self._left = file, size
+
+    def read(self, count: int) -> bytes:
+        return self._took(self._file.read(min(count, self._left)))
+
+    def readline(self) -> bytes:
+        return self._took(self._file.readline(self._left))
+
+    def _took(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        return data
 
 
 SAFETENSORS = Format(
-    "safetensors",
-    (".safetensors",),
-    lambda start: start[LENGTH_BYTES:] == b"{",
-    read_tensors,
-    write_tensors,
+    lambda start: start[LENGTH_BYTES:] == b"{", read_tensors, (".safetensors",), write_tensors
 )
 FORMATS = [
     Format(
-        "torch.save",
-        (".pt", ".pth", ".bin", ".ckpt"),
-        lambda start: start[:4] == b"PK\x03\x04",
-        _read_zip,
-        _save,
+        lambda start: start[:4] == b"PK\x03\x04", _read_zip, (".pt", ".pth", ".bin", ".ckpt"), _save
     ),
     SAFETENSORS,
-    Format("torch.save before 1.6", (), lambda start: start[:1] == b"\x80", _read_old_file, _save),
+    Format(lambda start: start[:1] == b"\x80", _read_old_file, (), _save),
 ]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 from paceline.checkpoint.formats import is_state_dict, read_state
 from paceline.comm.safetensors import dtype_name
 from paceline.ddp.wrapper import (
-    WRAPPERS,
     Wrapper,
     bare_name,
     find_wrappers,
@@ -63,7 +62,8 @@ class WeightsReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.loaded):,} tensors loaded from {self.path}{self.where}"]
-        lines += describe_renames(self.renamed)
+        if self.renamed:
+            lines.append(renames_text(self.renamed))
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
                 lines.append(f"{title}: {_some(names)}")
@@ -229,7 +229,7 @@ def _explain(
     if plan.unexpected:
         parts.append(f"Not in the model: {_some(plan.unexpected)}.")
     parts += [f"{name!r} is {words}." for name, words in list(shapes.items())[:1]]
-    parts += islice(chain(_foreign_prefix(given, own), _meant(own, given, plan)), 1)
+    parts += islice(_meant(own, given, plan), 1)
     advice = "Build the model as it was when the file was written"
     advice += "." if shapes else ", or pass strict=False to leave out what does not fit."
     kind = type(model.module if isinstance(model, Wrapper) else model).__name__
@@ -238,21 +238,6 @@ def _explain(
         " ".join(parts),
         advice,
     )
-
-
-def _foreign_prefix(given: Iterable[str], own: Iterable[str]) -> Iterator[str]:
-    """Sentences about a part that all names of one side begin with, and the other side lacks."""
-    file, model = {bare_name(name) for name in given}, {bare_name(name) for name in own}
-    for ours, theirs, sentence in (
-        (file, model, "All names in the file begin with {!r}, and the model's do not."),
-        (model, file, "All names of the model begin with {!r}, and those in the file do not."),
-    ):
-        fronts = {name.split(".")[0] for name in ours}
-        if len(fronts) == 1:
-            front = f"{fronts.pop()}."
-            bare = {name.removeprefix(front) for name in ours}
-            if len(bare & theirs) > len(ours & theirs):
-                yield sentence.format(front)
 
 
 def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport) -> Iterator[str]:
@@ -283,22 +268,7 @@ def clean_names(names: Collection[str], keep: Collection[str] = ()) -> dict[str,
     return cleaned
 
 
-def describe_renames(renamed: Mapping[str, str]) -> list[str]:
-    """What was changed, in a line for each kind of change."""
-    kinds: defaultdict[str, list[str]] = defaultdict(list)
-    for old, new in renamed.items():
-        if old != new:
-            kinds[_change(old, new)].append(f"{old} -> {new}")
-    return [
-        f"{change} in {count_text(len(names), 'name')}, such as {names[0]}"
-        for change, names in kinds.items()
-    ]
-
-
-def _change(old: str, new: str) -> str:
-    before, after = (Counter(p for p in n.split(".") if p in WRAPPERS) for n in (old, new))
-    words = []
-    for parts, verb in ((before - after, "removed"), (after - before, "added")):
-        if parts:
-            words.append(f"{', '.join(repr(f'{part}.') for part in parts.elements())} {verb}")
-    return " and ".join(words) or "parts moved"
+def renames_text(renamed: Mapping[str, str]) -> str:
+    """`148 names changed, such as module.head.bias -> head.bias`."""
+    text = f"{count_text(len(renamed), 'name')} changed"
+    return text + "".join(f", such as {old} -> {new}" for old, new in [*renamed.items()][:1])

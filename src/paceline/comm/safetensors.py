@@ -71,6 +71,10 @@ class Place:
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
