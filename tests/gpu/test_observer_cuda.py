@@ -12,7 +12,7 @@ from paceline import DistributedDataParallel, World, init_process_group
 from paceline.comm.membership import Membership
 from paceline.observe import spans, timeline
 from paceline.observe.phases import Phase
-from paceline.observe.stopwatch import DeviceStopwatch
+from paceline.observe.stopwatch import DeviceStopwatch, Observer
 from paceline.observe.stragglers import StragglerDetector
 from paceline.testing import Faults, run_processes, seeded
 
@@ -100,15 +100,16 @@ def test_a_delay_is_blamed_on_its_rank_and_phase(phase: str, tmp_path: Path) -> 
 def compare_alone(world: World) -> list[float]:
     """NCCL, whose tensors lie on the device: results are read in the next exchange."""
     device = torch.device("cuda", 0)
-    watch = DeviceStopwatch(device)
-    detector = StragglerDetector(watch)
     membership = Membership(world.group)
+    observer = Observer(membership, device)
+    watch = observer.watch
+    detector = watch.detector = StragglerDetector(watch)
     for _ in range(30):
         watch.enter(Phase.FORWARD)
         torch.ones(1, device=device)
         watch.end_step()
         torch.cuda.synchronize()
-        detector.on_step(membership, device)
+        observer.step_ends()
     return [window[0].seconds for window in detector.windows]
 
 

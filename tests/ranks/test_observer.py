@@ -16,7 +16,7 @@ from paceline.comm.membership import Membership
 from paceline.comm.world import World
 from paceline.observe import stopwatch
 from paceline.observe.phases import MEASURED, Phase
-from paceline.observe.stopwatch import Stopwatch
+from paceline.observe.stopwatch import Observer, Stopwatch
 from paceline.observe.stragglers import Blame, StragglerDetector, print_to_stderr
 from paceline.testing import Faults, run_ranks, seeded
 from paceline.testing.ranks import gloo_group
@@ -146,7 +146,9 @@ class Trainer:
         self.membership = membership
         self.clock = HandClock()
         self.watch = Stopwatch(self.clock)
-        self.detector = StragglerDetector(self.watch)
+        self.detector = self.watch.detector = StragglerDetector(self.watch)
+        self.observer = Observer(membership, CPU)
+        self.observer.watch = self.watch
         self.told: list[tuple[int, Blame]] = []
         self.detector.tell = self.tell
 
@@ -161,7 +163,7 @@ class Trainer:
                 late = ms if name == phase and self.membership.rank == slow else 0
                 self.clock.ns += int((usual_ms + late) * 1e6)
             self.watch.end_step()
-            self.detector.on_step(self.membership, CPU)
+            self.observer.step_ends()
 
 
 def compare(world: World, phase: Phase, ms: float) -> tuple[Blame | None, list[tuple[int, Blame]]]:

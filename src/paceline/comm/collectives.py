@@ -214,6 +214,15 @@ def _is_cause(words: dict[str, Any]) -> bool:
     return words["kind"] == "raised" and not words["text"].startswith("raised PeerError")
 
 
+def word_device(group: Group, device: torch.device) -> torch.device:
+    """Where small messages of the group travel: on the host where it can, so that nobody waits."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return device
+    return torch.device("cpu")
+
+
 def world_ranks(group: Group) -> list[int]:
     """The ranks of the group's members as everybody else counts them."""
     try:

@@ -215,6 +215,26 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         finally:
             reducer.weight.leave(before, had_backward=reducer.backwards > backwards)
 
+    def _begin_step(self, number: int) -> None:
+        """A run begins its step `number`: nothing is accumulated yet, and errors name that step."""
+        reducer = self._reducer
+        reducer.steps, reducer.wants_sync, reducer.weight.value = number, True, 1.0
+        if not reducer.weight.is_clean:
+            reducer.weight.reset()
+
+    def _weigh(self, weight: float) -> None:
+        """Say what this rank's gradients of a run's step weigh; a run keeps count itself."""
+        self._reducer.weight.value = weight
+
+    def _take_part(self) -> None:
+        """Sum with the others without anything to add, and get what they have.
+
+        A real backward would have to reach a parameter, and then all would think it was used.
+        """
+        self._weigh(0.0)
+        self._reducer.attach()
+        self._reducer.take_part()
+
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""
         check_hook(hook)

@@ -58,7 +58,8 @@ class Reducer(BackwardFollower):
         self._places: Buckets | None = None
         """Where the buckets live; found when the first of a layout starts."""
         self.steps = 0
-        """How many backward passes have been synchronised."""
+        """How many backward passes have been synchronised, or which step a run is at."""
+        self._syncs = 0
         self.after_sync: Callable[[], Callable[[], None] | None] | None = None
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
         self.check_model: Callable[[Iterable[Parameter]], None] | None = None
@@ -304,8 +305,11 @@ class Reducer(BackwardFollower):
             self._settle(current)
         finally:
             self.current = None
-            self.weight.reset()
+            self.weight.value = 1.0
+            if not self.weight.is_clean:
+                self.weight.reset()
             self.steps += 1
+            self._syncs += 1
         if self.observer is not None:
             self.observer.step_ends()
         after_sync = self.after_sync() if self.after_sync is not None else None
@@ -353,7 +357,7 @@ class Reducer(BackwardFollower):
         in the model itself."""
         has_new_unused = not self._known_unused.issuperset(current.unused)
         self._known_unused.update(current.unused)
-        return has_new_unused or self.steps < 2 or self.steps % MODEL_CHECK_PERIOD == 0
+        return has_new_unused or self._syncs < 2 or self.steps % MODEL_CHECK_PERIOD == 0
 
     def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
         for ref in self._sparse:

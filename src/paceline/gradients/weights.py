@@ -21,6 +21,8 @@ class LossWeight:
         """Whether any micro-batch of this step had a weight."""
         self.was_used = False
         """Whether any step was weighted: then a rank without inputs weighs nothing."""
+        self.is_clean = True
+        """Whether there is nothing to reset."""
         self._is_inside = False
         self._has_unweighted = False
 
@@ -34,6 +36,7 @@ class LossWeight:
         before = self.value, self.is_set, self._is_inside
         self.value = count + (self.value if self.is_set else 0.0)
         self.is_set = self._is_inside = True
+        self.is_clean = False
         return before
 
     def leave(self, before: tuple[float, bool, bool], had_backward: bool) -> None:
@@ -43,11 +46,12 @@ class LossWeight:
         self._is_inside = before[2]
 
     def set(self, weight: float) -> None:
-        self.value, self.is_set = weight, True
+        self.value, self.is_set, self.is_clean = weight, True, False
 
     def on_local_backward(self) -> None:
         """A micro-batch was accumulated without being averaged yet."""
         self._has_unweighted |= not self._is_inside
+        self.is_clean = False
 
     def refuse_mixture(self, step: int) -> None:
         """Raise if some micro-batches of the step had a weight and some had none."""
@@ -61,5 +65,5 @@ class LossWeight:
     def reset(self) -> None:
         """The step is over."""
         self.was_used |= self._is_inside
-        self.value, self.is_set = 1.0, False
+        self.value, self.is_set, self.is_clean = 1.0, False, True
         self._has_unweighted = False

@@ -288,8 +288,12 @@ class Observer:
 
     def step_ends(self) -> None:
         """Gradients are averaged: the same point on every rank, where all can compare notes."""
-        if self.watch.detector is not None:
-            self.watch.detector.on_step(self._membership, self._device)
+        detector = self.watch.detector
+        if detector is not None:
+            detector.steps += 1
+            is_new = detector.group() is not self._membership.group
+            if is_new or detector.steps >= detector.next_step:
+                detector.compare(self._membership, self._device)
 
     def follow_alone(self, output: Any, wants_sync: bool) -> None:
         """In a world of one there is no reducer: hear of backward from the output itself."""

@@ -219,24 +219,26 @@ class StragglerDetector:
 
     def _begin(self, group: Any) -> None:
         """Another group, perhaps of other ranks: nothing known before counts."""
-        self._group = None if group is None else weakref.ref(group)
+        self.group: Callable[[], Any] = _no_group if group is None else weakref.ref(group)
         self.blame: Blame | None = None
         """Who is slow now, as far as is known; the same on every rank."""
         self.windows: deque[list[OwnWork]] = deque(maxlen=WINDOWS)
-        self._steps = 0
-        self._next = WARM_UP_STEPS + LEAST_PERIOD
+        self.steps = 0
+        """How many steps were synchronised in this group."""
+        self.next_step = WARM_UP_STEPS + LEAST_PERIOD
+        """When to compare next."""
         self._first_step = self._watch.step + WARM_UP_STEPS
         self._under_way: tuple[Any, Any] | None = None
         """On a GPU, numbers on their way to the host and the event of their arrival."""
         self._took_s = 0.0
 
-    def on_step(self, membership: Membership, device: torch.device) -> None:
-        """The sums of a step have arrived; every rank calls this at the same point."""
-        if self._group is None or self._group() is not membership.group:
+    def compare(self, membership: Membership, device: torch.device) -> None:
+        """It is time to, or the group is another; every rank calls this after the same step."""
+        if self.group() is not membership.group:
             self._begin(membership.group)
-        self._steps += 1
-        if self._steps >= self._next:
-            self._next = self._steps + LEAST_PERIOD
+            self.steps = 1
+        else:
+            self.next_step = self.steps + LEAST_PERIOD
             # Whoever is missing here is missed by the next sum too, which says so better.
             with stopwatch.waiting(membership.group), suppress(PeerError):
                 self._exchange(membership, device)
@@ -249,7 +251,7 @@ class StragglerDetector:
             arrival.synchronize()  # long past: that was some steps ago
             self._read(rank, gathered)
         begun = spans.now_ns()
-        where = _exchange_device(membership.group, device)
+        where = comm.word_device(membership.group, device)
         mine = torch.tensor(self._numbers().row(), dtype=torch.float64).to(where)
         by_rank = comm.all_gather(membership.group, mine, "Comparing the pace of the ranks")
         gathered = torch.stack(by_rank).to("cpu", non_blocking=True)
@@ -273,7 +275,7 @@ class StragglerDetector:
         numbers = [RankNumbers.from_row(row) for row in gathered.tolist()]
         self.windows.append([each.work for each in numbers])
         if len(self.windows) == WINDOWS:  # until then often, whatever it costs
-            self._next = self._steps + next_period(numbers)
+            self.next_step = self.steps + next_period(numbers)
         known, self.blame = self.blame, find_slow(list(self.windows))
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
             self._say(self.blame)
@@ -284,6 +286,10 @@ class StragglerDetector:
             facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
             recorder.add("blame", spans.now_ns(), None, facts)
         self.tell(step, blame)
+
+
+def _no_group() -> None:
+    return None
 
 
 def print_to_stderr(step: int, blame: Blame) -> None:
@@ -302,13 +308,3 @@ def find(group: Any) -> StragglerDetector | None:
     """The detector of this rank in `group`, if it takes part in comparisons."""
     watch = stopwatch.find(group)
     return None if watch is None else watch.detector
-
-
-def _exchange_device(group: Any, device: torch.device) -> torch.device:
-    """The CPU where the group can, because numbers that lie there already need no copy."""
-    cpu = torch.device("cpu")
-    try:
-        group._get_backend(cpu)
-    except RuntimeError:
-        return device
-    return cpu

@@ -45,7 +45,7 @@ class StepContext:
         self.module = module = bare(model)
         named = list(module.named_parameters())
         self.device = device = named[0][1].device if named else torch.device("cpu")
-        members.word_device = _word_device(world.group, device)
+        members.word_device = comm.word_device(world.group, device)
         finite = None
         if options.check_finite != "off":
             finite = FiniteCheck(named, members, options.check_finite == "all")
@@ -184,15 +184,6 @@ def _wrap(
         )
     model.broadcast_buffers = False  # a run looks after buffers shard by shard
     return model
-
-
-def _word_device(group: Any, device: torch.device) -> torch.device:
-    """Where small messages of the group travel: on the host where it can, so that nobody waits."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return device
-    return torch.device("cpu")
 
 
 def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:

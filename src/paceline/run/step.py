@@ -66,7 +66,7 @@ class Step:
         self._losses: list[Loss] = []
         self._items = 0.0
         self._has_items: bool | None = None
-        self._is_weighted = False
+        self._is_weighted = self._has_idle_worker = False
         self._scale = 1.0
         self._begin_s = self._clock_s = 0.0
 
@@ -78,6 +78,7 @@ class Step:
             )
         context = self._context
         context.update.begin(self.number)
+        context.model._begin_step(self.number)
         self.state = "open"
         self._begin_s = time.perf_counter()
         self._before = context.generators.state()
@@ -88,6 +89,7 @@ class Step:
         if context.buffers is not None:
             context.buffers.begin()
         self._scale = context.size / self.samples
+        self._has_idle_worker = min(context.shards, self.samples) < context.size
         if context.noise is not None:
             context.noise.begin(self.number)
             if context.noise.is_measuring:
@@ -115,9 +117,11 @@ class Step:
             if context.buffers is not None:
                 context.buffers.begin_shard()
             self._shard = shard
-            # As in torch, whether gradients are summed is decided by the forward pass.
-            context.model._reducer.wants_sync = shard is self._shards[-1]
-            yield batch
+            if shard is self._shards[-1]:
+                yield batch
+            else:
+                with context.model.no_sync():
+                    yield batch
             self._end_shard()
 
     def _end_shard(self) -> None:
@@ -170,17 +174,13 @@ class Step:
         if self._recording is not None:
             self._recording.note_loss(loss * count if is_mean else loss, weight=count)
         factor = count * self._scale if is_mean else self._scale
-        if context.size == 1:
-            context.update.backward(loss, factor)
-        else:
+        if shard is self._shards[-1] and (self._is_weighted or self._has_idle_worker):
             # See Note [Weights].
-            all_or_none = context.size if shard.number == 0 else 0.0
-            weight = context.model._reducer.weight
-            before = weight.enter(count * self._scale if self._is_weighted else all_or_none)
-            try:
-                context.update.backward(loss, factor)
-            finally:
-                weight.leave(before, had_backward=True)
+            weight = context.size if self._shards[0].number == 0 else 0.0
+            if self._is_weighted:
+                weight = (self._items + count) * self._scale
+            context.model._weigh(weight)
+        context.update.backward(loss, factor)
         value = loss.detach()
         self._losses.append(Loss(value, shard.number, shard.indices))
         self._items += count
@@ -223,10 +223,7 @@ class Step:
             )
         self._end_shard()  # the loop may have been left by `break` after the last batch
         if not shards:
-            # Sum with the others without anything to add, and get what they have. A real backward
-            # would have to reach a parameter, and then all would think it was used.
-            with context.model.weighted(0.0):
-                context.model._reducer.take_part()
+            context.model._take_part()
         if context.size > 1:
             if self.number >= context.vote.next_step:
                 context.vote.start(self.number)
@@ -247,8 +244,7 @@ class Step:
         """Leave this worker as it was before the step."""
         context = self._context
         self.state = "failed"
-        context.model._reducer.wants_sync = True
-        context.model._reducer.weight.reset()
+        context.model._begin_step(self.number)
         if context.noise is not None:
             context.noise.cancel()
         context.update.abandon()
@@ -312,6 +308,8 @@ def _refuse_arguments(old: dict[str, Any], reduction: str) -> None:
 # Note [Weights]
 # Gradients are summed over the workers and divided by the sum of all weights, which costs a pass
 # over them unless that quotient is one. Usually the items are samples, and everybody knows how
-# many the global batch has: so losses are multiplied by size / samples beforehand, and the worker
-# that has shard 0 brings all the weight there is, `size`, so that nothing is left to divide. Where
-# items are given they are scaled alike, and the quotient corrects for the difference.
+# many the global batch has: so losses are multiplied by size / samples beforehand, and the plain
+# average over the workers is right. A worker without a shard weighs nothing, because it cannot know
+# whether the others weigh items; then the one that has shard 0 brings all the weight there is,
+# `size`, so that nothing is left to divide. Where items are given they are scaled alike, and the
+# quotient corrects for the difference.
