@@ -64,4 +64,4 @@ def test_the_report_of_a_run_shows_its_recorded_step_its_timeline_and_who_was_sl
     words = re.sub(r"\s+", " ", re.sub(r"<script.*?</script>|<[^>]+>", " ", page, flags=re.DOTALL))
     assert "Same as one process on the whole batch" in words
     assert "Worker 1 holds the others up" in words
-    assert "Global batch 8 on 2 workers, 4 rows each." in words
+    assert "Global batch 8 on 2 workers, in 2 shards of at most 4 rows." in words

@@ -123,7 +123,7 @@ def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
     ("scores", "message"),
     [
         (3.0, "scores are a float"),
-        ({"accuracy": "good"}, "is a str, and not a number"),
+        ({"accuracy": "good"}, "and not a number"),
         ({"accuracy": (5, 8)}, "whether it is a mean or a sum"),
     ],
 )

@@ -84,13 +84,13 @@ def test_what_only_one_worker_was_given_is_refused_by_all(
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({"make_optimizer": sgd}, {"make_optimizer": adam}, "the optimizer is 'SGD' there"),
-        ({"make_optimizer": adam}, {"make_optimizer": sgd}, "the optimizer is 'Adam' there"),
+        ({"make_optimizer": sgd}, {"make_optimizer": adam}, "optimizer is 'SGD' there"),
+        ({"make_optimizer": adam}, {"make_optimizer": sgd}, "optimizer is 'Adam' there"),
         ({}, {"make_optimizer": sgd_in_two_groups}, "does not fit the optimizer of this run"),
         (
             {"make_scheduler": lambda optimizer: StepLR(optimizer, 2)},
             {"make_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 8)},
-            "the scheduler is 'StepLR' there",
+            "scheduler is 'StepLR' there",
         ),
     ],
 )
@@ -140,7 +140,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
     [
         (Stream(0, 1), False, "Epoch 1 of the dataset has no samples"),
         (Stream(8, 1), False, "Epoch 2 of the dataset has no samples"),
-        (Stream(3, 9), True, "do not fill one global batch of 4"),
+        (Stream(3, 9), True, "or too few to fill one"),
     ],
 )
 def test_a_stream_without_samples_is_refused(
@@ -155,9 +155,9 @@ def test_a_stream_without_samples_is_refused(
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ((8, 12), "Rank 0 has a batch of 4, the last of its epoch, rank 1 a batch of 4"),
-        ((8, 7), "Rank 0 has a batch of 4, the last of its epoch, rank 1 a batch of 3"),
-        ((4, 0), "Rank 0 has a batch of 4, the last of its epoch, rank 1 none left"),
+        ((8, 12), "Rank 0 has 4 samples, the last of the epoch, rank 1 4 samples"),
+        ((8, 7), "Rank 0 has 4 samples, the last of the epoch, rank 1 3 samples"),
+        ((4, 0), "Rank 0 has 4 samples, the last of the epoch, rank 1 0 samples"),
     ],
 )
 def test_streams_of_different_lengths_are_told_by_every_worker(

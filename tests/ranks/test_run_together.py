@@ -210,7 +210,7 @@ def advance(step: Any) -> None:
         ({"seed": 1}, "seed is 0 there, 1 here"),
         ({"global_batch": 6}, "global_batch is 8 there, 6 here"),
         ({"shards": 4}, "shards is 2 there, 4 here"),
-        ({"dataset": Rows(49)}, "has 49 samples, but had 50"),
+        ({"dataset": Rows(49)}, "dataset_size is 50 there, 49 here"),
         ({"options": RunOptions(progress="quiet", drop_last=True)}, "drop_last is False there"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     for step in make_run(None, tmp_path / "run"):
         advance(step)
     net = nn.Linear(WIDTH, CLASSES)
-    with pytest.raises(UsageError, match="the model is 'Sequential with 4 tensors"):
+    with pytest.raises(UsageError, match="model is 'Sequential with 4 tensors"):
         Run(
             net, torch.optim.SGD(net.parameters()), Rows(), global_batch=8, epochs=1,
             folder=tmp_path / "run",

@@ -19,7 +19,6 @@ from paceline.observe.run_folder import RunFolder, read_events, read_info
 from paceline.observe.stragglers import Blame
 from paceline.record import read
 from paceline.run import Run, RunOptions
-from paceline.run.config import batch_sentence
 from paceline.testing import run_ranks
 
 BLAME = Blame(rank=1, phase="data", slower_by_s=0.2, phase_s=0.21, others_phase_s=0.01, steps=8)
@@ -164,7 +163,7 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
                 for x, y, _ in step.batches():
                     step.backward(F.cross_entropy(run.model(x), y))
                 if step.number == 6 and world.rank == 0:
-                    detector.tell(5, BLAME)
+                    detector._say(BLAME)
             if is_first and step.number == 4:
                 run.save()
                 break
@@ -232,7 +231,7 @@ def test_a_timeline_that_cannot_be_written_is_said_and_the_training_goes_on(
 def test_every_run_says_how_its_batch_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = "Global batch 8 on 2 workers, 4 rows each."
+    sentence = "Global batch 8 on 2 workers, in 2 shards of at most 4 rows."
 
     def body(world: World, name: str, *lines: str) -> None:
         options = RunOptions(progress="plain", policy=lines)
@@ -246,27 +245,6 @@ def test_every_run_says_how_its_batch_is_cut(
     run_ranks(2, body, "own", "As on one device.")
     assert "As on one device." in (shown := capsys.readouterr().out)
     assert sentence not in shown
-
-
-@pytest.mark.parametrize(
-    ("workers", "shards", "merges", "sentence"),
-    [
-        (1, 1, False, "Global batch 10 on one worker."),
-        (5, 2, False, "Global batch 10 on 2 workers, 5 rows each."),
-        (20, 10, False, "Global batch 10 on 10 workers, 1 rows each."),
-        (2, 4, True, "Global batch 10 on 2 workers, 5 rows each."),
-        (2, 3, False, "Global batch 10 on 2 workers, in 3 shards: 3 to 7 rows each."),
-    ],
-)
-def test_the_sentence_on_the_batch_is_true(
-    workers: int, shards: int, merges: bool, sentence: str
-) -> None:
-    assert batch_sentence(10, workers=workers, shards=shards, merges=merges) == sentence
-
-
-def test_shards_beyond_the_workers_are_passes() -> None:
-    sentence = batch_sentence(10, workers=1, shards=8, merges=False)
-    assert "in 8 passes of at most 2 " in sentence
 
 
 def test_advice_on_noise_is_said_once_and_at_the_end(

@@ -140,7 +140,7 @@ def test_the_learning_rate_says_what_it_does() -> None:
         "warmed up over 500 steps."
     )
     assert rate().sentence == "Learning rate as given (global batch 128, found with 32)."
-    assert "square root rule" in rate(rule="sqrt").sentence
+    assert "sqrt rule" in rate(rule="sqrt").sentence
     assert rate(decay="cosine", steps=9).sentence.endswith(", cosine decay until step 9.")
 
 
@@ -273,9 +273,9 @@ def test_too_few_measurements_say_nothing_and_overflows_do_not_count() -> None:
     ("noise_scale", "words"),
     [
         (10_000.0, "about 10,000, the global batch 128. More workers still help"),
-        (128.0, "help a little: twice the batch would save about 25% of the steps"),
+        (128.0, "still help: twice the batch would save about 25% of the steps"),
         (12.34, "about 12, the global batch 128. More workers hardly help"),
-        (0.0, "would save only 0% of the steps"),
+        (0.0, "would save about 0% of the steps"),
         (math.inf, "above anything measurable, the global batch 128. More workers still help"),
     ],
 )

@@ -221,6 +221,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         reducer.steps, reducer.wants_sync, reducer.weight.value = number, True, 1.0
         if not reducer.weight.is_clean:
             reducer.weight.reset()
+        if reducer.observer is not None:
+            reducer.observer.watch.step = number
 
     def _weigh(self, weight: float) -> None:
         """Say what this rank's gradients of a run's step weigh; a run keeps count itself."""

@@ -8,7 +8,7 @@ global batch, and every device gets its part of it: the training stays the same,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -20,8 +20,6 @@ from paceline.errors import UsageError, check_choice, check_whole
 Keep = Literal["device", "global"]
 Rule = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine"]
-
-_RULE_TEXT = {"none": "constant", "linear": "linear", "sqrt": "square root"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,12 @@ class BatchPlan:
         """By rank; where the batch does not divide evenly, the first ranks get one more."""
         share, longer = divmod(self.global_batch, self.workers)
         return [share + (rank < longer) for rank in range(self.workers)]
+
+    @property
+    def share_text(self) -> str:
+        """`8`, or `42 or 43`."""
+        least, longer = divmod(self.global_batch, self.workers)
+        return f"{least:,} or {least + 1:,}" if longer else f"{least:,}"
 
     @property
     def rows_per_worker(self) -> int:
@@ -77,27 +81,21 @@ def plan_batch(
     """
     check_whole("single_batch", single_batch)
     check_whole("workers", workers)
-    if keep not in get_args(Keep):
-        raise UsageError(
-            f"keep is {keep!r}.",
-            advice='Use "device" for the same rows on every device, or "global" for the same rows '
-            "in all.",
-        )
+    check_choice("keep", keep, get_args(Keep))
+    whole = single_batch * workers if keep == "device" else single_batch
+    plan = plan_global_batch(whole, workers, device_limit=device_limit)
     if workers == 1:
-        return plan_global_batch(single_batch, 1, device_limit=device_limit)
+        return plan
+    reason = (
+        f"Global batch {whole:,}, as on one device: each of {workers:,} workers gets "
+        f"{plan.share_text} rows, so the training stays the same and so does the learning rate."
+    )
     if keep == "device":
-        whole = single_batch * workers
         reason = (
             f"Global batch {whole:,}: each of {workers:,} workers keeps the {single_batch:,} rows "
             f"of one device, so a step takes as long as before and sees {workers:,} times the data."
         )
-        return _plan(whole, workers, device_limit, reason)
-    reason = (
-        f"Global batch {single_batch:,}, as on one device: each of {workers:,} workers gets "
-        f"{_shares(single_batch, workers)} rows, so the training stays the same and so does the "
-        "learning rate."
-    )
-    return _plan(single_batch, workers, device_limit, reason)
+    return replace(plan, reason=reason)
 
 
 def plan_global_batch(
@@ -106,26 +104,16 @@ def plan_global_batch(
     """Cut a global batch among workers, in as few passes as `device_limit` rows allow."""
     check_whole("global_batch", global_batch)
     check_whole("workers", workers)
-    who = "one worker"
-    if workers > 1:
-        who = f"{workers:,} workers, {_shares(global_batch, workers)} rows each"
-    return _plan(global_batch, workers, device_limit, f"Global batch {global_batch:,} on {who}.")
-
-
-def _plan(global_batch: int, workers: int, device_limit: int | None, reason: str) -> BatchPlan:
+    check_whole("device_limit", device_limit, or_none=True)
     if workers > global_batch:
         raise UsageError(
             f"{workers:,} workers cannot share a global batch of {global_batch:,} rows.",
             advice=f"Use at most {global_batch:,} workers, or a larger batch.",
         )
-    check_whole("device_limit", device_limit, or_none=True)
     busiest = -(-global_batch // workers)
-    return BatchPlan(global_batch, workers, -(-busiest // (device_limit or busiest)), reason)
-
-
-def _shares(global_batch: int, workers: int) -> str:
-    least, rest = divmod(global_batch, workers)
-    return f"{least:,} or {least + 1:,}" if rest else f"{least:,}"
+    plan = BatchPlan(global_batch, workers, -(-busiest // (device_limit or busiest)), "")
+    who = "one worker" if workers == 1 else f"{workers:,} workers, {plan.share_text} rows each"
+    return replace(plan, reason=f"Global batch {global_batch:,} on {who}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +171,10 @@ class LearningRate:
     def sentence(self) -> str:
         """The rule and the warm-up, in words."""
         found = "" if self.single_batch is None else f", found with {self.single_batch:,}"
-        batches = f"global batch {self.global_batch:,}{found}"
-        rule = f"{_RULE_TEXT[self.rule]} rule"
-        if self.scale != 1.0:
-            text = f"Learning rate times {self.scale:.4g} by the {rule} ({batches})"
-        else:
-            text = f"Learning rate as given ({batches}{'' if self.rule == 'none' else f', {rule}'})"
+        what = "as given"
+        if self.rule != "none":
+            what = f"times {self.scale:.4g} by the {self.rule} rule"
+        text = f"Learning rate {what} (global batch {self.global_batch:,}{found})"
         if self.warmup_steps:
             text += f", warmed up over {self.warmup_steps:,} steps"
         if self.decay != "none":

@@ -26,7 +26,7 @@ HORIZON = 50.0
 """Over about so many measurements the averages reach back."""
 _FEWEST = 5
 """Before so many measurements, an estimate is a guess."""
-_HELPS_MUCH, _HELPS_LITTLE = 0.4, 0.2
+_HELPS = 0.25
 _SLOTS, _WORDS = 32, 5
 """So many measurements, of so many numbers, are kept until the next reading."""
 _SMALL = 2**14
@@ -60,26 +60,19 @@ class NoiseEstimate:
     @property
     def fewer_steps(self) -> float:
         """The share of the steps that a batch twice as large would save, from 0 to a half."""
-        if math.isinf(self.noise_scale):
-            return 0.5
-        ratio = self.noise_scale / self.batch
-        return 0.5 * ratio / (1.0 + ratio)
+        return 0.5 / (1.0 + self.batch / self.noise_scale) if self.noise_scale else 0.0
 
     @property
     def advice(self) -> str:
-        """Would more workers still help? In one sentence or two."""
+        """Would more workers still help?"""
         scale = "above anything measurable"
         if math.isfinite(self.noise_scale):  # an estimate should not look like a measurement
             scale = f"about {float(f'{self.noise_scale:.2g}'):,.0f}"
-        saved = f"{self.fewer_steps:.0%} of the steps"
-        start = f"The gradient noise scale is {scale}, the global batch {self.batch:,.0f}."
-        if self.fewer_steps >= _HELPS_MUCH:
-            return f"{start} More workers still help: twice the batch would save about {saved}."
-        if self.fewer_steps >= _HELPS_LITTLE:
-            return f"{start} More workers help a little: twice the batch would save about {saved}."
+        helps = "still help" if self.fewer_steps >= _HELPS else "hardly help"
         return (
-            f"{start} More workers hardly help: twice the batch would save only {saved}. "
-            "Keep the global batch, or make it smaller."
+            f"The gradient noise scale is {scale}, the global batch {self.batch:,.0f}. "
+            f"More workers {helps}: twice the batch would save about {self.fewer_steps:.0%} of the "
+            "steps."
         )
 
 
@@ -89,8 +82,7 @@ class NoiseScale:
     The mean of the ratios would be wrong, and often infinite.
     """
 
-    def __init__(self, horizon: float = HORIZON) -> None:
-        self.horizon = horizon
+    def __init__(self) -> None:
         self.measurements = 0
         self._signal = self._noise = self._batch = 0.0
 
@@ -99,7 +91,7 @@ class NoiseScale:
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return
         self.measurements += 1
-        share = 1.0 / min(self.measurements, self.horizon)
+        share = 1.0 / min(self.measurements, HORIZON)
         self._signal += share * (signal - self._signal)
         self._noise += share * (noise - self._noise)
         self._batch += share * (batch - self._batch)
@@ -147,7 +139,7 @@ class NoiseMeter:
         self._small: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []
-        self._rows: list[float | Tensor] = []
+        self._rows = 0.0
 
     @property
     def is_measuring(self) -> bool:
@@ -164,7 +156,7 @@ class NoiseMeter:
             hook = partial(self._on_grad, number)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def add(self, rows: float | Tensor, *, is_mean: bool = False) -> None:
+    def add(self, rows: float, *, is_mean: bool = False) -> None:
         """One shard's backward is over; its loss was a sum over `rows`, or their mean.
 
         Between two calls there is one backward pass.
@@ -173,11 +165,9 @@ class NoiseMeter:
             return
         norms = [*self._norms, *_norms(self._small)]
         self._norms, self._small, self._seen = [], [], set()
-        if not norms or (not isinstance(rows, Tensor) and rows <= 0):
-            return
-        squared = _squared(norms)
-        self._squares.append(squared * rows if is_mean else squared / rows)
-        self._rows.append(rows)
+        if norms and rows > 0:
+            self._squares.append(_squared(norms) * (rows if is_mean else 1 / rows))
+            self._rows += rows
 
     @torch.no_grad()
     def end(self, *, scale: float = 1.0) -> None:
@@ -195,9 +185,8 @@ class NoiseMeter:
         # Built on the device: a copy from the host would wait for everything before it.
         zero = torch.zeros_like(whole)
         weighted = sum((squared.to(whole.device) for squared in squares), zero) / scale**2
-        counted = sum(count for count in rows if not isinstance(count, Tensor))
-        total = sum((n.to(whole.device) for n in rows if isinstance(n, Tensor)), zero + counted)
-        words = torch.stack([zero + 1, whole / scale**2, zero + len(squares), total, weighted])
+        counts = [zero + 1, whole / scale**2, zero + len(squares), zero + rows]
+        words = torch.stack([*counts, weighted])
         self._measured_by_slot[self._step // self.every % _SLOTS] = words
 
     def read(self, group: Group | None) -> NoiseEstimate | None:

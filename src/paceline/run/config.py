@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
 from paceline.observe.units import count_text
-from paceline.policy import plan_global_batch
 from paceline.run.plan import Plan, Position
 from paceline.run.sinks import Sink, check_sinks
 
@@ -122,7 +121,7 @@ class RunConfig:
     shards: int | None
     scheduler: Any
     scaler: Any
-    state: Mapping[str, Any]
+    state: Mapping[str, Any] | None
     workers: int
     world: World | None
     ddp: DDPOptions | None
@@ -130,6 +129,7 @@ class RunConfig:
     options: RunOptions
 
     def __post_init__(self) -> None:
+        self.state = self.state or {}
         for name, (kind, advice) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -227,17 +227,16 @@ class RunConfig:
             **{name: getattr(self.options, name) for name in _AGREED_OPTIONS},
             "the scaler": None if self.scaler is None else type(self.scaler).__name__,
             "settings of the optimizer": settings,
-            "names in state": sorted(self.state),
+            "names in state": sorted(self.state or {}),
         }
 
     def describe(
         self, folder: RunFolder | None, plan: Plan | None, module: nn.Module, facts: dict[str, Any]
     ) -> RunInfo:
         """What `run.json` says of the run."""
-        now, workers, shards = time.time(), facts["workers"], facts["shards"]
+        now = time.time()
         before = None if folder is None else read_info(folder)
-        merges = self.options.merge_shards
-        sentence = batch_sentence(self.global_batch, workers=workers, shards=shards, merges=merges)
+        sentence = batch_sentence(self.global_batch, facts["workers"], facts["shards"])
         same = ("seed", "global_batch", "shards", "workers", "dataset_size", "versions")
         return RunInfo(
             **{name: facts[name] for name in same},
@@ -263,14 +262,11 @@ class RunConfig:
         position: Position,
     ) -> list[str]:
         """What is said when the loop begins."""
-        lines = []
-        if plan is None:
-            lines.append(STREAM)
+        lines = [STREAM] if plan is None else []
         if (idle := world.size - shards) > 0:
-            have = "worker has" if idle == 1 else "workers have"
             lines.append(
-                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} {have} nothing "
-                "to compute. Pass shards= to a new run to use them."
+                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} of them have "
+                "nothing to compute. Pass shards= to a new run to use them."
             )
         if world.device.type == "cuda" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")
@@ -311,15 +307,9 @@ def describe_model(module: nn.Module) -> str:
     return f"{type(module).__name__} with {len(lines)} tensors, {digest}"
 
 
-def batch_sentence(global_batch: int, *, workers: int, shards: int, merges: bool) -> str:
-    """Which global batch it is, and what each worker gets of it and in how many passes."""
-    busy = min(workers, shards)
-    if shards % busy:
-        sizes = [len(range(shard, global_batch, shards)) for shard in range(shards)]
-        rows = [sum(sizes[worker::busy]) for worker in range(busy)]
-        return (
-            f"Global batch {global_batch:,} on {busy:,} workers, in {shards:,} shards: "
-            f"{min(rows):,} to {max(rows):,} rows each."
-        )
-    passes = 1 if merges else shards // busy
-    return replace(plan_global_batch(global_batch, busy), accumulation=passes).sentence
+def batch_sentence(global_batch: int, workers: int, shards: int) -> str:
+    """How the global batch is cut."""
+    return (
+        f"Global batch {global_batch:,} on {count_text(workers, 'worker')}, in "
+        f"{count_text(shards, 'shard')} of at most {-(-global_batch // shards):,} rows."
+    )

@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from paceline import comm, env
+from paceline.comm import tree
 from paceline.comm.membership import Membership
 from paceline.comm.world import World, current_world, init_process_group
 from paceline.data.foreign import Generators
@@ -27,7 +28,7 @@ from paceline.run.plan import Plan, Position, check_batch
 from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
-from paceline.run.watching import StepRecorder, Watching
+from paceline.run.watching import Watching
 from paceline.update import FiniteCheck, make_update
 
 
@@ -57,7 +58,7 @@ class StepContext:
             clip_norm=options.clip_norm,
             finite=finite,
         )
-        self.state = RunState(module, self.update, config.state)
+        self.state = RunState(module, self.update, config.state or {})
         folder = config.open_folder(world.rank)
         self.saving = Saving(folder, options, members)
         state, before = self.saving.find() or (None, None)
@@ -68,15 +69,14 @@ class StepContext:
         self.facts = config.facts(module, plan, shards=shards, workers=world.size)
         """What identifies the run, and what else a checkpoint says of it."""
         self.saving.refuse_other_run(self.facts, before)
-        self.watching = Watching(options, folder, world.rank)
-        trace_step = self.watching.trace_step
-        agreed = {**self.facts, **config.to_agree_on(), "trace_step": trace_step}
+        self.watching = Watching(config, folder)
+        agreed = {**self.facts, **config.to_agree_on(), "trace_step": self.watching.trace_step}
         _refuse_different_facts(members, agreed)
         if self.saving.is_on:
             self.state.check_savable()
         with ExitStack() as undo:
             undo.callback(self.watching.end)
-            self.watching.start_timeline()
+            self.watching.start_timeline(world.rank)
             self.model = _wrap(model, config.ddp, members)
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
@@ -108,17 +108,17 @@ class StepContext:
         self.noise: NoiseMeter | None = None
         if options.noise_every and config.passes(shards, world.size) > 1:
             self.noise = NoiseMeter(module.parameters(), every=options.noise_every)
-        self.recorder: StepRecorder | None = None
-        if folder is not None and trace_step:
-            dataset = None if plan is None else config.dataset
-            self.recorder = StepRecorder(
-                trace_step, folder, self.model, config.optimizer, dataset, self.sinks
-            )
         self.watching.note_progress(position.step, None if plan is None else plan.steps)
         self.lines = config.opening_lines(world, device, shards, plan, position)
         """What is said when the loop begins."""
         self.lines += self.watching.lines
         members.follow(self.on_generation)
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch with its tensors on the model's device."""
+        if self.device.type == "cpu":
+            return batch
+        return tree.map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
 
     def on_generation(self) -> None:
         self.size = self.membership.size

@@ -169,7 +169,7 @@ class StreamLoader:
             if members.size > 1:
                 # Otherwise they would wait for each other: a short message in every step, which
                 # a dataset with a length does not need.
-                words = [-1, 0] if read is None else [read[0], int(read[1])]
+                words = [0, 1] if read is None else [read[0], int(read[1])]
                 flat = torch.tensor(words, device=members.word_device)
                 everyone = comm.all_gather(members.group, flat, f"Step {step}: comparing reads")
                 _refuse_differences(step, [each.tolist() for each in everyone])
@@ -178,14 +178,9 @@ class StreamLoader:
             yield Read(*read)
 
     def _refuse_empty(self, epoch: int, skipped: int) -> None:
-        has = "has no samples"
-        if skipped:
-            has += f" beyond the {skipped} global batches that were trained on"
-        elif self._config.options.drop_last:
-            batch = self._config.global_batch
-            has += f", or too few: they do not fill one global batch of {batch}"
         raise UsageError(
-            f"Epoch {epoch + 1} of the dataset {has}.",
+            f"Epoch {epoch + 1} of the dataset has no samples beyond the {skipped} global batches "
+            "that were trained on, or too few to fill one.",
             advice="Its __iter__ must begin anew whenever it is called: a generator, which can be "
             "gone through once, has nothing left for a second epoch.",
         )
@@ -193,17 +188,15 @@ class StreamLoader:
 
 def _refuse_differences(step: int, everyone: Sequence[Sequence[int]]) -> None:
     """Raise if the workers have not read the same; each says how much, and if an epoch ends."""
-
-    def describe(samples: int, ends_epoch: int) -> str:
-        if samples < 0:
-            return "none left"
-        return f"a batch of {samples}" + (", the last of its epoch" if ends_epoch else "")
-
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
+            ours, others = (
+                f"{samples} samples" + ", the last of the epoch" * bool(is_last)
+                for samples, is_last in (everyone[0], theirs)
+            )
             raise DesyncError(
                 f"Step {step}: the workers read different data from the stream.",
-                f"Rank 0 has {describe(*everyone[0])}, rank {rank} {describe(*theirs)}.",
+                f"Rank 0 has {ours}, rank {rank} {others}.",
                 "Let the dataset yield the same samples on every worker: a run deals them itself.",
             )
 

@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.observe import stopwatch
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.context import StepContext
-from paceline.run.evaluation import Evaluation, Score
+from paceline.run.evaluation import Score, evaluate
 from paceline.run.metrics import gather, means
 from paceline.run.plan import Position
 from paceline.run.sinks import Message, Sink, StepReport, Summary
@@ -70,24 +70,8 @@ class Run:
         sinks: Sequence[Sink] = (),
         options: RunOptions = DEFAULT_OPTIONS,
     ) -> None:
-        config = RunConfig(
-            model=model,
-            optimizer=optimizer,
-            dataset=dataset,
-            global_batch=global_batch,
-            epochs=epochs,
-            seed=seed,
-            folder=folder,
-            shards=shards,
-            scheduler=scheduler,
-            scaler=scaler,
-            state=state or {},
-            workers=workers,
-            world=world,
-            ddp=ddp,
-            sinks=sinks,
-            options=options,
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        config = RunConfig(**arguments)
         context = self._context = StepContext(config)
         self.options = options
         self.model: nn.Module = context.model
@@ -149,15 +133,16 @@ class Run:
         self._refuse_inside_step("evaluate")
         context, begin_s = self._context, time.perf_counter()
         config, position = context.config, self._position
-        task = Evaluation(
-            dataset=config.dataset if dataset is None else dataset,
+        total = evaluate(
+            context,
+            score,
+            config.dataset if dataset is None else dataset,
             batch=-(-config.global_batch // context.shards) if batch is None else batch,
             collate_fn=collate_fn or config.collate_fn,
             workers=workers,
             step=position.step,
             reduction=reduction,
         )
-        total = task.run(score, context)
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
         self._scores |= scores
@@ -190,7 +175,7 @@ class Run:
             context.stop.listen()
             context.loader_signals.hold()
         context.sinks.tell("start", context.info, self.step, context.lines)
-        context.watching.begin(members, context.sinks, lambda: self.step)
+        context.watching.begin(members, context.sinks)
         generation = members.generation
         portions = context.loader.portions(self._position)
         try:
@@ -250,11 +235,11 @@ class Run:
         self._report(step)
         number = 0
         if context.vote.pending is not None or context.size == 1:
-            wishes = context.vote.result(step.number)
-            if wishes.buffers and context.buffers is not None:
+            requests = context.vote.result(step.number)
+            if requests.buffers and context.buffers is not None:
                 context.buffers.adopt()
-            if wishes.terminate or wishes.interrupt:
-                number = signal.SIGTERM if wishes.terminate else signal.SIGINT
+            if requests.terminate or requests.interrupt:
+                number = signal.SIGTERM if requests.terminate else signal.SIGINT
         saving = context.saving
         if saving.is_on:
             if number or saving.is_due(step.number, step.ends_epoch, self._scores):

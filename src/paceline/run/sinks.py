@@ -165,56 +165,43 @@ class TerminalSink:
     """Rank 0's terminal."""
 
     def __init__(self, mode: str) -> None:
-        Progress(mode, draws=False)  # a mode that does not exist is refused before the run begins
-        self._mode = mode
-        self._progress: Progress | None = None
-        self._advice = ""
+        self._mode, self._advice = mode, ""
+        # Refuses a mode that does not exist before the run begins, and stays silent until then.
+        self._progress = Progress(mode, draws=False)
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
         self._progress = Progress(self._mode)
-        self._progress.start(
-            name=info.name,
-            workers=info.workers,
-            epochs=info.epochs,
-            steps=info.steps,
-            steps_per_epoch=info.steps_per_epoch,
-            global_batch=info.global_batch,
-            step=step,
-            lines=[*info.policy, *lines],
-        )
+        names = ("name", "workers", "epochs", "steps", "steps_per_epoch", "global_batch")
+        known = {name: getattr(info, name) for name in names}
+        self._progress.start(**known, step=step, lines=[*info.policy, *lines])
 
     def step(self, report: StepReport) -> None:
-        if self._progress is not None:
-            self._progress.step(
-                report.step,
-                epoch=report.epoch,
-                samples=report.samples,
-                metrics=lambda: report.metrics,
-            )
+        self._progress.step(
+            report.step,
+            epoch=report.epoch,
+            samples=report.samples,
+            metrics=lambda: report.metrics,
+        )
 
     def epoch(self, summary: Summary) -> None:
-        if self._progress is not None:
-            epoch, _, metrics, seconds, samples = summary
-            self._progress.epoch(epoch, metrics, seconds=seconds, samples=samples)
+        epoch, _, metrics, seconds, samples = summary
+        self._progress.epoch(epoch, metrics, seconds=seconds, samples=samples)
 
     def evaluation(self, summary: Summary) -> None:
-        if self._progress is not None:
-            self._progress.evaluation(summary.epoch, summary.metrics, step=summary.step)
+        self._progress.evaluation(summary.epoch, summary.metrics, step=summary.step)
 
     def message(self, message: Message) -> None:
         if message.kind == "noise":
             self._advice = message.text  # of all of them the last one is said, at the end
-        elif self._progress is not None:
+        else:
             self._progress.message(message.text, message.level)
 
     def checkpoint(self, written: Written) -> None:
         """Saving is nothing to look at."""
 
     def stop(self, step: int, status: str, reason: str) -> None:
-        if self._progress is not None:
-            lines = ["" if status == "finished" else reason, self._advice]
-            self._progress.finish(status, lines=[line for line in lines if line])
-            self._progress = None
+        lines = ["" if status == "finished" else reason, self._advice]
+        self._progress.finish(status, lines=[line for line in lines if line])
 
 
 class Sinks:

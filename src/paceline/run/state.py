@@ -28,20 +28,12 @@ from paceline.run.metrics import Sums, gather
 from paceline.run.plan import Position
 from paceline.update import Update
 
-MUST_BE_EQUAL = {
-    "model": "the model",
-    "seed": "seed",
-    "global_batch": "global_batch",
-    "shards": "shards",
-    "shuffle": "shuffle",
-    "drop_last": "drop_last",
-    "dataset_size": "the number of samples",
-    "optimizer": "the optimizer",
-    "scheduler": "the scheduler",
-}
-"""The facts that identify a run, by the words that a person has for them."""
+MUST_BE_EQUAL = (
+    *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
+    *("optimizer", "scheduler"),
+)
+"""The facts that identify a run."""
 
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -190,18 +182,11 @@ class Saving:
         if not differences:
             return
         key = differences[0]
-        if key == "dataset_size":
-            raise UsageError(
-                f"The dataset has {here[key]} samples, but had {there[key]} when the run in "
-                f"{folder} was saved.",
-                "Its order and its steps would be others, and samples lost or repeated.",
-                "Bring the dataset back to what it was, or choose another folder and begin with "
-                "load_weights().",
-            )
         raise UsageError(
             f"The folder {folder} belongs to another run.",
-            f"First difference: {MUST_BE_EQUAL[key]} is {there[key]!r} there, {here[key]!r} here.",
-            "Choose another folder, or the arguments of that run to continue it.",
+            f"First difference: {key} is {there[key]!r} there, {here[key]!r} here.",
+            "Choose another folder and begin with load_weights(), or use the arguments and the "
+            "data of that run to continue it.",
         )
 
     def is_due(self, step: int, ends_epoch: bool, scores: Mapping[str, float]) -> bool:
@@ -258,27 +243,22 @@ class FolderLock:
         """Raise if another process has the folder. Where nothing can be locked, train without."""
         if self._file is not None:
             return
-        try:
-            file = os.open(self._folder.path / ".lock", _LOCK_FLAGS, 0o600)
-        except OSError:  # a read-only or a full disk: nobody else can write there either
-            return
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            owner = os.pread(file, 20, 0).decode("ascii", "replace").strip()
-            os.close(file)
-            raise UsageError(
-                f"The folder {self._folder.path} is in use: process {owner or 'unknown'} trains "
-                "there.",
-                advice="Wait until it has ended, or choose another folder.",
-            ) from None
-        except OSError:  # a network drive without locks
-            os.close(file)
-            return
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        # A read-only or a full disk, and a network drive without locks: nobody can be kept out.
         with suppress(OSError):
-            os.truncate(file, 0)
-            os.pwrite(file, str(os.getpid()).encode(), 0)
-        self._file = file
+            file = self._file = os.open(self._folder.path / ".lock", flags, 0o600)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(file, 0)
+                os.pwrite(file, str(os.getpid()).encode(), 0)
+            except (BlockingIOError, PermissionError):
+                owner = os.pread(file, 20, 0).decode("ascii", "replace").strip()
+                self.give_up()
+                raise UsageError(
+                    f"The folder {self._folder.path} is in use: process {owner or 'unknown'} "
+                    "trains there.",
+                    advice="Wait until it has ended, or choose another folder.",
+                ) from None
 
     def give_up(self) -> None:
         if self._file is not None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import tree
 from paceline.errors import UsageError
 from paceline.observe.phases import Phase
 from paceline.record import StepRecording
@@ -82,10 +81,10 @@ class Step:
         self.state = "open"
         self._begin_s = time.perf_counter()
         self._before = context.generators.state()
-        recorder = context.recorder
-        if recorder is not None and recorder.number == self.number:
+        if context.watching.trace_step == self.number:
             indices = [index for shard in self._shards for index in shard.indices]
-            self._recording = self._around.enter_context(recorder.recording(indices))
+            recording = context.watching.recording(context.model, indices, context.sinks)
+            self._recording = self._around.enter_context(recording)
         if context.buffers is not None:
             context.buffers.begin()
         self._scale = context.size / self.samples
@@ -109,9 +108,7 @@ class Step:
         context = self._context
         for shard in self._shards:
             self._clock_s = time.perf_counter()
-            batch = context.loader.load(shard)
-            if context.device.type != "cpu":
-                batch = tree.map_tensors(self._to_device, batch)
+            batch = context.to_device(context.loader.load(shard))
             context.generators.seed(context.config.seed, "model", self.number, shard.number)
             self._lap(Phase.DATA)
             if context.buffers is not None:
@@ -254,20 +251,16 @@ class Step:
         context.generators.restore(self._before)
 
     def _refuse_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"Step {self.number}: the loss is {loss!r:.80}, not a tensor.",
-                advice="Pass what the loss function returned, without .item().",
-            )
-        if loss.numel() != 1:
-            raise UsageError(
-                f"Step {self.number}: the loss has {loss.numel()} elements.",
-                advice="Pass their mean, and over how many items it is as items= where those are "
-                "not the samples of the batch.",
-            )
+        what = f"is {loss!r:.80}, not a tensor"
+        if isinstance(loss, Tensor):
+            what = "does not depend on any parameter"
+            if loss.numel() != 1:
+                what = f"has {loss.numel()} elements"
         raise UsageError(
-            f"Step {self.number}: the loss does not depend on any parameter.",
-            advice="Compute it from the output of run.model, without detach() and torch.no_grad().",
+            f"Step {self.number}: the loss {what}.",
+            advice="Pass the mean that the loss function returned for the output of run.model, "
+            "without .item(), detach() and torch.no_grad(), and its items= where those are not the "
+            "samples of the batch.",
         )
 
     def _number(self, items: float | Tensor) -> float:
@@ -282,9 +275,6 @@ class Step:
                 advice="Pass the number of samples or tokens, from 0 up.",
             )
         return number
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._context.device, non_blocking=True)
 
     def _lap(self, phase: Phase) -> None:
         """What has passed since the last lap belongs to `phase`."""

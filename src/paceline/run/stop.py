@@ -80,8 +80,8 @@ class StopRequest:
             os.kill(os.getpid(), number)
 
 
-class Wishes(NamedTuple):
-    """The sum over the workers of what each one wants."""
+class Requests(NamedTuple):
+    """What was asked of this worker, or the sum of that over all workers."""
 
     interrupt: float = 0.0
     """How many were asked to stop by SIGINT."""
@@ -92,7 +92,7 @@ class Wishes(NamedTuple):
 
 
 class Vote:
-    """Adds up wishes in some steps, the same on every worker.
+    """Adds up requests in some steps, the same on every worker.
 
         start, when gradients have arrived --(optimizer)--> result, after the commit
 
@@ -120,30 +120,30 @@ class Vote:
         now_s = time.monotonic()
         step_s = (now_s - self._last_s) / max(1, step - self._last_step)
         self._last_s, self._last_step = now_s, step
-        mine = [*self._wishes(), step_s]
+        mine = [*self._own(), step_s]
         words = torch.tensor(mine, dtype=torch.float32, device=members.word_device)
         what = f"Step {step}: asking whether to stop"
         self.pending = step, words, comm.start_all_reduce(members.group, words, what)
 
-    def result(self, step: int) -> Wishes:
+    def result(self, step: int) -> Requests:
         """What all workers want, where that is known; alone, what this one wants."""
         if self.pending is None:
-            return self._wishes()
+            return self._own()
         started, words, reduction = self.pending
         if started == step and words.device.type != "cpu":
-            return Wishes()
+            return Requests()
         self.pending = None
         reduction.wait()
-        *wishes, seconds = words.tolist()
+        *requests, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
         self.next_step = step + min(MOST_STEPS, max(1, int(PERIOD_S / step_s)))
-        return Wishes(*wishes)
+        return Requests(*requests)
 
-    def _wishes(self) -> Wishes:
+    def _own(self) -> Requests:
         """What this worker wants."""
         number = self._request.signal
         has_news = self._buffers is not None and self._buffers.has_news
-        return Wishes(
+        return Requests(
             float(number == signal.SIGINT), float(number == signal.SIGTERM), float(has_news)
         )
 
