@@ -16,22 +16,13 @@ from typing import IO
 
 from paceline import env
 from paceline.errors import UsageError, WireError
-from paceline.explain.trace.drawing import WIDTH, Style, TextLine, draw
+from paceline.explain.trace.drawing import WIDTH, draw, paint
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.units import list_text
 from paceline.record import schema
 from paceline.record.stages import Trace
 
-_COLOURS: dict[Style, str] = {
-    "title": "1",
-    "quiet": "2",
-    "good": "32",
-    "bad": "1;31",
-    "sample": "36",
-    "weight": "35",
-}
-NARROWEST = 40
-_BEYOND_ASCII = "┌─▼●✓"
+NARROWEST, WIDEST = 40, 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +81,23 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(schema.to_json(trace), allow_nan=False))
     else:
-        plain = args.ascii or not _can_show(sys.stdout)
-        _show(draw(trace, width=_width(sys.stdout), plain=plain), sys.stdout)
-    failed = trace.check is not None and (
-        trace.check.is_same is False or trace.check.is_equal_on_all is False
-    )
-    return 1 if failed else 0
+        show(trace, sys.stdout, is_plain=args.ascii)
+    check = trace.check
+    return 1 if check is not None and False in (check.is_same, check.is_equal_on_all) else 0
+
+
+def show(trace: Trace, stream: IO[str], *, is_plain: bool = False) -> None:
+    """Draw a step: as wide as a terminal, with colours there, in ASCII where it has no lines."""
+    width, is_terminal = WIDTH, stream.isatty()
+    if is_terminal:
+        width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns))
+    try:
+        "┌─▼●✓".encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        is_plain = True
+    has_colour = is_terminal and env.read_terminal().has_colour
+    for line in draw(trace, width=width, plain=is_plain):
+        print(paint(line) if has_colour else line, file=stream)
 
 
 def _record(args: argparse.Namespace) -> Trace:
@@ -142,25 +144,3 @@ def _find(place: str, step: int | None) -> Trace:
         ) from error
     except WireError as error:
         raise UsageError(f"{path} is not a recorded step.", error.what, error.advice) from error
-
-
-def _width(stream: IO[str]) -> int:
-    """80 columns, or as few as the terminal has."""
-    if not stream.isatty():
-        return WIDTH
-    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size().columns))
-
-
-def _can_show(stream: IO[str]) -> bool:
-    try:
-        _BEYOND_ASCII.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _show(lines: list[TextLine], stream: IO[str]) -> None:
-    has_colour = stream.isatty() and env.read_terminal().has_colour
-    for line in lines:
-        code = _COLOURS.get(line.style) if has_colour and line.text else None
-        print(f"\x1b[{code}m{line.text}\x1b[0m" if code else line.text, file=stream)

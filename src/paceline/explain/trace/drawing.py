@@ -1,35 +1,27 @@
 """A recorded step as lines of text: boxes for what each worker has, lines for where it goes.
 
-Pure: a `Trace` in, lines out, none wider than asked. `plain` has no character beyond ASCII. Colour
-is a style beside the text, so that a width is always that of the text. A row of `n` boxes divides
-the width evenly, so the lines from one row to the next follow from the numbers of boxes alone.
+Pure: a `Trace` in, lines out, none wider than asked. `plain` has no character beyond ASCII; `paint`
+adds colour afterwards, so that a width is always that of the text. A row of `n` boxes divides the
+width evenly, so the lines from one row to the next follow from the numbers of boxes alone.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Literal
 
 from paceline.observe.units import (
     bytes_text,
     count_text,
+    list_text,
     seconds_text,
     shape_text,
     table_lines,
 )
-from paceline.record.stages import (
-    Part,
-    Prediction,
-    Stage,
-    TensorFacts,
-    Trace,
-    Training,
-    Weight,
-)
+from paceline.record.stages import Part, Prediction, Stage, TensorFacts, Trace, Training, Weight
 
 WIDTH = 80
 MARGIN = 4
@@ -38,6 +30,8 @@ LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
 the followed sample's are drawn."""
 MOST_BUCKETS = 5
+DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
+"""Where a tensor is told by its dtype and size; elsewhere by its name."""
 
 SAMPLE, WEIGHT, GOOD, BAD = "●", "◆", "✓", "✗"
 _PLAIN = {
@@ -45,16 +39,14 @@ _PLAIN = {
     ord(GOOD): "ok",
     ord(BAD): "NO",
 }
-
-Style = Literal["", "title", "quiet", "good", "bad", "sample", "weight"]
-
-
-@dataclass(frozen=True, slots=True)
-class TextLine:
-    """One line, and what it is."""
-
-    text: str
-    style: Style = ""
+_COLOURS = {
+    r"^ ?\d+  [A-Z].*|^(?:One batch|Training|Prediction)\b.*": "1",
+    rf"{SAMPLE}[^│]*": "36",
+    rf"{WEIGHT}[^│]*": "35",
+    rf"{GOOD}.*": "32",
+    rf"{BAD}.*": "1;31",
+    r"[┌┐└┘┬┴┼─│▼]+": "2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,264 +58,211 @@ class TextBox:
     remark: str = ""
 
 
-def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[TextLine]:
-    """The whole picture: heading, stages, what was followed, the check, training, prediction."""
-    lines = [*_heading(trace, width), TextLine("")]
-    shown = _shown_workers(trace, width)
-    lanes = 0
+def paint(line: str) -> str:
+    """The line with the colours of a terminal: titles, marks and what they mark, verdicts."""
+    for pattern, code in _COLOURS.items():
+        line = re.sub(f"({pattern})", f"\x1b[{code}m\\1\x1b[0m", line)
+    return line
+
+
+def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
+    """The whole picture: heading, stages, what was followed, the check, training, prediction.
+
+    An empty line stands before every part.
+    """
+    lines = [*_heading(trace, width)]
+    shown, lanes = _shown_workers(trace, width), 0
     for number, stage in enumerate(trace.stages, start=1):
         boxes = _boxes(trace, stage, shown, width)
-        lines += [*_stage(trace, stage, number, boxes, lanes, shown, width), TextLine("")]
+        lines += ["", *_stage(trace, stage, number, boxes, lanes, width)]
         lanes = len(boxes) or lanes
-    lines += _conclusions(trace, width)
+    lines += ["", *_conclusions(trace, width)]
     if trace.training is not None:
-        lines += [TextLine(""), *_training(trace.training, width)]
+        lines += ["", *_training(trace.training, width)]
     if trace.prediction is not None:
-        lines += [TextLine(""), *_prediction(trace.prediction, width)]
-    return [TextLine(_fit(line.text, width, plain), line.style) for line in lines]
+        lines += ["", *_prediction(trace.prediction, width)]
+    return [_fit(line, width, plain) for line in lines]
 
 
-def _heading(trace: Trace, width: int) -> Iterator[TextLine]:
-    who = f"{trace.workers} workers, each a process with its own copy of the model"
+def _heading(trace: Trace, width: int) -> Iterator[str]:
+    who = f"{count_text(trace.workers, 'worker')}, each a process with its own copy of the model"
     if trace.engine == "DataParallel":
-        copies = "1 copy" if trace.workers == 1 else f"{trace.workers} copies"
-        who = f"One process with {copies} of the model"
-    elif trace.workers == 1:
-        who = "One worker: one process"
-    yield from _paragraph(f"One batch on its way through {trace.engine}", width, "", "title")
-    yield from _paragraph(f"{who}.", width, "")
-    facts = (
-        f"Step {trace.step} of a real training, recorded: {count_text(trace.batch_rows, 'row')}, "
+        who = f"One process with {count_text(trace.workers, 'replica')} of the model"
+    yield from _wrap(f"One batch on its way through {trace.engine}", width)
+    yield from _wrap(
+        f"{who}. Step {trace.step} of a real training: {count_text(trace.batch_rows, 'row')}, "
         f"model {trace.model.name} with {trace.model.parameters:,} weights, "
-        f"{seconds_text(trace.seconds)} in all."
+        f"{seconds_text(trace.seconds)} in all.",
+        width,
     )
-    yield from _paragraph(facts, width, "", "quiet")
     if trace.sample is not None:
-        yield TextLine(
-            f"{SAMPLE} marks one sample: row {trace.sample.index:,} of the data", "sample"
-        )
+        yield f"{SAMPLE} marks one sample: row {trace.sample.index:,} of the data"
     if trace.weight is not None and (trace.has_values or trace.weight.bucket is not None):
-        yield TextLine(f"{WEIGHT} marks one weight: {_name_of(trace.weight)}", "weight")
+        yield f"{WEIGHT} marks one weight: {_name_of(trace.weight)}"
 
 
 def _shown_workers(trace: Trace, width: int) -> list[int]:
-    """Which workers get a box of their own: first, last, and the followed sample's."""
+    """Which workers get a box of their own: first, last, the followed sample's, and what fits."""
     everyone = range(max(1, trace.workers))
-    lanes = max(1, min(3, (width - MARGIN) // LANE, len(everyone)))
+    lanes = max(1, min((width - MARGIN) // LANE, len(everyone)))
     stops = trace.sample.stops if trace.sample else []
     owners = [s.worker for s in stops if s.worker is not None and s.worker in everyone]
-    wanted = dict.fromkeys([*owners[:1], 0, everyone[-1], *everyone[:3]])
+    wanted = dict.fromkeys([*owners[:1], 0, everyone[-1], *everyone[:lanes]])
     return sorted(list(wanted)[:lanes])
 
 
 def _stage(
-    trace: Trace,
-    stage: Stage,
-    number: int,
-    boxes: Sequence[TextBox],
-    lanes: int,
-    shown: Sequence[int],
-    width: int,
-) -> Iterator[TextLine]:
+    trace: Trace, stage: Stage, number: int, boxes: Sequence[TextBox], lanes: int, width: int
+) -> Iterator[str]:
     """Title, sentence, the lines from the `lanes` above, the boxes, and who is not drawn."""
     cost = [f"{bytes_text(stage.bytes_moved)} moved"] if stage.bytes_moved else []
     cost += [] if stage.seconds is None else [seconds_text(stage.seconds)]
     title, right = f"{number:>2}  {stage.title.upper()}", ", ".join(cost)
-    gap = max(2, width - len(title) - len(right))
-    yield TextLine(f"{title}{' ' * gap}{right}", "title")
-    yield from _paragraph(stage.text, width, " " * MARGIN)
+    yield f"{title}  {right:>{max(0, width - len(title) - 2)}}"
+    yield from _wrap(stage.text, width, " " * MARGIN)
     if not boxes:
         return
     if stage.name == "all-reduce" and 1 < lanes == len(boxes):
-        yield TextLine(connect(lanes, 1, width), "quiet")
-        yield TextLine("added up, divided, sent to all".center(width + MARGIN)[:width], "quiet")
-        yield TextLine(connect(1, lanes, width), "quiet")
+        yield connect(lanes, 1, width)
+        yield "added up, divided, sent to all".center(width + MARGIN)
+        yield connect(1, lanes, width)
     elif lanes:
-        yield TextLine(connect(lanes, len(boxes), width), "quiet")
-    yield from map(TextLine, side_by_side(boxes, width, is_fed=lanes > 0))
-    if len(boxes) > 1 or stage.parts[0].worker is not None:
-        hidden = trace.workers - len(shown)
-        if hidden > 0:
-            others = count_text(hidden, "other worker")
-            yield TextLine(f"{' ' * MARGIN}and {others} in the same way", "quiet")
+        yield connect(lanes, len(boxes), width)
+    yield from side_by_side(boxes, width, is_fed=lanes > 0)
+    if trace.workers > len(boxes) > 0 and (len(boxes) > 1 or stage.parts[0].worker is not None):
+        others = count_text(trace.workers - len(boxes), "other worker")
+        yield f"{' ' * MARGIN}and {others} in the same way"
 
 
 def _boxes(trace: Trace, stage: Stage, shown: Sequence[int], width: int) -> list[TextBox]:
-    if stage.name == "buckets" and stage.parts:
-        room = slots(len(shown), width)[0][1] - 4
-        lines = _bucket_lines(stage.parts, trace.weight, room)
-        return [TextBox(f"worker {worker}", lines) for worker in shown]
     parts = [p for p in stage.parts if p.worker is None or p.worker in shown]
+    if stage.name == "buckets":
+        room = slots(len(shown), width)[0][1] - 4
+        lines = _bucket_lines(parts, trace.weight, room)
+        return [TextBox(f"worker {worker}", lines) for worker in shown if lines]
     return [_box(trace, stage, part, slots(len(parts), width)[0][1] - 4) for part in parts]
 
 
 def _box(trace: Trace, stage: Stage, part: Part, room: int) -> TextBox:
-    lines = [line for facts in part.tensors[:2] for line in _tensor(facts, stage.name, room)]
+    lines = [line for facts in part.tensors[:2] for line in _tensor(facts, stage, room)]
     if len(part.tensors) > 2:
         lines.append(f"and {count_text(len(part.tensors) - 2, 'tensor')} more")
     lines += textwrap.wrap(part.text, room)
     for mark in _marks(trace, stage, part):
         lines += textwrap.wrap(mark, room, subsequent_indent="  ")
-    title, remark = part.title, ""
-    if part.worker is not None and part.device not in ("", part.title) and room > 30:
+    if part.worker is None:
+        return TextBox(part.title, lines)
+    title = part.title
+    if part.device not in ("", part.title) and room > 30:
         title = f"{part.title} on {part.device}"
-    if part.worker is not None and part.seconds is not None:
-        remark = seconds_text(part.seconds)
-    return TextBox(title, lines, remark)
+    return TextBox(title, lines, "" if part.seconds is None else seconds_text(part.seconds))
 
 
-def _tensor(facts: TensorFacts, stage: str, room: int) -> list[str]:
-    """Shape, dtype and size on a line, then the first values or else their statistics."""
+def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
+    """Shape and what it is on a line, then the first values or else their statistics."""
     if facts.name == "model":
         return [f"model, {bytes_text(facts.bytes)}"]
     if facts.name == "loss" and facts.first:
         return [f"loss {facts.first[0]:.6g}"]
-    head = shape_text(facts.shape)
-    if facts.name in ("input", "inputs", "output", "batch") or stage == "batch":
-        for word in (facts.dtype, bytes_text(facts.bytes)):
-            head = f"{head}  {word}" if len(head) + len(word) + 2 <= room else head
-    else:
-        head = f"{head} {facts.name}"
-    said = ""
+    what = f"{facts.dtype}, {bytes_text(facts.bytes)}"
+    lines = textwrap.wrap(
+        f"{shape_text(facts.shape)} {what if stage.name in DATA_STAGES else facts.name}", room
+    )
     if facts.first:
-        said = _first_values(facts.first, prod(facts.shape), room)
+        values = " ".join(map(short_number, facts.first))
+        lines.append(textwrap.shorten(f"{values} ...", room, placeholder=" ..."))
     elif facts.stats is not None:
-        low, high = short_number(facts.stats.min), short_number(facts.stats.max)
-        mean = f", mean {short_number(facts.stats.mean)}"
-        said = f"{low} to {high}{mean if len(low + high + mean) + 4 <= room else ''}"
-    return [*textwrap.wrap(head, room), *([said] if said else [])]
-
-
-def _first_values(first: Sequence[float], total: int, room: int) -> str:
-    """As many of the first values as fit, with dots if there are more."""
-    said = ""
-    for number, value in enumerate(first):
-        longer = f"{said} {short_number(value)}".strip()
-        if len(longer) + (4 if number + 1 < total else 0) > room:
-            return f"{said} ..."
-        said = longer
-    return said + (" ..." if len(first) < total else "")
+        low, mean, high = map(short_number, (facts.stats.min, facts.stats.mean, facts.stats.max))
+        lines += textwrap.wrap(f"{low} to {high}, mean {mean}", room)
+    return lines
 
 
 def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
     """Where the followed sample and weight are in this box."""
     sample, weight = trace.sample, trace.weight
     for stop in sample.stops if sample else []:
-        if sample and stop.stage == stage.name and stop.worker == part.worker:
-            if stage.name in ("sampler", "batch", "split") and sample.stops[0].stage == "data":
-                yield f"{SAMPLE} row {sample.index:,} is row {stop.row:,} here"
-            else:
-                is_output = stop.values and stage.name in ("forward", "gather")
-                yield f"{SAMPLE} row {stop.row:,}" + (f": {_few(stop.values)}" if is_output else "")
+        if sample and (stop.stage, stop.worker) == (stage.name, part.worker):
+            values = stop.values if stage.name in ("forward", "gather") else None
+            out = f": {' '.join(map(short_number, values[:3]))}" if values else ""
+            here = f" is row {stop.row:,} here" if stop.row != sample.index else ""
+            yield f"{SAMPLE} row {sample.index:,}{here}{out}"
     for told in weight.stops if weight else []:
-        if told.stage != stage.name or not told.by_worker:
-            continue
-        if part.worker is None and len(told.by_worker) > 1:
-            listed = " + ".join(f"{number:.4g}" for number in told.by_worker[:4])
-            yield f"{WEIGHT} {told.what} from each: {listed}"
-        elif (part.worker or 0) < len(told.by_worker):
-            what = "averaged" if told.what == "averaged gradient" else told.what
-            yield f"{WEIGHT} {what} {told.by_worker[part.worker or 0]:.6g}"
+        numbers = told.by_worker or [] if told.stage == stage.name else []
+        if part.worker is None and len(numbers) > 1:
+            yield f"{WEIGHT} {told.what} from each: {' + '.join(f'{n:.4g}' for n in numbers[:4])}"
+        elif (part.worker or 0) < len(numbers):
+            yield f"{WEIGHT} {told.what} {numbers[part.worker or 0]:.6g}"
 
 
 def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> list[str]:
     """What one worker packs: a line for each bucket, with what is in it where there are few."""
     lines: list[str] = []
-    hidden = range(MOST_BUCKETS, len(parts) - 1)
-    for number, part in enumerate(parts):
-        if number in hidden:
-            lines += [f"... {len(hidden)} more ..."] if number == hidden.start else []
-            continue
-        lines.append(f"{part.title}  {bytes_text(part.tensors[0].bytes) if part.tensors else ''}")
+    for part in parts[:MOST_BUCKETS]:
+        lines.append(f"{part.title}  {bytes_text(sum(facts.bytes for facts in part.tensors))}")
         lines += textwrap.wrap(part.text, room) if len(parts) <= 2 else []
-    if weight is not None and weight.bucket is not None:
-        where = f" of bucket {weight.bucket}" if len(parts) > 1 else ""
-        lines += textwrap.wrap(f"{WEIGHT} number {weight.position:,}{where}", room)
+    if len(parts) > MOST_BUCKETS:
+        lines.append(f"... to {parts[-1].title}")
+    if weight is not None and weight.position is not None:
+        lines += textwrap.wrap(
+            f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}", room
+        )
     return lines
 
 
-def _conclusions(trace: Trace, width: int) -> Iterator[TextLine]:
+def _conclusions(trace: Trace, width: int) -> Iterator[str]:
     """What became of the weight, and the check."""
-    if trace.weight is not None and (story := _weight_story(trace.weight)):
-        yield from _paragraph(story, width, "  ", "weight", WEIGHT)
+    if trace.weight is not None:
+        told = [
+            f"{stop.what} {list_text([f'{n:.6g}' for n in dict.fromkeys(stop.by_worker)][:4])}"
+            for stop in trace.weight.stops
+            if stop.by_worker
+        ]
+        if told:
+            yield from _wrap(
+                f"Weight {_name_of(trace.weight)}: {', '.join(told)}.", width, mark=WEIGHT
+            )
     check = trace.check
     if check is None:
         return
-    if check.is_same is not None or check.reason:
-        styles: dict[bool | None, tuple[Style, str]] = {
-            True: ("good", GOOD),
-            False: ("bad", BAD),
-            None: ("quiet", "-"),
-        }
-        reason = f" ({check.reason})" if check.reason else ""
-        yield from _paragraph(check.text + reason, width, "  ", *styles[check.is_same])
-    if check.is_equal_on_all is True:
-        told = f"the {trace.workers} workers' weights are equal to the last bit"
-        yield from _paragraph(told, width, "  ", "good", GOOD)
-    elif check.is_equal_on_all is False:
-        yield from _paragraph("the workers' weights are NOT EQUAL", width, "  ", "bad", BAD)
+    marks = {True: GOOD, False: BAD, None: "-"}
+    reason = f" ({check.reason})" if check.reason else ""
+    yield from _wrap(check.text + reason, width, mark=marks[check.is_same])
+    if check.is_equal_on_all is not None:
+        equal = "equal to the last bit" if check.is_equal_on_all else "NOT EQUAL"
+        said = f"the {trace.workers} workers' weights are {equal}"
+        yield from _wrap(said, width, mark=marks[check.is_equal_on_all])
 
 
-def _weight_story(weight: Weight) -> str:
-    """The followed weight's way in one sentence; nothing where its numbers were not kept."""
-    by_what: dict[str, list[float]] = {stop.what: stop.by_worker or [] for stop in weight.stops}
-    words = []
-    if value := by_what.get("value"):
-        words.append(f"was {_numbers(value)}")
-    if len(own := by_what.get("gradient", [])) > 1:
-        listed = ", ".join(f"{number:.4g}" for number in own[:4])
-        words.append(f"had the gradients {listed}{', ...' if own[4:] else ''}")
-    for kind in ("averaged", "summed"):
-        if total := by_what.get(f"{kind} gradient"):
-            words.append(f"{kind} to {total[0]:.6g}")
-    if new := by_what.get("new value"):
-        words.append(f"and is now {_numbers(new)}")
-    return f"Weight {_name_of(weight)} {', '.join(words)}." if words else ""
-
-
-def _training(training: Training, width: int) -> Iterator[TextLine]:
+def _training(training: Training, width: int) -> Iterator[str]:
     """The table of epochs, an observation beside each, and one below."""
-    has_evaluation = any(epoch.evaluation_loss is not None for epoch in training.epochs)
-    rows = [["epoch", "loss", "accuracy", "seconds"] + ["unseen"] * has_evaluation]
+    rows = [["epoch", "loss", "accuracy", "unseen", "seconds"]]
     for each in training.epochs:
         accuracy = "-" if each.accuracy is None else f"{each.accuracy:.1%}"
-        row = [str(each.epoch), short_number(each.loss), accuracy, f"{each.seconds:.3f}"]
-        new = "-" if each.evaluation_loss is None else short_number(each.evaluation_loss)
-        rows.append([*row, new] if has_evaluation else row)
-    yield TextLine("Training", "title")
+        unseen = "-" if each.evaluation_loss is None else short_number(each.evaluation_loss)
+        loss = short_number(each.loss)
+        rows.append([str(each.epoch), loss, accuracy, unseen, f"{each.seconds:.3f}"])
     said = ["what it says", *(epoch.observation for epoch in training.epochs)]
-    for number, (line, words) in enumerate(zip(table_lines(rows, ">"), said, strict=True)):
-        wrapped = textwrap.wrap(words, max(10, width - len(line) - 4)) or [""]
-        yield TextLine(f"  {line}  {wrapped[0]}", "" if number else "quiet")
-        for more in wrapped[1:]:
-            yield TextLine(" " * (len(line) + 4) + more)
-    if has_evaluation:
-        yield TextLine("  unseen: the loss on rows that are not trained on", "quiet")
-    yield TextLine("")
-    yield from _paragraph(training.observation, width, "  ")
+    yield "Training"
+    for line, words in zip(table_lines(rows, ">"), said, strict=True):
+        yield from _wrap(words or "-", width, " " * (len(line) + 4), f"  {line}  ")
+    yield "  unseen: the loss on rows that are not trained on"
+    yield from _wrap(training.observation, width, "  ")
 
 
-def _prediction(prediction: Prediction, width: int) -> Iterator[TextLine]:
+def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
     """One sample on its way through the layers."""
     layers = [("input", facts) for facts in prediction.input[:1]]
     layers += [(f"{each.name} {each.kind}".strip(), each.output) for each in prediction.layers]
     rows = [["layer", "shape", "min", "mean", "max", "zeros"]]
     for name, facts in layers:
-        name = name if len(name) <= 28 else f"...{name[-25:]}"  # its end says more
-        row, stats = [name, _cut(shape_text(facts.shape), 16)], facts.stats
-        if stats is None:
-            rows.append([*row, "-", "-", "-", "-"])
-        else:
-            numbers = [short_number(number) for number in (stats.min, stats.mean, stats.max)]
-            rows.append([*row, *numbers, f"{stats.zeros:.0%}"])
-    yield TextLine(f"Prediction for sample {prediction.index:,}, layer by layer", "title")
-    for number, line in enumerate(table_lines(rows, "<<>")):
-        yield TextLine(f"  {line}", "" if number else "quiet")
-    if any(facts.stats is None for _, facts in layers):
-        yield TextLine("  -: too few numbers to hide them in statistics", "quiet")
+        numbers = ["-"] * 4  # too few numbers to hide them in statistics
+        if (stats := facts.stats) is not None:
+            numbers = [*map(short_number, (stats.min, stats.mean, stats.max)), f"{stats.zeros:.0%}"]
+        rows.append([name[-28:], _cut(shape_text(facts.shape), 16), *numbers])
+    yield f"Prediction for sample {prediction.index:,}, layer by layer"
+    yield from (f"  {line}" for line in table_lines(rows, "<<>"))
     if prediction.answer is not None:
-        yield TextLine("")
-        yield from _paragraph(f"Answer: {prediction.answer.text}.", width, "  ")
+        yield from _wrap(f"Answer: {prediction.answer.text}.", width, "  ")
 
 
 def slots(number: int, width: int) -> list[tuple[int, int]]:
@@ -367,16 +306,19 @@ def connect(before: int, after: int, width: int) -> str:
     return " " * left + "".join(marks.values())
 
 
-def _paragraph(
-    text: str, width: int, indent: str, style: Style = "", mark: str = ""
-) -> list[TextLine]:
-    """Text wrapped to a width; a mark takes the place of the first line's indent."""
-    head = f"{mark} " if mark else indent
-    room = width - 1 if mark else width  # in ASCII some marks take two characters
-    wrapped = textwrap.wrap(
-        text, room, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+def _wrap(text: str, width: int, indent: str = "", first: str = "", mark: str = "") -> list[str]:
+    """Text wrapped to a width; `first`, or a mark, takes the place of the first line's indent."""
+    if mark:
+        # In ASCII some marks take two characters.
+        first, indent, width = f"{mark} ", "  ", width - 1
+    width = max(width, len(indent) + 10)
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first or indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
-    return [TextLine(line, style) for line in wrapped]
 
 
 def short_number(number: float) -> str:
@@ -385,17 +327,6 @@ def short_number(number: float) -> str:
     if number and (size >= 1e5 or size < 1e-3):
         return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e+")
     return f"{number:.3g}" if size < 1000 else f"{number:.0f}"
-
-
-def _few(numbers: Sequence[float] | None) -> str:
-    return " ".join(short_number(number) for number in (numbers or [])[:3])
-
-
-def _numbers(numbers: Sequence[float]) -> str:
-    """The number that all workers have, or those that they have instead."""
-    if len(set(numbers)) > 1:
-        return f"{' / '.join(f'{number:.6g}' for number in numbers[:4])} (NOT EQUAL)"
-    return f"{numbers[0]:.6g}{' everywhere' if len(numbers) > 1 else ''}"
 
 
 def _name_of(weight: Weight) -> str:

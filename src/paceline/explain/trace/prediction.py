@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,14 +39,13 @@ def observe(epochs: Sequence[Epoch]) -> Training:
 def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
     """A few words on one epoch, given those before it."""
     if not math.isfinite(epoch.loss):
-        return "diverged: the loss is not a number any more"
+        return "diverged: the loss is not a number"
     if not before:
         return "the start"
     last = before[-1]
     best = min((e.loss for e in before if math.isfinite(e.loss)), default=math.inf)
     if best > 0 and epoch.loss > DIVERGED * best:
-        times = epoch.loss / best
-        return f"diverged: {f'{times:,.0f}' if times < 1e6 else f'{times:.1g}'} times the best loss"
+        return f"diverged: {epoch.loss / best:.2g} times the best loss"
     if last.evaluation_loss is not None and epoch.evaluation_loss is not None:
         is_worse = epoch.evaluation_loss > last.evaluation_loss * (1 + FLAT)
         if is_worse and epoch.loss < last.loss:
@@ -58,22 +56,16 @@ def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
 
 def _describe_training(epochs: Sequence[Epoch]) -> str:
     """One or two sentences on all epochs: what happened, and what it suggests."""
-    if not epochs:
-        return ""
+    if len(epochs) < 2:
+        return "One epoch shows no trend: train for more." if epochs else ""
     first, last = epochs[0], epochs[-1]
-    lost = next((epoch for epoch in epochs if not math.isfinite(epoch.loss)), None)
-    if lost is not None:
+    best = min(epochs, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf)
+    went = f"from {first.loss:.4g} to {last.loss:.4g}"
+    is_finite = all(math.isfinite(epoch.loss) for epoch in epochs)
+    if not is_finite or 0 < DIVERGED * best.loss < last.loss:
         return (
-            f"The training diverged in epoch {lost.epoch}: the loss is not a number. "
-            "Try a smaller learning rate."
-        )
-    if len(epochs) == 1:
-        return f"One epoch, with a loss of {last.loss:.4g}: train for more to see a trend."
-    best = min(epochs, key=lambda epoch: epoch.loss)
-    if best.loss > 0 and last.loss > DIVERGED * best.loss:
-        return (
-            f"The training diverged after epoch {best.epoch}: the loss went from {best.loss:.4g} "
-            f"up to {last.loss:.4g}. Try a smaller learning rate."
+            f"The training diverged; its best epoch was {best.epoch}, with a loss of "
+            f"{best.loss:.4g}. Try a smaller learning rate."
         )
     # One bad epoch among good ones is not a trend: the last one decides.
     known = [(e.evaluation_loss, e) for e in epochs if e.evaluation_loss is not None]
@@ -84,24 +76,22 @@ def _describe_training(epochs: Sequence[Epoch]) -> str:
                 f"Overfitting since epoch {then.epoch + 1}: rows it has not seen are predicted "
                 f"worse, while the training loss still falls. Epoch {then.epoch} was the best."
             )
-    if last.loss >= first.loss * (1 + FLAT):
-        return f"The loss rose from {first.loss:.4g} to {last.loss:.4g}: nothing was learned."
     if last.loss > first.loss * (1 - FLAT):
-        return f"The loss stayed at about {last.loss:.4g}: nothing was learned yet."
+        return f"The loss went {went}: nothing was learned."
     advice = {
         "flat": "and is flat now: more epochs would change little.",
         "rising": "and rose at the end: the learning rate may be too large by now.",
     }.get(_trend(epochs[-2].loss, last.loss), "and is still falling: more epochs would help.")
-    return f"The loss fell from {first.loss:.4g} to {last.loss:.4g} {advice}"
+    return f"The loss fell {went} {advice}"
 
 
 def _trend(before: float, now: float) -> str:
-    if not math.isfinite(before):
-        return "back to numbers"
     change = (now - before) / max(abs(before), 1e-12)
+    if math.isnan(change):
+        return "a number again"
     if change <= -FLAT:
         return "falling fast" if change <= -FAST else "falling"
-    return "flat" if change < FLAT else "rising"
+    return "rising" if change >= FLAT else "flat"
 
 
 def trace_prediction(
@@ -115,14 +105,41 @@ def trace_prediction(
 ) -> Prediction:
     """Run one sample, a batch of one row, through the model and note what every layer makes of it.
 
-    Layers are the innermost modules that are called, in that order. The model is in evaluation mode
-    meanwhile, and no gradients are recorded.
+    Layers are the modules inside which no other one is called, in the order of their calls: those
+    without children, and those that do not call theirs, as attention does. The model is in
+    evaluation mode meanwhile, and no gradients are recorded.
     """
     inner = bare(model.module if isinstance(model, Wrapper) else model)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
+    name_by_module = {module: name for name, module in inner.named_modules()}
+    was_training = {module: module.training for module in name_by_module}
     layers: list[Layer] = []
-    with _noting(inner, layers, values), torch.no_grad():
-        output = inner(*args)
+    begun: list[int] = []
+
+    def note(module: nn.Module, _args: Any, output: Any) -> None:
+        found = next(tree.tensors(output), None)
+        if begun.pop() == len(layers) and found is not None:
+            layers.append(
+                Layer(
+                    name=name_by_module[module],
+                    kind=type(module).__name__,
+                    output=facts.tree("output", found, values=values)[0],
+                    parameters=sum(param.numel() for param in module.parameters()),
+                )
+            )
+
+    handles: list[Any] = []
+    for module in name_by_module:
+        handles.append(module.register_forward_pre_hook(lambda *_: begun.append(len(layers))))
+        handles.append(module.register_forward_hook(note))
+    try:
+        with torch.no_grad():
+            output = inner.eval()(*args)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in was_training.items():
+            module.training = mode
     found = next(tree.tensors(output), None)
     if found is None:
         raise UsageError(
@@ -158,40 +175,3 @@ def answer_of(output: Tensor, kind: Kind, expected: float | None) -> Answer:
     probability = float(shares[label])
     text = f"class {label}, with a probability of {probability:.1%}{said}"
     return Answer(kind="class", text=text, label=label, probability=probability, expected=expected)
-
-
-@contextmanager
-def _noting(module: nn.Module, layers: list[Layer], values: bool) -> Iterator[None]:
-    """Evaluate, and note every module inside which no other one was noted.
-
-    Those are the ones without children, and the ones that do not call theirs, as attention does.
-    """
-    names = {layer: name for name, layer in module.named_modules()}
-    modes = {layer: layer.training for layer in names}
-    begun: list[int] = []
-
-    def begin(_layer: nn.Module, _args: Any) -> None:
-        begun.append(len(layers))
-
-    def note(layer: nn.Module, _args: Any, output: Any) -> None:
-        found = next(tree.tensors(output), None)
-        if begun.pop() == len(layers) and found is not None:
-            layers.append(
-                Layer(
-                    name=names[layer],
-                    kind=type(layer).__name__,
-                    output=facts.tree("output", found, values=values)[0],
-                    parameters=sum(param.numel() for param in layer.parameters()),
-                )
-            )
-
-    handles: list[Any] = [layer.register_forward_pre_hook(begin) for layer in names]
-    handles += [layer.register_forward_hook(note) for layer in names]
-    module.eval()
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer, was_training in modes.items():
-            layer.training = was_training

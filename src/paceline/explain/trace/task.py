@@ -22,12 +22,11 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline.errors import UsageError, check_choice
+from paceline.errors import UsageError
 from paceline.explain.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.1
-_EXPECTED = "(model, dataset, loss_fn), or a dictionary with these keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +91,20 @@ def load(target: str, seed: int) -> Task:
 
 def find_function(target: str) -> Callable[[], Any]:
     """The function that `FILE:function` or `package.module:function` names."""
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
         raise UsageError(
             f"{target!r} does not name a function.",
             advice="Write it as FILE:function, such as train.py:make, or package.module:make.",
         )
     function = getattr(_module(place), name, None)
     if not callable(function):
-        advice = "Name a function that can be called without arguments."
-        raise UsageError(f"{place!r} has no function {name!r}.", advice=advice)
+        raise UsageError(f"{place!r} has no function {name!r}.")
     try:
         inspect.signature(function).bind()
     except TypeError:
-        raise UsageError(
-            f"{target!r} needs arguments.", advice="Name a function that can be called without."
-        ) from None
-    except ValueError:
-        pass  # a builtin, which does not say
+        advice = "Name a function that can be called without."
+        raise UsageError(f"{target!r} needs arguments.", advice=advice) from None
     return function  # type: ignore[no-any-return]
 
 
@@ -118,8 +113,6 @@ def _module(place: str) -> ModuleType:
     try:
         if path.suffix != ".py":
             return import_module(place)
-        if not path.is_file():
-            raise UsageError(f"There is no file {place!r}.", advice="Name it as FILE:function.")
         sys.path.insert(0, str(path.resolve().parent))  # as for a script
         name = f"paceline_traced_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
@@ -128,7 +121,7 @@ def _module(place: str) -> ModuleType:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except (ImportError, SyntaxError) as error:
+    except (ImportError, OSError, SyntaxError) as error:
         raise UsageError(
             f"{place!r} cannot be imported: {error}.", advice="Name the file as FILE:function."
         ) from error
@@ -138,26 +131,26 @@ def _as_task(made: Any, target: str) -> Task:
     keys = [field.name for field in fields(Task)]
     if isinstance(made, tuple) and len(made) == 3:
         made = dict(zip(keys, made, strict=False))
+    advice = f"Return (model, dataset, loss_fn), or a dictionary with keys of {', '.join(keys)}."
     if not isinstance(made, Mapping):
-        raise UsageError(
-            f"{target!r} returned {type(made).__name__}.", advice=f"Return {_EXPECTED}."
-        )
+        raise UsageError(f"{target!r} returned {type(made).__name__}.", advice=advice)
     # A key that is None is one that was left out.
-    parts = {key: value for key, value in made.items() if value is not None}
-    missing = [key for key in keys[:3] if key not in parts]
-    unknown = [key for key in parts if key not in keys]
-    if unknown or missing:
-        what = f"no {missing[0]!r}" if missing else f"the key {unknown[0]!r}, which means nothing"
-        advice = f"The keys are {', '.join(keys)}."
-        raise UsageError(f"What {target!r} returned has {what}.", advice=advice)
-    if not isinstance(parts["model"], nn.Module):
-        raise UsageError(f"The model of {target!r} is a {type(parts['model']).__name__}.")
-    if not callable(parts["loss_fn"]):
-        raise UsageError(f"The loss_fn of {target!r} cannot be called.")
-    check_choice(f"The kind of {target!r}", parts.get("kind"), (*get_args(Kind), None))
+    parts = {str(key): value for key, value in made.items() if value is not None}
     for name in {"dataset", "evaluation"} & parts.keys():
         parts[name] = _as_dataset(parts[name], name, target)
-    return Task(**parts)
+    try:
+        task = Task(**parts)
+    except TypeError as error:
+        raise UsageError(f"{target!r} did not return a task: {error}.", advice=advice) from None
+    for name, is_right in (
+        ("model", isinstance(task.model, nn.Module)),
+        ("loss_fn", callable(task.loss_fn)),
+        ("optimizer", callable(task.optimizer)),
+        ("kind", task.kind is None or task.kind in get_args(Kind)),
+    ):
+        if not is_right:
+            raise UsageError(f"The {name} of {target!r} is {getattr(task, name)!r:.100}.")
+    return task
 
 
 def _as_dataset(value: Any, name: str, target: str) -> Any:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from paceline.record.hooks import StepRecording, trained_parameters
 from paceline.record.schema import from_json, to_json
 from paceline.record.stages import Epoch, Prediction, Trace
 from paceline.record.step import record_step
+
+FIRST_STEPS, TIMED_STEPS = 3, 7
 
 
 def trace_task(task: Task, options: Namespace) -> Trace:
@@ -62,27 +65,19 @@ def _work(task: Task, options: Namespace) -> dict[str, Any]:
 
 def _check(task: Task, options: Namespace) -> None:
     """Refuse what cannot be traced before any worker is started."""
-    rows, workers, batch = len(task.dataset), options.workers, options.batch
-    check_whole("--workers", workers)
+    rows, batch = len(task.dataset), options.batch
+    check_whole("--workers", options.workers)
     check_whole("--epochs", options.epochs, 0)
-    if batch < workers:
+    if not options.workers <= batch <= rows:
         raise UsageError(
-            f"--batch is {batch}, which cannot be shared among {workers} workers.",
-            advice="Give every worker at least one row.",
+            f"--batch is {batch}, which cannot be shared among --workers {options.workers}, or is "
+            f"more than the dataset has: {rows:,} rows."
         )
     if options.device == "cuda" and not torch.accelerator.is_available():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
-    if rows < batch:
-        raise UsageError(
-            f"--batch is {batch}, but the dataset has only {rows} rows.",
-            advice=f"Use --batch {rows} or less.",
-        )
     for flag, number in (("--sample", options.sample), ("--predict", options.predict)):
         if number is not None and not 0 <= number < rows:
-            raise UsageError(
-                f"{flag} is {number}, but the dataset has {rows:,} rows.",
-                advice=f"Rows are counted from 0 to {rows - 1:,}.",
-            )
+            raise UsageError(f"{flag} is {number}, but the dataset has rows 0 to {rows - 1:,}.")
     trained = trained_parameters(task.model)
     if not trained:
         raise UsageError(f"The {type(task.model).__name__} has nothing to train.")
@@ -133,13 +128,13 @@ class _Loop:
     def run(self) -> Trace:
         self.model.train()
         rows = next(islice(self._batches(0), self.chosen, None))
-        self._warm_up(rows)
+        timed = self._rehearse(rows)
         if self.options.epochs == 0:
             self._record(rows, step=1)  # the only step, whichever batch it takes
         epochs = [self._epoch(number) for number in range(self.options.epochs)]
         assert self.trace is not None  # the chosen step is one of the first epoch
         return replace(
-            self.trace,
+            with_median_times(self.trace, timed),
             training=observe(epochs) if epochs else None,
             prediction=None if self.options.predict is None else self._predict(),
         )
@@ -147,16 +142,21 @@ class _Loop:
     def _batches(self, epoch: int) -> Iterator[list[int]]:
         return _batches(self.task, self.options, epoch, self.size, self.rank)
 
-    def _warm_up(self, rows: list[int]) -> None:
-        """Let everything that happens only once happen before the step that is timed."""
-        inputs, targets = self._load(rows)
-        twin = copy.deepcopy(self.model.module)
+    def _rehearse(self, rows: list[int]) -> list[Trace]:
+        """Take the step several times to time it; what it changes is put back.
+
+        The first ones do what happens only once, such as agreeing on the order of buckets.
+        """
+        state = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        timed = []
         with torch.random.fork_rng(devices=[]):
-            torch.autograd.backward(self.task.loss_fn(twin(*inputs), targets))
-        self.model.eval()
-        with torch.no_grad():
-            self.model(*inputs)
-        self.model.train()
+            for _ in range(FIRST_STEPS + TIMED_STEPS):
+                self._record(rows, step=1, check=False)
+                assert self.trace is not None
+                timed.append(self.trace)
+        self.model.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+        return timed[FIRST_STEPS:]
 
     def _epoch(self, number: int) -> Epoch:
         sums = torch.zeros(3, dtype=torch.float64)
@@ -179,7 +179,7 @@ class _Loop:
             evaluation_accuracy=new_accuracy,
         )
 
-    def _record(self, rows: list[int], step: int) -> Tensor:
+    def _record(self, rows: list[int], step: int, check: bool = True) -> Tensor:
         with record_step(
             self.model,
             self.optimizer,
@@ -189,6 +189,7 @@ class _Loop:
             weight=self.options.weight,
             values=self.options.values,
             loss_fn=self.task.loss_fn,
+            check=check,
         ) as recording:
             recording.note_batch(rows)
             sums = self._step(rows, recording)
@@ -261,3 +262,24 @@ class _Loop:
         """Inputs as arguments of the model, and targets, on the device."""
         inputs, targets = tree.map_tensors(lambda t: t.to(self.device), tuple(batch))
         return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), targets
+
+
+def with_median_times(trace: Trace, timed: Sequence[Trace]) -> Trace:
+    """The step with the medians of the times that it took, several times over."""
+
+    def median_of(times: Iterable[float | None]) -> float | None:
+        known = [seconds for seconds in times if seconds is not None]
+        return median(known) if known else None
+
+    stages = []
+    for stage, *same in zip(trace.stages, *(each.stages for each in timed), strict=True):
+        parts = [
+            replace(part, seconds=median_of(p.seconds for p in alike))
+            for part, *alike in zip(stage.parts, *(each.parts for each in same), strict=True)
+        ]
+        slowest = [p.seconds for p in parts if p.seconds is not None]
+        seconds = median_of(each.seconds for each in same)
+        if trace.engine == "DistributedDataParallel" and slowest:
+            seconds = max(slowest)
+        stages.append(replace(stage, parts=parts, seconds=seconds))
+    return replace(trace, stages=stages, seconds=median(each.seconds for each in timed))
