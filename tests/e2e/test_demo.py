@@ -15,6 +15,7 @@ import pytest
 from paceline import demo
 from paceline.cli import main
 from paceline.demo import BATCH_ROWS, DemoOptions, DemoOutcome
+from paceline.explain.trace.task import built_in
 from paceline.observe.run_folder import RunFolder, read_events, read_info
 
 # As many as two workers and three make of them.
@@ -55,11 +56,12 @@ def test_the_demo_shows_a_table_of_falling_losses_and_good_accuracy(shown: str) 
 
 
 def test_the_demo_says_who_gets_what_where_gradients_meet_and_why(shown: str) -> None:
-    assert "1,000 rows of 10 features" in shown
-    assert "worker 0: 50 rows" in shown
-    assert "worker 1: 50 rows" in shown
+    assert "1,000 generated rows of 10 features" in shown
+    assert "worker 0  50 rows" in shown
+    assert "worker 1  50 rows" in shown
     assert "gradients summed" in shown
-    assert "policy  Global batch 100, as on one device: each of 2 workers gets 50 rows" in shown
+    assert "Global batch 100, as on one device: each of 2 workers gets 50 rows" in shown
+    assert "6 in each step: 2 workers share them evenly, and so will 3 after" in shown
 
 
 def test_the_demo_proves_that_workers_are_equal_and_exact(shown: str) -> None:
@@ -91,7 +93,8 @@ def test_the_demo_is_plain_text_of_80_columns(shown: str, folder: Path) -> None:
 
 def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder: Path) -> None:
     report = folder / "demo" / "report.html"
-    assert shown.splitlines()[-2:] == [str(folder), str(report)]
+    told = [words[-1] for line in shown.splitlines()[-3:] if (words := line.split())]
+    assert told == [str(folder / "demo"), str(report), str(folder / "demo")]
     assert "Same as one process on the whole batch" in report.read_text()
     run, resumed = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
     info = read_info(run)
@@ -137,7 +140,7 @@ def outcome(**changes: Any) -> DemoOutcome:
         resumed={"workers": 3, "step": 25, "steps": 25, "difference": 0.0},
         checkpoints=6,
         noise="The gradient noise scale is unknown.",
-        folder="/somewhere",
+        folder="/somewhere/demo",
         report="/somewhere/demo/report.html",
     )
     return dataclasses.replace(good, **changes)
@@ -166,16 +169,28 @@ def test_a_broken_promise_is_said_and_fails(
     shown = capsys.readouterr().out
     assert code == (1 if changes else 0)
     if flags == ["--quiet"]:
-        assert len(shown.splitlines()) == len(changes)
+        assert bool(shown) == bool(changes)
     if flags != ["--json"]:
         assert words_said in shown.replace("\n", " ")
 
 
+@pytest.mark.parametrize("columns", [30, 60, 80, 200])
+def test_a_narrow_terminal_breaks_no_word(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [*demo.introduction(built_in(0), DemoOptions()), *demo.conclusion(outcome())]
+    demo.tell(lines)
+    shown = capsys.readouterr().out
+    assert shown.split() == " ".join(lines).split()
+    assert max(map(len, shown.splitlines())) <= min(columns, 80)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 9, 10, 100])
-def test_the_picture_fits_and_its_rows_add_up(workers: int) -> None:
-    shown = demo.introduction(DemoOptions(workers=workers))
-    assert max(map(len, shown.splitlines())) <= 80
-    rows = [int(number) for number in re.findall(r"worker \d+: +(\d+) row", shown)]
+def test_the_rows_of_the_picture_add_up(workers: int) -> None:
+    shown = "\n".join(demo.introduction(built_in(0), DemoOptions(workers=workers)))
+    rows = [int(number) for number in re.findall(r"worker \d+ +(\d+) row", shown)]
     if workers <= 4:
         assert sum(rows) == BATCH_ROWS
     assert max(rows) - min(rows) <= 1

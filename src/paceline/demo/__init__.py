@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 import tempfile
 import textwrap
 import warnings
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError, check_whole
 from paceline.observe.units import count_text
 
+if TYPE_CHECKING:
+    from paceline.explain.trace.task import Task
+
 __all__ = ["add_arguments", "main"]
 
-ROWS, FEATURES, HIDDEN, CLASSES = 1_000, 10, 32, 2
-HELD_OUT_ROWS = 500
-"""Rows that nobody trains on, to check with."""
-BATCH_ROWS = 100
-STEPS_PER_EPOCH = ROWS // BATCH_ROWS
+BATCH_ROWS, STEPS_PER_EPOCH = 100, 10
 ROUNDING = 1e-4
 """More than rounding can explain between two trainings of this size."""
-WIDTH = 80
+MOST_WORKERS_DRAWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +92,31 @@ class DemoOutcome:
     noise: str
     """What the gradient noise scale says about more workers."""
     folder: str
+    """Of the run."""
     report: str
 
     def promises(self) -> list[tuple[str, bool]]:
         """What was checked, in a sentence each, and whether it is as promised."""
-        workers, step = len(self.rows_by_worker), self.resumed["step"]
         others = count_text(int(self.resumed["workers"]), "worker")
+        resumed = f"Resumed from the checkpoint of step {self.resumed['step']} on {others}, it ends"
         verdict = "equal to the last bit" if self.is_bit_equal else "NOT EQUAL"
-        equal = f"The {workers} workers' parameters are {verdict}."
-        return [
-            (equal if workers > 1 else "One worker has nobody to differ from.", self.is_bit_equal),
-            _compared("The same training in one process gives", self.difference),
-            _compared(
-                f"Resumed from the checkpoint of step {step} on {others}, it ends with",
-                self.resumed["difference"],
-            ),
-        ]
-
-
-def _compared(words: str, difference: float) -> tuple[str, bool]:
-    is_same = difference < ROUNDING
-    same = "the same" if is_same else "OTHER"
-    return f"{words} {same} parameters: difference {difference:.1e}.", is_same
+        equal = f"The {len(self.rows_by_worker)} workers' parameters are {verdict}."
+        told = [(equal, self.is_bit_equal)]
+        for words, difference in (
+            ("The same training in one process gives", self.difference),
+            (f"{resumed} with", self.resumed["difference"]),
+        ):
+            is_same = difference < ROUNDING
+            same = "the same" if is_same else "OTHER"
+            told.append((f"{words} {same} parameters: difference {difference:.1e}.", is_same))
+        return told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline demo`."""
     parser.description = (
-        f"Train a small model on {ROWS:,} generated rows with several workers on the CPU. Compare "
-        "the result with one process on whole batches, and with a resume on another number of "
+        "Train a small model on generated rows with several workers on the CPU. Compare the "
+        "result with one process on whole batches, and with a resume on another number of "
         "workers. Then write the report."
     )
     for name, default, words in (
@@ -138,21 +135,25 @@ def main(args: argparse.Namespace) -> int:
     """Train and print; 1 if something is not as promised."""
     options = DemoOptions(args.workers, args.epochs, args.seed)
     folder = make_folder(args.folder)
-    if not (args.json or args.quiet):
-        # The workers are separate processes and write past Python's buffer.
-        print(introduction(options), flush=True)
+    is_told = not (args.json or args.quiet)
+    if is_told:  # before torch is imported, which takes seconds
+        tell([f"Training one model on {count_text(args.workers, 'worker')}, each a process."])
     with warnings.catch_warnings():
         # torch says this on import where NumPy is missing; nothing here uses NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         from paceline.demo.training import train
+        from paceline.explain.trace.task import built_in
 
-        outcome = train(options, folder)
-    if args.json:
+        task = built_in(options.seed)
+        if is_told:
+            tell(introduction(task, options))
+        outcome = train(task, options, folder)
+    if is_told:
+        tell(conclusion(outcome))
+    elif args.json:
         print(json.dumps({**asdict(options), **asdict(outcome)}))
-    elif args.quiet:
-        print("".join(f"{line}\n" for line, is_kept in outcome.promises() if not is_kept), end="")
     else:
-        print(conclusion(outcome))
+        tell([line for line, is_kept in outcome.promises() if not is_kept])
     return 0 if all(is_kept for _, is_kept in outcome.promises()) else 1
 
 
@@ -174,52 +175,64 @@ def make_folder(wanted: str | None) -> Path:
     return folder
 
 
-def introduction(options: DemoOptions) -> str:
+def tell(lines: list[str]) -> None:
+    """Print lines, wrapped at a terminal's width; what is indented goes on below its text."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
+    for line in lines:
+        indent = " " * (12 if line.startswith("  ") else 0)
+        wrapped = textwrap.wrap(
+            line,
+            max(20, min(80, columns)),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        # The workers are separate processes and write past Python's buffer.
+        print("\n".join(wrapped), flush=True)
+
+
+def introduction(task: Task, options: DemoOptions) -> list[str]:
     """What is about to happen, in plain words."""
-    workers, epochs = count_text(options.workers, "worker"), count_text(options.epochs, "epoch")
-    lines = [
-        f"Training one model on {workers}, each a process on the CPU.",
+    share, longer = divmod(BATCH_ROWS, options.workers)
+    rows = [count_text(share + (rank < longer), "row") for rank in range(options.workers)]
+    paths = [
+        f"  {f'worker {rank}':<9} {each} -> forward -> backward -> gradients"
+        for rank, each in enumerate(rows)
+    ]
+    if options.workers > MOST_WORKERS_DRAWN:
+        paths = [*paths[:2], "  ...", paths[-1]]
+    parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    return [
         "",
-        f"  data    {ROWS:,} rows of {FEATURES} features, two classes (seed {options.seed}); "
-        f"{HELD_OUT_ROWS} more to check",
-        f"  model   {FEATURES} -> {HIDDEN} -> {CLASSES}, a copy on each worker, equal at the start",
-        f"  steps   {epochs} of {STEPS_PER_EPOCH} steps of {BATCH_ROWS} rows, each in "
-        f"{count_text(options.shards, 'shard')}",
-        *textwrap.wrap(f"  policy  {options.policy}", WIDTH, subsequent_indent=" " * 10),
+        f"  data      {len(task.dataset):,} generated rows of 10 features, yes or no for each; "
+        f"{len(task.evaluation):,} more to check",
+        f"  model     {parameters} weights, a copy on each worker, equal at the start",
+        f"  steps     {count_text(options.epochs, 'epoch')} of {STEPS_PER_EPOCH} steps of "
+        f"{BATCH_ROWS} rows",
+        f"  shards    {options.shards} in each step: {options.workers} workers share them evenly, "
+        f"and so will {options.other_workers} after a restart",
+        f"  policy    {options.policy}",
         "",
-        *_picture(options.workers),
+        *paths,
+        f"  together  gradients summed, divided by {BATCH_ROWS} -> the same step on all",
         "",
     ]
-    return "\n".join(lines)
 
 
-def conclusion(outcome: DemoOutcome) -> str:
+def conclusion(outcome: DemoOutcome) -> list[str]:
     """The table of epochs, what was checked, and where everything is."""
-    lines = ["  epoch       loss   accuracy   seconds   (on the rows to check)"]
+    lines = ["On the rows to check:", "  epoch       loss   accuracy   seconds"]
     for row in outcome.epochs:
         epoch, loss, accuracy, seconds = row.values()
         lines.append(f"{epoch:>7}   {loss:>8.4f}   {accuracy:>8.1%}   {seconds:>7.3f}")
-    lines.append("")
-    for sentence, _ in outcome.promises():
-        lines += textwrap.wrap(sentence, WIDTH)
-    lines += ["", *textwrap.wrap(outcome.noise, WIDTH), ""]
-    lines.append(f"The run, with {outcome.checkpoints} checkpoints, and its report:")
-    lines += [outcome.folder, outcome.report]
-    return "\n".join(lines)
-
-
-def _picture(workers: int) -> list[str]:
-    """How a batch is cut, and where the gradients meet."""
-    share, longer = divmod(BATCH_ROWS, workers)
-    rows = [count_text(share + (rank < longer), "row") for rank in range(workers)]
-    paths = [f"worker {rank}: {each} -> forward -> backward" for rank, each in enumerate(rows)]
-    if workers > 4:
-        paths = [*paths[:2], "...", paths[-1]]
-    width = max(map(len, paths))
-    goals = ["gradients summed,", f"divided by {BATCH_ROWS},", "same step on all"]
-    lines: list[str] = []
-    for path, goal in zip_longest(paths, goals, fillvalue=""):
-        batch, arrow = ("  ", "  ") if lines else (f"  {BATCH_ROWS} rows -", "->")
-        middle = f"+-> {path:<{width}} -+" if path else ""
-        lines.append(f"{batch:<12}{middle:<{width + 7}}{arrow} {goal}".rstrip())
-    return lines
+    return [
+        *lines,
+        "",
+        *(sentence for sentence, _ in outcome.promises()),
+        "",
+        outcome.noise,
+        "",
+        f"The run, with {count_text(outcome.checkpoints, 'checkpoint')}: {outcome.folder}",
+        f"Its report: {outcome.report}",
+        f"One of its steps, drawn: paceline trace {outcome.folder}",
+    ]

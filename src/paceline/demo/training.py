@@ -7,27 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from paceline import demo
 from paceline.comm.world import init_process_group
 from paceline.data import DistributedSampler
-from paceline.demo import DemoOptions, DemoOutcome
+from paceline.demo import BATCH_ROWS, DemoOptions, DemoOutcome
 from paceline.explain import report
+from paceline.explain.trace.task import Task, built_in
 from paceline.launcher import launch
 from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions
 
-LEARNING_RATE = 0.3
-NOISE = 0.1
 
-
-def train(options: DemoOptions, folder: Path) -> DemoOutcome:
+def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     """Train on several workers, continue from their checkpoint with others, compare, report."""
     # The first optimizer imports half of torch: once here, not once per worker.
-    make_model(options.seed)
+    alone = train_alone(task, options)
     run, copy = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
     states = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
     events: dict[str, list[Any]] = {}
@@ -51,7 +47,7 @@ def train(options: DemoOptions, folder: Path) -> DemoOutcome:
             for rank in range(options.workers)
         ],
         is_bit_equal=all(torch.equal(s[name], states[0][name]) for s in states for name in s),
-        difference=_difference(states[0], train_alone(options)),
+        difference=_difference(states[0], alone),
         resumed={
             "workers": options.other_workers,
             "step": options.checkpoint_step,
@@ -60,7 +56,7 @@ def train(options: DemoOptions, folder: Path) -> DemoOutcome:
         },
         checkpoints=len(name_by_step),
         noise=events["noise"][-1]["advice"],
-        folder=str(folder),
+        folder=str(run.path),
         report=str(report.write(run.path)),
     )
 
@@ -68,13 +64,12 @@ def train(options: DemoOptions, folder: Path) -> DemoOutcome:
 def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Tensor]:
     """What each worker does: its shards of every batch, in step with the others."""
     with init_process_group(device_id=torch.device("cpu")):
-        data, held_out = make_data(options.seed)
-        model, optimizer = make_model(options.seed)
+        task = built_in(options.seed)
         run = Run(
-            model,
-            optimizer,
-            data,
-            global_batch=demo.BATCH_ROWS,
+            task.model,
+            task.optimizer(task.model.parameters()),
+            task.dataset,
+            global_batch=BATCH_ROWS,
             epochs=options.epochs,
             seed=options.seed,
             folder=folder,
@@ -93,53 +88,29 @@ def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Tensor]:
         def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
             x, y = batch
             scores = run.model(x)
-            accuracy = (scores.argmax(1) == y).float().mean()
-            return {"loss": F.cross_entropy(scores, y), "accuracy": accuracy}
+            accuracy = ((scores > 0) == (y > 0)).float().mean()
+            return {"loss": task.loss_fn(scores, y), "accuracy": accuracy}
 
         for step in run:
             with step:
                 for x, y in step.batches():
-                    step.backward(F.cross_entropy(run.model(x), y))
+                    step.backward(task.loss_fn(run.model(x), y))
             if step.ends_epoch:
-                run.evaluate(score, held_out)
-        return model.state_dict()
+                run.evaluate(score, task.evaluation)
+        return task.model.state_dict()
 
 
-def train_alone(options: DemoOptions) -> dict[str, Tensor]:
+def train_alone(task: Task, options: DemoOptions) -> dict[str, Tensor]:
     """In one process, on whole batches in the same order, with plain torch; the parameters."""
-    data, _ = make_data(options.seed)
-    model, optimizer = make_model(options.seed)
-    order = DistributedSampler(data, 1, 0, seed=options.seed)
+    optimizer = task.optimizer(task.model.parameters())
+    order = DistributedSampler(task.dataset, 1, 0, seed=options.seed)
     for epoch in range(options.epochs):
         order.set_epoch(epoch)
-        for x, y in DataLoader(data, demo.BATCH_ROWS, sampler=order):
+        for x, y in DataLoader(task.dataset, BATCH_ROWS, sampler=order):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            task.loss_fn(task.model(x), y).backward()
             optimizer.step()
-    return model.state_dict()
-
-
-def make_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """Rows of random features; a plane divides the classes, with some rows on the wrong side.
-
-    The second data set is more of the same kind, which nobody trains on.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    direction = F.normalize(torch.randn(demo.FEATURES, generator=generator), dim=0)
-    count = demo.ROWS + demo.HELD_OUT_ROWS
-    x = torch.randn(count, demo.FEATURES, generator=generator)
-    y = (x @ direction + NOISE * torch.randn(count, generator=generator) > 0).long()
-    (x, held_out_x), (y, held_out_y) = (each.split(demo.ROWS) for each in (x, y))
-    return TensorDataset(x, y), TensorDataset(held_out_x, held_out_y)
-
-
-def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Two layers, the same for the same seed, and what trains them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        first = nn.Linear(demo.FEATURES, demo.HIDDEN)
-        model = nn.Sequential(first, nn.ReLU(), nn.Linear(demo.HIDDEN, demo.CLASSES))
-    return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    return task.model.state_dict()
 
 
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
