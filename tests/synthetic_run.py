@@ -194,7 +194,12 @@ def _write_rank_0(
         metrics = {"loss": _loss(progress), "accuracy": 0.97 * (1 - math.exp(-5 * progress))}
         facts = {"epoch": epoch, "step": step}
         writer.write(
-            "epoch", t=t, **facts, metrics=metrics, seconds=per_epoch * 0.048, samples=BATCH
+            "epoch",
+            t=t,
+            **facts,
+            metrics=metrics,
+            seconds=per_epoch * 0.048,
+            samples=per_epoch * BATCH,
         )
         held_out = {"loss": metrics["loss"] * 1.1 + 0.02, "accuracy": metrics["accuracy"] - 0.012}
         writer.write("evaluation", t=t, **facts, metrics=held_out, samples=500, seconds=0.2)
@@ -224,37 +229,28 @@ def _write_timeline(
     def write(event: dict[str, Any]) -> None:
         lines.append(json.dumps({"pid": rank, **event}) + ",")
 
+    def span(name: str, begin: float, end: float, lane: int, **args: Any) -> None:
+        write({"name": name, "ph": "X", "ts": begin, "dur": end - begin, "tid": lane, "args": args})
+
     header = {"schema": 1, "rank": rank, "machine": "here"}
     write({"name": "paceline", "ph": "M", "ts": 0, "tid": 0, "args": header})
-    clock = 5_000_000.0
+    clock, slowest_us = 5_000_000.0, 11_300 + 27_500
     for step in range(1, steps + 1):
-        slow = rank == slow_rank
-        lengths = {
-            "data": 2100 * rng.uniform(0.9, 1.2),
-            "forward": 9200 * rng.uniform(0.95, 1.05),
-            "backward": (27500 if slow else 15200) * rng.uniform(0.95, 1.05),
-        }
-        at, args = clock, {"step": step}
-        for name, length in lengths.items():
-            span = {"name": name, "ph": "X", "ts": at, "dur": length, "tid": 1}
-            write({**span, "cat": "paceline", "args": args})
-            if name == "backward":
-                for bucket in range(3):
-                    ready = at + length * (bucket + 1) / 3
-                    facts = {**args, "bucket": bucket}
-                    write(
-                        {"name": "ready", "ph": "i", "s": "t", "ts": ready, "tid": 2, "args": facts}
-                    )
-                    all_ready = clock + 11_300 + 27_500 * (bucket + 1) / 3
-                    wait = max(0.0, all_ready - ready)
-                    span = {"name": "wait", "ph": "X", "ts": ready, "dur": wait, "tid": 2}
-                    write({**span, "args": facts})
-                    span = {"name": "transfer", "ph": "X", "ts": ready + wait, "dur": 700, "tid": 2}
-                    write({**span, "args": facts})
-            at += length
-        end = clock + 40_500
-        write({"name": "optimizer", "ph": "X", "ts": end, "dur": 1800, "tid": 1, "args": args})
-        clock = end + 2300
+        computed = clock + 2100
+        span("data", clock, computed, 1, step=step)
+        span("forward", computed, computed + 9200, 1, step=step)
+        computed += 9200
+        long = (27_500 if rank == slow_rank else 15_200) * rng.uniform(0.95, 1.0)
+        for bucket in range(3):
+            ready, facts = computed + long * (bucket + 1) / 3, {"step": step, "bucket": bucket}
+            write({"name": "ready", "ph": "i", "s": "t", "ts": ready, "tid": 2, "args": facts})
+            summed = clock + 11_300 + 27_500 * (bucket + 1) / 3 + 700
+            span("transfer", ready, summed, 2, **facts)
+        span("backward", computed, computed + long, 1, step=step)
+        summed = clock + slowest_us + 700
+        span("wait", computed + long, summed, 1, step=step, last=True)
+        span("optimizer", summed, summed + 1800, 1, step=step + 1)
+        clock = summed + 4100
     folder.timeline_of(rank).write_text("\n".join(lines) + "\n")
 
 

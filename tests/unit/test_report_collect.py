@@ -15,9 +15,9 @@ import pytest
 from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
 from paceline.errors import UsageError
-from paceline.explain import report
-from paceline.explain.report.collect import Story, collect
-from paceline.explain.report.words import (
+from paceline.explain.report.collect import RunData, collect
+from paceline.explain.report.document import build
+from paceline.explain.report.sentences import (
     best_accuracy,
     how_far,
     how_it_learned,
@@ -56,23 +56,18 @@ def test_metrics_are_summed_over_ranks_however_uneven_they_are(tmp_path: Path) -
     assert point.mean == 10 / 4
 
 
-def test_speed_is_that_of_all_workers_together(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "run")
-    write_steps(folder, 0, {"samples": 3, "seconds": 0.5})
-    write_steps(folder, 1, {"samples": 1, "seconds": 0.5})
-    (point,) = collect(folder.path).rate.points(10)
-    assert point.mean == pytest.approx(8.0)
-
-
-def test_the_average_speed_is_all_samples_by_all_time_and_not_a_mean_of_speeds(
+def test_speed_is_all_workers_samples_by_the_time_that_passed_inside_steps_or_not(
     tmp_path: Path,
 ) -> None:
     folder = folder_with(tmp_path / "run")
-    for rank in range(2):
-        write_steps(folder, rank, {"samples": 5, "seconds": 0.1}, {"samples": 5, "seconds": 0.9})
-    (point,) = collect(folder.path).rate.points(1)
-    assert point.mean == pytest.approx(20 / 1.0)
-    assert (point.low, point.high) == (pytest.approx(10 / 0.9), pytest.approx(10 / 0.1))
+    for rank, samples in enumerate((3, 1)):
+        with EventWriter(folder, rank) as writer:
+            writer.write("start", t=100.0, size=2, step=0)
+            for step, t in ((1, 100.5), (2, 101.5)):  # the second begins after an evaluation
+                writer.write("step", t=t, step=step, samples=samples, seconds=0.1)
+    curve = collect(folder.path).rate
+    assert [point.mean for point in curve.points()] == [pytest.approx(8.0), pytest.approx(4.0)]
+    assert curve.points(1)[0].mean == pytest.approx(8 / 1.5)
 
 
 def test_steps_that_a_restart_has_undone_do_not_count(tmp_path: Path) -> None:
@@ -85,18 +80,18 @@ def test_steps_that_a_restart_has_undone_do_not_count(tmp_path: Path) -> None:
             writer.write("step", t=10.5 + begin, step=step, epoch=0, **facts)
         writer.write("epoch", t=10.6 + begin, epoch=0, step=4, metrics={"loss": loss})
     writer.close()
-    story = collect(folder.path)
-    assert [p.mean for p in story.metrics["loss"].points(9)] == [5.0, 5.0, 7.0, 7.0]
-    assert [event["metrics"]["loss"] for event in story.events["epoch"]] == [7.0]
-    assert (story.restarts, story.redone, story.ranks[0].steps) == (1, 2, 4)
+    data = collect(folder.path)
+    assert [p.mean for p in data.metrics["loss"].points(9)] == [5.0, 5.0, 7.0, 7.0]
+    assert [event["metrics"]["loss"] for event in data.events["epoch"]] == [7.0]
+    assert (len(data.starts), data.redone, data.ranks[0].steps) == (2, 2, 4)
 
 
 def test_every_sample_of_a_synthetic_run_is_counted_once(tmp_path: Path) -> None:
-    story = collect(synthetic_run(tmp_path / "run", steps=20, ranks=3, epochs=2).path)
-    assert sum(rank.samples for rank in story.ranks.values()) == 20 * BATCH
-    assert story.missing == []
-    assert [len(story.events[kind]) for kind in ("epoch", "checkpoint")] == [2, 2]
-    assert story.steps == 20
+    data = collect(synthetic_run(tmp_path / "run", steps=20, ranks=3, epochs=2).path)
+    assert sum(rank.samples for rank in data.ranks.values()) == 20 * BATCH
+    assert data.missing == []
+    assert [len(data.events[kind]) for kind in ("epoch", "checkpoint")] == [2, 2]
+    assert data.steps == 20
 
 
 def test_memory_does_not_grow_with_the_length_of_the_run(tmp_path: Path) -> None:
@@ -130,16 +125,15 @@ def test_what_is_missing_or_damaged_is_said_on_the_page(
     trace = synthetic_trace()
     folder = synthetic_run(tmp_path / "run", steps=4, ranks=2, epochs=1, trace=trace)
     break_it(folder)
-    story = collect(folder.path)
-    assert any(said in each for each in story.missing)
-    assert story.traces == [trace]
-    assert "What this page cannot show" in report.write(folder.path).read_text()
+    data = collect(folder.path)
+    assert any(said in each for each in data.missing)
+    assert data.traces == [trace]
 
 
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
-    page = report.write(tmp_path).read_text()
-    assert "This folder holds no run" in page
-    assert "There is nothing in this folder yet." in page
+    data = collect(tmp_path)
+    assert "This folder holds no run" in data.missing[0]
+    assert what_it_was(data) == "There is nothing in this folder yet."
 
 
 def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
@@ -160,9 +154,9 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=4, ranks=2, epochs=1)
     for path in (folder.scaling, folder.events / "rank2.jsonl", folder.path / "pipeline"):
         os.symlink(secret, path)
-    story = collect(folder.path)
-    assert story.study is None
-    assert sorted(story.ranks) == [0, 1]
+    data = collect(folder.path)
+    assert data.study is None
+    assert sorted(data.ranks) == [0, 1]
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
@@ -179,17 +173,17 @@ def test_a_line_or_a_document_that_is_too_long_is_left_out(tmp_path: Path) -> No
     with open(folder.events_of(0), "ab") as file:
         file.write(b'{"kind":"message","t":1,"rank":0,"text":"' + b"x" * 2**21 + b'"}\n')
     folder.scaling.write_bytes(b" " * (16 * 2**20 + 1))
-    story = collect(folder.path)
-    assert story.message_count == 0
-    assert any("larger than 16 MiB" in each for each in story.missing)
+    data = collect(folder.path)
+    assert len(data.events["message"]) == 0
+    assert any("larger than 16 MiB" in each for each in data.missing)
 
 
-def story_of(tmp_path: Path, **options: Any) -> Story:
+def data_of(tmp_path: Path, **options: Any) -> RunData:
     return collect(synthetic_run(tmp_path / "run", epochs=2, **{"steps": 60, **options}).path)
 
 
 def test_the_slow_worker_is_named_with_its_phase_as_the_run_blamed_it(tmp_path: Path) -> None:
-    said = who_waited(story_of(tmp_path, slow_rank=1)).replace("\N{NO-BREAK SPACE}", " ")
+    said = who_waited(data_of(tmp_path, slow_rank=1))
     assert said.startswith("Worker 1 holds the others up: its own work takes 12.3 ms longer")
     assert "backward (computing gradients) makes the difference" in said
 
@@ -200,20 +194,20 @@ def test_waiting_in_turns_is_explained_by_who_is_last(tmp_path: Path) -> None:
     for rank in range(2):
         turns = [late if (step + rank) % 2 else early for step in range(30)]
         write_steps(folder, rank, *({"phases": phases} for phases in turns))
-    story = collect(folder.path)
-    assert "who is last changes from step to step" in who_waited(story)
-    told = where_time_went(story).replace("\xa0", " ")
-    assert "32 % to waiting for slower workers and 3.2 % to exchanging gradients." in told
+    data = collect(folder.path)
+    assert "who is last changes from step to step" in who_waited(data)
+    told = where_time_went(data)
+    assert "65 % to computing, 32 % to waiting for slower workers and 3 % to exch" in told
 
 
 def test_waiting_that_all_do_in_every_step_is_the_exchange(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
     for rank in range(2):
         write_steps(folder, rank, *({"phases": {"forward": 0.01, "wait": 0.02}} for _ in range(30)))
-    story = collect(folder.path)
-    assert "All wait for the exchange of gradients" in who_waited(story)
-    told = where_time_went(story).replace("\xa0", " ")
-    assert told.endswith("33 % went to computing and 67 % to exchanging gradients.")
+    data = collect(folder.path)
+    assert "All wait for the exchange of gradients" in who_waited(data)
+    told = where_time_went(data)
+    assert told == "The workers' time went 33 % to computing and 67 % to exchanging gradients."
 
 
 def test_a_metric_without_numbers_is_not_called_a_training_that_diverged(tmp_path: Path) -> None:
@@ -229,9 +223,9 @@ def test_metrics_beyond_the_limit_are_counted_and_said(tmp_path: Path) -> None:
     many = {f"metric {number}": [1.0, 1.0] for number in range(15)}
     for rank in range(2):
         write_steps(folder, rank, *({"metrics": many} for _ in range(2)))
-    story = collect(folder.path)
-    assert len(story.metrics) == 12
-    assert "Only the first 12 metrics are shown." in story.missing
+    data = collect(folder.path)
+    assert len(data.metrics) == 12
+    assert "Only the first 12 metrics are shown." in data.missing
 
 
 @pytest.mark.parametrize("kind", ["scaling", "pipeline"])
@@ -244,21 +238,20 @@ def test_a_folder_with_a_study_or_a_batch_alone_is_not_called_empty(
         folder.scaling.write_text(json.dumps(SCALING))
     else:
         write_trace(synthetic_trace(), folder.pipeline_of(1))
-    story = collect(folder.path)
-    assert "nothing in this folder" not in what_it_was(story)
-    assert "no run" in what_it_was(story)
-    assert story.missing == []
-    assert how_far(story) == ""
-    page = report.write(folder.path).read_text()
-    assert 'class="badge' not in page
+    data = collect(folder.path)
+    assert "nothing in this folder" not in what_it_was(data)
+    assert "no run" in what_it_was(data)
+    assert data.missing == []
+    assert how_far(data) == ""
+    assert build(data)["status"] is None
 
 
 def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:
-    assert who_waited(story_of(tmp_path, slow_rank=None)).startswith("No worker holds the others")
+    assert who_waited(data_of(tmp_path, slow_rank=None)).startswith("No worker holds the others")
 
 
 def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
-    assert "nobody waited" in who_waited(story_of(tmp_path, ranks=1, slow_rank=None))
+    assert "nobody waited" in who_waited(data_of(tmp_path, ranks=1, slow_rank=None))
 
 
 @pytest.mark.parametrize(
@@ -271,9 +264,9 @@ def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> None:
-    story = story_of(tmp_path, status=status)
-    story.read_t = story.last_t + 1
-    assert how_far(story).startswith(words)
+    data = data_of(tmp_path, status=status)
+    data.read_t = data.last_t + 1
+    assert how_far(data).startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -290,42 +283,42 @@ def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> No
 def test_a_run_that_was_killed_is_not_called_running_for_ever(
     silence_s: float, pid: int, status: str, tmp_path: Path
 ) -> None:
-    story = story_of(tmp_path, status="running")
-    for rank in story.ranks.values():
+    data = data_of(tmp_path, status="running")
+    for rank in data.ranks.values():
         rank.host, rank.pid = socket.gethostname(), pid
-    story.read_t = story.last_t + silence_s
-    assert story.status == status
-    said = how_far(story)
+    data.read_t = data.last_t + silence_s
+    assert data.status == status
+    said = how_far(data)
     assert ("probably killed, after 60 steps in 2 epochs" in said) == (status == "silent")
-    assert ("are training" in what_it_was(story)) == (status == "running")
+    assert ("are training" in what_it_was(data)) == (status == "running")
 
 
 def test_of_another_machine_only_silence_is_known(tmp_path: Path) -> None:
-    story = story_of(tmp_path, status="running")
-    for rank in story.ranks.values():
+    data = data_of(tmp_path, status="running")
+    for rank in data.ranks.values():
         rank.host, rank.pid = "elsewhere.example", 1
-    story.read_t = story.last_t + 60
-    assert story.status == "running"
-    story.read_t = story.last_t + 3600
-    assert story.status == "silent"
+    data.read_t = data.last_t + 60
+    assert data.status == "running"
+    data.read_t = data.last_t + 3600
+    assert data.status == "silent"
 
 
 def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> None:
-    story = story_of(tmp_path, status="running")
-    assert story.info is not None
-    story.read_t = story.last_t + 1
-    story.info = replace(story.info, steps=120)
-    assert "60 of 120 steps (50\N{NO-BREAK SPACE}%)" in how_far(story)
-    assert what_it_was(story) == "4 workers are training DigitsNet (52,650 weights) on cpu."
+    data = data_of(tmp_path, status="running")
+    assert data.info is not None
+    data.read_t = data.last_t + 1
+    data.info = replace(data.info, steps=120)
+    assert "60 of 120 steps (50 %)" in how_far(data)
+    assert what_it_was(data) == "4 workers are training DigitsNet (52,650 weights) on cpu."
 
 
 def test_the_best_accuracy_belongs_to_the_first_epoch_that_had_it(tmp_path: Path) -> None:
-    story = story_of(tmp_path)
+    data = data_of(tmp_path)
     values = [0.9, 0.96, 0.95, 0.96]
-    story.events["evaluation"] = [
-        {"epoch": epoch, "metrics": {"accuracy": value}} for epoch, value in enumerate(values)
-    ]
-    assert best_accuracy(story) == (" on held-out data", 0.96, 1)
+    data.events["evaluation"].clear()
+    for epoch, value in enumerate(values):
+        data.events["evaluation"].append({"epoch": epoch, "metrics": {"accuracy": value}})
+    assert best_accuracy(data) == ("held-out data", 0.96, 1)
 
 
 def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:
@@ -335,7 +328,19 @@ def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:
     assert said[0].startswith("From step 2 on, some values of loss are not numbers")
 
 
-def test_the_loss_is_said_to_begin_where_its_curve_begins(tmp_path: Path) -> None:
+def test_without_two_epochs_the_loss_is_said_to_begin_where_its_curve_begins(
+    tmp_path: Path,
+) -> None:
     folder = folder_with(tmp_path / "run")
     write_steps(folder, 0, *({"metrics": {"loss": [1 / step, 1]}} for step in range(1, 101)))
-    assert "The loss fell from 1 to 0.01." in how_it_learned(collect(folder.path))
+    said = "The training loss fell from 1.0000 in the first step to 0.0100 in the last steps."
+    assert said in how_it_learned(collect(folder.path))
+
+
+def test_the_loss_is_the_mean_of_an_epoch_in_sentence_tile_and_table(tmp_path: Path) -> None:
+    found = build(data_of(tmp_path))
+    first, last = (event["metrics"]["loss"] for event in found["learning"]["epochs"])
+    said = f"The training loss fell from {first:.4f} in epoch 1 to {last:.4f} in epoch 2."
+    assert said in found["sentences"]
+    tile = ("training loss", f"{last:.4f}", f"in epoch 2; {first:.4f} in epoch 1")
+    assert tile in map(tuple, found["tiles"])

@@ -84,6 +84,8 @@ class RankRecording:
     """By step, how long the rank waited for the sums of its gradients."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the rank told about itself: size, device, threads."""
+    most_events: int | None = None
+    """How many were read; None for all."""
     cost_us: float = 0.0
     recorded_us: float = 0.0
     dropped: int = 0
@@ -126,7 +128,7 @@ def _is_number(value: Any) -> bool:
 
 def survey(path: Path, most_events: int | None = None) -> RankRecording:
     """The first reading of a file, or of its beginning."""
-    found = RankRecording(path, int(re.findall(r"\d+", path.name)[0]))
+    found = RankRecording(path, int(re.findall(r"\d+", path.name)[0]), most_events=most_events)
     step = RecordedStep()
     ended_us: float | None = None
     for event in islice(read_events(path), most_events):
@@ -239,7 +241,7 @@ def _shifted(recording: RankRecording, first: Clock, steps: range | None) -> Ite
     """The chosen events of a file on the first rank's clock, and the names of its lanes."""
     clocks = iter(recording.clocks)
     shift = 0.0
-    for event in read_events(recording.path):
+    for event in islice(read_events(recording.path), recording.most_events):
         step = event["args"].get("step")
         if event["ph"] == "M":
             if event["name"] == "paceline":

@@ -1,7 +1,8 @@
-"""The report: one HTML file that tells a run, from its folder alone.
+"""The report: one HTML file that shows a run, from its folder alone.
 
-`collect` reads, `words` says it in sentences, the sections draw it, `page` puts them together.
-Needs neither torch nor a network, and takes a folder in any state: the page says what is missing.
+`collect` reads, `sentences` says it in words, `document` is all of it as plain JSON, and `page`
+embeds that with the script that draws it. Needs neither torch nor a network, and takes a folder in
+any state: the page says what is missing.
 """
 
 from paceline.explain.report.page import write

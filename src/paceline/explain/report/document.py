@@ -1,0 +1,216 @@
+"""The document that the page is drawn from: everything it shows, as plain JSON.
+
+The numbers are as they were measured, and the page's panels are functions of them; whoever has
+the same document can draw the same page. What is long is cut here, and the page says by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline import __version__
+from paceline.explain.report import sentences
+from paceline.explain.report.bounds import amount, bounded, number, whole
+from paceline.explain.report.collect import RankTotals, RunData
+from paceline.explain.report.curves import Point
+from paceline.explain.report.sentences import metric_of, percentages
+from paceline.explain.scaling.attribution import MEANINGS
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.units import SHARES
+from paceline.record.stages import Trace
+
+SCHEMA = 1
+DIGITS = 6
+"""So many digits of a point are enough to draw it."""
+WORKERS_LIMIT = 32
+"""More workers than this are shown by their extremes."""
+PARTS_LIMIT, LAYERS_LIMIT, EPOCHS_LIMIT = 16, 64, 200
+MISSING_LIMIT = 20
+LEAST_SPEEDUP = 1e-9
+
+Json = dict[str, Any]
+
+
+def build(data: RunData) -> Json:
+    """Everything; a section is None where there is nothing to show."""
+    document = {
+        "schema": SCHEMA,
+        "version": __version__,
+        "made": data.read_t,
+        "folder": data.folder.name,
+        "name": data.name,
+        "status": data.status if data.has_run else None,
+        "sentences": sentences.overview(data),
+        "tiles": sentences.tiles(data),
+        "missing": data.missing[:MISSING_LIMIT],
+        "learning": learning(data),
+        "pipeline": [pipeline(trace) for trace in data.traces] or None,
+        "workers": workers(data),
+        "timeline": data.timeline,
+        "scaling": scaling(data),
+        "checkpoints": checkpoints(data),
+        "details": details(data),
+    }
+    result: Json = bounded(document)
+    return result
+
+
+def learning(data: RunData) -> Json | None:
+    """Every metric by step, the speed, and what each epoch and evaluation gave."""
+    epochs, evaluations = data.events["epoch"], data.events["evaluation"]
+    names = dict.fromkeys(data.metrics)
+    for event in (*epochs, *evaluations):
+        names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
+    order = {"loss": 0, "accuracy": 1}
+    charts = [_chart(data, name) for name in sorted(names, key=lambda each: order.get(each, 2))]
+    if speed := data.rate.points():
+        curves = [_line("all workers", "rate", speed)]
+        charts.append({"name": "samples per second", "curves": curves})
+    charts = [chart for chart in charts if chart["curves"]]
+    if not charts and not epochs:
+        return None
+    return {"charts": charts, "epochs": list(epochs), "evaluations": list(evaluations)}
+
+
+def _chart(data: RunData, name: str) -> Json:
+    """One metric: in training by step, or by epoch where steps do not have it; and held out."""
+    curve = data.metrics.get(name)
+    training = curve.points() if curve else _points_of(data, "epoch", name)
+    held_out = _points_of(data, "evaluation", name)
+    curves = [_line("training", "train", training, dots=curve is None)] if training else []
+    curves += [_line("held-out data", "test", held_out, dots=True)] if held_out else []
+    values = [point.mean for point in (*training, *held_out)]
+    return {
+        "name": name,
+        "curves": curves,
+        "is_share": name.lower() in SHARES and all(0 <= value <= 1.0001 for value in values),
+        "first_bad": curve.first_bad if curve else None,
+    }
+
+
+def _points_of(data: RunData, kind: str, name: str) -> list[Point]:
+    found = [(event["step"], metric_of(event, name)) for event in data.events[kind]]
+    known = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+    return [Point(step, value, value, value) for step, value in sorted(known)]
+
+
+def _line(label: str, look: str, points: Sequence[Point], *, dots: bool = False) -> Json:
+    """One curve, as columns: x, mean, lowest, highest. `dots` are measurements of their own."""
+    columns = [[_rounded(value) for value in column] for column in zip(*points, strict=True)]
+    return {"label": label, "look": look, "columns": columns, "dots": dots}
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def pipeline(trace: Trace) -> Json:
+    """A recorded step with all its stages, without what no page could show."""
+    document = asdict(trace)
+    for stage in document["stages"]:
+        stage["parts_in_all"] = len(stage["parts"])
+        stage["parts"] = stage["parts"][:PARTS_LIMIT]
+    if prediction := document["prediction"]:
+        prediction["layers_in_all"] = len(prediction["layers"])
+        prediction["layers"] = prediction["layers"][:LAYERS_LIMIT]
+    if training := document["training"]:
+        training["epochs"] = training["epochs"][:EPOCHS_LIMIT]
+    return document
+
+
+def workers(data: RunData) -> Json | None:
+    """How each worker's time is spent, in an average step."""
+    worked = [data.ranks[rank] for rank in sorted(data.ranks) if data.ranks[rank].steps]
+    if not worked:
+        return None
+    slow = sentences.find_straggler(data)
+    return {
+        "verdict": sentences.who_waited(data),
+        "slow_rank": slow[0] if slow else None,
+        "phases": {phase: phase.meaning for phase in (*OWN, Phase.WAIT, Phase.TRANSFER)},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "where": " on ".join(filter(None, (rank.device, rank.host))),
+                "samples": rank.samples,
+                "own_s": rank.own_s or None,
+                "phases_s": {phase: spent / rank.steps for phase, spent in rank.phases.items()},
+            }
+            for rank in extremes(worked)
+        ],
+        "ranks_in_all": len(worked),
+    }
+
+
+def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:
+    """All ranks, or the slowest and fastest ones where there are too many."""
+    if len(ranks) <= WORKERS_LIMIT:
+        return list(ranks)
+    by_work = sorted(ranks, key=lambda rank: -rank.own_s)
+    half = WORKERS_LIMIT // 2
+    return sorted([*by_work[:half], *by_work[-half:]], key=lambda rank: rank.rank)
+
+
+def scaling(data: RunData) -> Json | None:
+    """How much faster more workers are, measured and predicted, and where the rest went."""
+    study = data.study or {}
+    measured = _sizes(study.get("sizes"))
+    if not measured:
+        return None
+    return {
+        "mode": study.get("mode"),
+        "measured": measured,
+        "predicted": _sizes(study.get("predicted")),
+        "meanings": MEANINGS,
+        "suggestion": _dict(study.get("suggestion")).get("text"),
+        "check": _dict(study.get("check")).get("text"),
+    }
+
+
+def _sizes(sizes: Any) -> list[Json]:
+    """Those that can be drawn; `lost` in percent, by where it was lost."""
+    found = []
+    for size in map(_dict, sizes if isinstance(sizes, list) else ()):
+        count, speedup = whole(size.get("workers"), 1), amount(size.get("speedup"))
+        if count is None or speedup < LEAST_SPEEDUP:
+            continue
+        given = _dict(size.get("lost"))
+        lost = {name: amount(given[name]) for name in MEANINGS if name in given}
+        found.append(
+            {
+                "workers": count,
+                "speedup": speedup,
+                "of_ideal": number(size.get("efficiency")) or speedup / count,
+                "step_s": number(size.get("step_s")),
+                "network": str(size.get("network") or ""),
+                "lost": percentages(lost) if any(lost.values()) else {},
+            }
+        )
+    return sorted(found, key=lambda size: size["workers"])
+
+
+def _dict(value: Any) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def checkpoints(data: RunData) -> list[Json] | None:
+    """What was saved, and whether it is still there."""
+    found = data.events["checkpoint"]
+    return [{**event, "is_there": event.get("name") in data.kept} for event in found] or None
+
+
+def details(data: RunData) -> Json | None:
+    """Settings, what was decided and why, and what the run said."""
+    noise, messages = data.events["noise"], data.events["message"]
+    if not (data.info or noise or messages):
+        return None
+    return {
+        "info": asdict(data.info) if data.info else None,
+        "noise": noise[-1] if noise else None,
+        "began": data.first_t,
+        "messages": sorted(messages, key=lambda event: event["t"]),
+        "messages_limit": messages.maxlen,
+    }

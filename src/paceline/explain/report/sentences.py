@@ -1,0 +1,243 @@
+"""The run in sentences: what was trained, how it went, who waited for whom.
+
+Every sentence is derived from numbers that the page also shows. A sentence that the numbers do not
+carry is not written.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+
+from paceline.explain.report.bounds import number, text, whole
+from paceline.explain.report.collect import RankTotals, RunData
+from paceline.observe.phases import Phase
+from paceline.observe.run_folder import Event
+from paceline.observe.units import (
+    count_text,
+    list_text,
+    metric_text,
+    rate_text,
+    seconds_text,
+    share_text,
+)
+
+MUCH_WAITING = 0.2
+
+
+def overview(data: RunData) -> list[str]:
+    """All sentences, in reading order."""
+    said = [what_it_was(data), how_far(data), *how_it_learned(data)]
+    if data.ranks:
+        said.append(where_time_went(data))
+        said += [who_waited(data)] if data.workers > 1 else []
+    return [each for each in said if each]
+
+
+def what_it_was(data: RunData) -> str:
+    """One sentence: who trained what on what."""
+    info = data.info
+    if data.is_empty:
+        return "There is nothing in this folder yet."
+    if not data.has_run:
+        found = [count_text(len(data.traces), "recorded step")] if data.traces else []
+        found += ["a scaling study"] if data.study else []
+        return f"This folder holds {list_text(found)}, and no run."
+    workers = count_text(data.workers, "worker") if data.workers else "Some workers"
+    verb = "trained"
+    if data.status == "running":
+        verb = "is training" if data.workers == 1 else "are training"
+    model = text(info.model, 80) if info and info.model else "a model"
+    weights = f" ({count_text(info.parameters, 'weight')})" if info and info.parameters else ""
+    where = f" on {text(info.device, 40)}" if info and info.device else ""
+    return f"{workers} {verb} {model}{weights}{where}."
+
+
+def how_far(data: RunData) -> str:
+    """One sentence: how much of the plan is done, and why no more."""
+    if not data.has_run:
+        return ""
+    steps, planned = data.steps, data.info.steps if data.info else None
+    done = count_text(steps, "step")
+    if planned and steps < planned:
+        done = f"{steps:,} of {count_text(planned, 'step')} ({share_text(steps / planned)})"
+    if epochs := len(data.events["epoch"]):
+        done += f" in {count_text(epochs, 'epoch')}"
+    if (spent := data.last_t - data.first_t) > 0:
+        done += f", {seconds_text(spent)} in all"
+    stops = data.events["stop"]
+    reason = text(stops[-1].get("reason", ""), 200) if stops else ""
+    because = f" It ended because: {reason}." if reason else ""
+    silence = seconds_text(data.silent_s)
+    endings = {
+        "running": f"It was still running when this page was made: {done} so far.",
+        "silent": f"Nothing had been written for {silence} when this page was made, and it did not "
+        f"say that it ended: it was probably killed, after {done}.",
+        "finished": f"It finished: {done}.",
+        "stopped": f"It was stopped after {done}.{because}",
+        "failed": f"It failed after {done}.{because}",
+    }
+    return endings.get(data.status, f"How it ended is not known; {done} were recorded.")
+
+
+def how_it_learned(data: RunData) -> list[str]:
+    """What became of loss and accuracy."""
+    said = []
+    for name, curve in data.metrics.items():
+        if curve.first_bad is not None:
+            diverged = ": training has diverged there" if name == "loss" else ""
+            said.append(
+                f"From step {curve.first_bad:,} on, some values of {text(name, 40)} are not "
+                f"numbers{diverged}."
+            )
+    if ends := loss_ends(data):
+        (first, begin), (last, end) = ends
+        if abs(last - first) <= 0.01 * abs(first):
+            said.append(f"The training loss stayed near {metric_text('loss', last)}.")
+        else:
+            verb = "fell" if last < first else "rose"
+            first_said, last_said = metric_text("loss", first), metric_text("loss", last)
+            said.append(f"The training loss {verb} from {first_said} {begin} to {last_said} {end}.")
+    if (best := best_accuracy(data)) is not None:
+        where, value, epoch = best
+        said.append(f"Accuracy on {where} reached {share_text(value, 1)} in epoch {epoch + 1}.")
+    return said
+
+
+def loss_ends(data: RunData) -> tuple[tuple[float, str], tuple[float, str]] | None:
+    """The training loss in the beginning and in the end, and where: the means of two epochs.
+
+    A run that has not ended two of them has its first step, and the last point of its curve.
+    """
+    epochs = [
+        (loss, f"in epoch {event['epoch'] + 1}")
+        for event in data.events["epoch"]
+        if (loss := metric_of(event, "loss")) is not None
+        and math.isfinite(loss)
+        and whole(event.get("epoch")) is not None
+    ]
+    if len(epochs) > 1:
+        return epochs[0], epochs[-1]
+    points = data.metrics["loss"].points() if "loss" in data.metrics else []
+    if len(points) < 2:
+        return None
+    return (points[0].mean, "in the first step"), (points[-1].mean, "in the last steps")
+
+
+def best_accuracy(data: RunData) -> tuple[str, float, int] | None:
+    """Where the best accuracy was seen, what it was, and in which epoch (from 0)."""
+    for kind, where in (("evaluation", "held-out data"), ("epoch", "training data")):
+        found = [
+            (value, event["epoch"])
+            for event in data.events[kind]
+            if (value := metric_of(event, "accuracy")) is not None
+            and math.isfinite(value)
+            and whole(event.get("epoch")) is not None
+        ]
+        if found:
+            value, epoch = max(found, key=lambda best: (best[0], -best[1]))
+            return where, value, epoch
+    return None
+
+
+def metric_of(event: Event, name: str) -> float | None:
+    metrics = event.get("metrics")
+    return number(metrics.get(name)) if isinstance(metrics, dict) else None
+
+
+def find_straggler(data: RunData) -> tuple[int, str, float] | None:
+    """The worker that the run most often said holds the others up, its phase, and by how much."""
+    by_culprit: dict[tuple[int, str], list[float]] = {}
+    for event in data.events["blame"]:
+        rank, by = whole(event.get("slow_rank")), number(event.get("slower_by_s"))
+        if rank is not None and by is not None:
+            by_culprit.setdefault((rank, text(event.get("phase") or "", 40)), []).append(by)
+    if not by_culprit:
+        return None
+    (rank, phase), times = max(by_culprit.items(), key=lambda each: len(each[1]))
+    return rank, phase, statistics.median(times)
+
+
+def who_waited(data: RunData) -> str:
+    """The verdict on the workers: who is slow, in what, and what it costs."""
+    if data.workers == 1:
+        return "There was one worker, so nobody waited for anybody."
+    if (slow := find_straggler(data)) is not None:
+        rank, phase, slower_by_s = slow
+        said = f"Worker {rank} holds the others up: its own work takes {seconds_text(slower_by_s)} "
+        meaning = f" ({Phase(phase).meaning})" if phase in set(Phase) else ""
+        return f"{said}longer in each step than the others; {phase}{meaning} makes the difference."
+    measured = [rank for rank in data.ranks.values() if rank.own_s]
+    if len(measured) < 2:
+        return "Too few workers have measured their phases, so nobody can be blamed for waiting."
+    own = [rank.own_s for rank in measured]
+    spread = seconds_text(max(own) - min(own))
+    said = f"No worker holds the others up: their own work differs by {spread} in an average step."
+    share = shares(measured)
+    if share.get(Phase.WAIT, 0) > MUCH_WAITING:
+        said += " They wait all the same, because who is last changes from step to step."
+    if share.get(Phase.TRANSFER, 0) > MUCH_WAITING:
+        moved = share_text(share[Phase.TRANSFER])
+        said += f" All wait for the exchange of gradients, {moved} of the time."
+    return said
+
+
+def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:
+    """What part of all workers' time went to each phase; empty where nobody measured it."""
+    total: dict[Phase, float] = {}
+    for rank in ranks:
+        for phase, spent in rank.phases.items():
+            total[phase] = total.get(phase, 0.0) + spent
+    everything = sum(total.values())
+    return {phase: spent / everything for phase, spent in total.items()} if everything else {}
+
+
+def percentages(parts: Mapping[str, float]) -> dict[str, int]:
+    """Whole percentages of the sum that add up to 100: those cut off most are rounded up."""
+    exact = {name: 100 * part / sum(parts.values()) for name, part in parts.items()}
+    found = {name: math.floor(share) for name, share in exact.items()}
+    for name in sorted(found, key=lambda name: found[name] - exact[name])[
+        : 100 - sum(found.values())
+    ]:
+        found[name] += 1
+    return found
+
+
+def where_time_went(data: RunData) -> str:
+    """One sentence: computing, fetching, waiting, exchanging, and the rest."""
+    spent = {"computing": 0.0}
+    for phase, share in shares(data.ranks.values()).items():
+        is_computing = phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+        name = "computing" if is_computing else phase.meaning
+        spent[name] = spent.get(name, 0.0) + share
+    if not any(spent.values()):
+        return ""
+    parts = [f"{share} % to {name}" for name, share in percentages(spent).items() if share]
+    return f"The workers' time went {list_text(parts)}."
+
+
+def tiles(data: RunData) -> list[tuple[str, str, str]]:
+    """The key numbers: what each is called, its value and a remark."""
+    info, found = data.info, list[tuple[str, str, str]]()
+    if data.workers:
+        found.append(("workers", f"{data.workers:,}", f"on {info.device}" if info else ""))
+    if data.steps:
+        batch = f"of {count_text(info.global_batch, 'sample')}" if info else ""
+        found.append(("steps", f"{data.steps:,}", batch))
+    if speed := data.rate.points(1):
+        note = "all workers, by the clock on the wall"
+        found.append(("samples per second", rate_text(speed[0].mean), note))
+    if ends := loss_ends(data):
+        (first, begin), (last, end) = ends
+        note = f"{end}; {metric_text('loss', first)} {begin}"
+        found.append(("training loss", metric_text("loss", last), note))
+    if best := best_accuracy(data):
+        where, value, epoch = best
+        found.append(("best accuracy", share_text(value, 1), f"{where}, epoch {epoch + 1}"))
+    if data.last_t > data.first_t:
+        restarts = count_text(len(data.starts) - 1, "restart")
+        note = f"{restarts}, {count_text(data.redone, 'step')} redone"
+        spent = seconds_text(data.last_t - data.first_t)
+        found.append(("time", spent, note if len(data.starts) > 1 else ""))
+    return found

@@ -1,0 +1,237 @@
+"""The document of the report: what the page is drawn from, out of whole and of hostile files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic_run import SCALING, synthetic_run, synthetic_trace
+
+from paceline.explain import report
+from paceline.explain.report import document
+from paceline.explain.report.collect import RankTotals, collect
+from paceline.explain.report.document import build
+from paceline.explain.report.sentences import percentages
+from paceline.explain.report.window import read_window
+from paceline.observe.phases import Phase
+from paceline.observe.run_folder import EventWriter, RunFolder
+from paceline.record.stages import Layer, Part, Stage
+
+SECTIONS = (
+    *("learning", "pipeline", "workers", "timeline", "scaling", "checkpoints"),
+    "details",
+)
+
+
+def built(folder: RunFolder) -> Any:
+    """The document as a browser reads it: through JSON."""
+    return json.loads(report.page.embedded(build(collect(folder.path))))
+
+
+def study(path: Path, **keys: Any) -> Any:
+    folder = RunFolder(path)
+    folder.create()
+    folder.scaling.write_text(json.dumps({**SCALING, **keys}))
+    return built(folder)["scaling"]
+
+
+def test_every_section_is_there_when_everything_was_recorded(tmp_path: Path) -> None:
+    whole = {"timeline_steps": 15, "trace": synthetic_trace(), "scaling": SCALING}
+    found = built(synthetic_run(tmp_path / "run", steps=20, messages=["hello"], **whole))
+    assert all(found[name] for name in SECTIONS)
+    assert (found["name"], found["status"], found["missing"]) == ("run", "finished", [])
+
+
+def test_a_bare_run_has_no_section_for_what_it_did_not_record(tmp_path: Path) -> None:
+    found = built(synthetic_run(tmp_path / "run", steps=4, epochs=1))
+    absent = [name for name in SECTIONS if not found[name]]
+    assert absent == ["pipeline", "timeline", "scaling"]
+
+
+def test_curves_are_columns_of_as_many_points_and_metrics_are_in_order(tmp_path: Path) -> None:
+    learning = built(synthetic_run(tmp_path / "run", steps=40, epochs=2))["learning"]
+    charts = learning["charts"]
+    assert [each["name"] for each in charts] == ["loss", "accuracy", "samples per second"]
+    assert [each.get("is_share") for each in charts] == [False, True, None]
+    for chart in charts:
+        for curve in chart["curves"]:
+            assert len({len(column) for column in curve["columns"]}) == 1
+    assert [len(curve["columns"][0]) for curve in charts[0]["curves"]] == [40, 2]
+    assert [event["epoch"] for event in learning["epochs"]] == [0, 1]
+    assert [event["metrics"]["accuracy"] > 0.5 for event in learning["evaluations"]] == [True] * 2
+
+
+def test_a_metric_that_only_evaluations_and_epochs_have_gets_a_curve(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with EventWriter(folder, 0) as writer:
+        for epoch in range(3):
+            facts = {"epoch": epoch, "step": 10 * epoch + 10}
+            writer.write("epoch", **facts, metrics={"loss": 1.0, "f1": 0.2 + epoch / 10})
+            writer.write("evaluation", **facts, metrics={"accuracy": 0.5 + epoch / 10})
+    charts = built(folder)["learning"]["charts"]
+    assert [each["name"] for each in charts] == ["loss", "accuracy", "f1"]
+    (held_out,) = charts[1]["curves"]
+    assert held_out["columns"][:2] == [[10, 20, 30], [0.5, 0.6, 0.7]]
+
+
+def test_of_many_workers_the_slowest_and_the_fastest_are_shown() -> None:
+    many = [RankTotals(n, steps=1, phases={Phase.FORWARD: float(n)}) for n in range(100)]
+    assert [rank.rank for rank in document.extremes(many)] == [*range(16), *range(84, 100)]
+
+
+def test_the_phases_of_a_worker_add_up_and_the_slow_one_is_named(tmp_path: Path) -> None:
+    found = built(synthetic_run(tmp_path / "run", steps=60, epochs=2, slow_rank=2))["workers"]
+    assert found["slow_rank"] == 2
+    assert "Worker 2 holds the others up" in found["verdict"]
+    wholes = [sum(rank["phases_s"].values()) for rank in found["ranks"]]
+    assert wholes == pytest.approx([0.048] * 4, rel=0.02)
+    assert found["ranks"][3]["phases_s"]["wait"] == pytest.approx(0.0166, rel=0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 64])
+def test_parts_and_layers_beyond_the_limit_are_counted(workers: int) -> None:
+    parts = [Part(title=f"worker {n}", worker=n) for n in range(workers)]
+    stage = Stage(name="forward", title="forward", text="", parts=parts)
+    trace = synthetic_trace()
+    assert trace.prediction is not None
+    layers = [Layer(name="x", kind="y", output=trace.prediction.layers[0].output)] * workers
+    long = replace(trace, stages=[stage], prediction=replace(trace.prediction, layers=layers))
+    found = document.pipeline(long)
+    assert found["stages"][0]["parts_in_all"] == found["prediction"]["layers_in_all"] == workers
+    assert len(found["stages"][0]["parts"]) == min(workers, 16)
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(40, [16, 25]), (1500, [360, 369])])
+def test_the_timeline_is_a_window_of_ten_whole_steps_on_one_clock(
+    steps: int, shown: list[int], tmp_path: Path
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=2, ranks=3, epochs=1, timeline_steps=steps)
+    window = read_window(folder)
+    assert window is not None
+    assert window["steps"] == shown
+    assert window["length"] == pytest.approx(10 * 43_600, rel=0.01)
+    forward = window["names"].index("forward")
+    for each in window["ranks"]:
+        assert sum(span[0] == forward for span in each["spans"]) == 10
+    assert [each["rank"] for each in window["ranks"]] == [0, 1, 2]
+
+
+def test_in_the_timeline_a_transfer_begins_when_the_last_worker_is_ready(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=2, ranks=3, epochs=1, timeline_steps=20)
+    window = read_window(folder)
+    assert window is not None
+    ready, transfer = (window["names"].index(name) for name in ("ready", "transfer"))
+    by_bucket: dict[str, list[tuple[int, float]]] = {}
+    for each in window["ranks"]:
+        for name, lane, begin, _, facts in each["spans"]:
+            if name in (ready, transfer) and lane == 1:
+                by_bucket.setdefault(facts, []).append((name, begin))
+    assert len(by_bucket) == 30
+    for spans in by_bucket.values():
+        last = max(begin for name, begin in spans if name == ready)
+        began = [begin for name, begin in spans if name == transfer]
+        assert began == pytest.approx([last] * 3)
+
+
+@pytest.mark.parametrize("content", ["", "[\n]", "{}", "nonsense", '{"name": 1}\n[[[[', "[" * 9000])
+def test_a_timeline_without_a_whole_step_is_not_a_timeline(content: str, tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=2, ranks=1, epochs=1, timeline_steps=1)
+    folder.timeline_of(0).write_text(content)
+    assert read_window(folder) is None
+
+
+def test_measured_and_predicted_sizes_are_told_apart_and_losses_add_up(tmp_path: Path) -> None:
+    found = study(tmp_path / "run")
+    assert [size["workers"] for size in found["measured"]] == [1, 2, 4]
+    assert [size["network"] for size in found["predicted"]] == ["100 Gb/s", "1 Gb/s"] * 2
+    assert found["measured"][2]["of_ideal"] == 0.8325
+    assert sum(found["measured"][2]["lost"].values()) == 100
+    assert found["suggestion"] == "Use a batch of 256: predicted gain 12 %."
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e9), min_size=1))
+def test_percentages_add_up_to_a_hundred_and_are_rounded_by_less_than_one(
+    parts: dict[str, float],
+) -> None:
+    total = sum(parts.values())
+    if total > 1e-300:
+        found = percentages(parts)
+        assert sum(found.values()) == 100
+        assert all(abs(found[name] - 100 * part / total) < 1.0001 for name, part in parts.items())
+
+
+@pytest.mark.parametrize("sizes", [[], [{"workers": 0, "speedup": 1}], 3, [None]])
+def test_a_study_without_a_measurement_is_left_out(sizes: Any, tmp_path: Path) -> None:
+    assert study(tmp_path / "run", sizes=sizes) is None
+
+
+def mutated(value: Any, path: list[int], new: Any) -> Any:
+    """The document with one value somewhere inside replaced."""
+    found = at = copy.deepcopy(value)
+    for place in path:
+        keys: list[Any] = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = keys[place % len(keys)]
+        if not isinstance(at[key], dict | list) or not at[key]:
+            at[key] = new
+            break
+        at = at[key]
+    return found
+
+
+def mutate_lines(path: Path, place: list[int], value: Any) -> None:
+    """Replace one value in every line of a file of JSON lines."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.dumps(mutated(json.loads(line.rstrip(",")), place, value)))
+        except ValueError:
+            lines.append(line)
+    path.write_text("\n".join(lines) + "\n")
+
+
+HOSTILE_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.just(10**400),
+    st.floats(),
+    st.sampled_from([1.7e308, -1.7e308, 5e-324, 1e300, "nan", "-inf", [], {}, [[]], {"a": {}}]),
+    st.text(max_size=5),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    place=st.lists(st.integers(0, 50), min_size=1, max_size=6),
+    value=HOSTILE_VALUES,
+    where=st.sampled_from(["run", "events", "trace", "study", "timeline"]),
+)
+def test_no_value_in_any_file_keeps_the_page_from_being_written(
+    place: list[int], value: Any, where: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = synthetic_run(
+        tmp_path_factory.mktemp("run"),
+        steps=4,
+        ranks=2,
+        epochs=2,
+        messages=["hello"],
+        timeline_steps=4,
+        trace=synthetic_trace(),
+        scaling=SCALING,
+    )
+    if where == "events":
+        mutate_lines(folder.events_of(0), place, value)
+    elif where == "timeline":
+        mutate_lines(folder.timeline_of(0), place, value)
+    else:
+        path = {"run": folder.info, "trace": folder.pipeline_of(1), "study": folder.scaling}[where]
+        path.write_text(json.dumps(mutated(json.loads(path.read_text()), place, value)))
+    page = report.write(folder.path).read_text()
+    assert page.startswith("<!doctype html>")
