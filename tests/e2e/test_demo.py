@@ -95,7 +95,7 @@ def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder:
     report = folder / "demo" / "report.html"
     told = [words[-1] for line in shown.splitlines()[-3:] if (words := line.split())]
     assert told == [str(folder / "demo"), str(report), str(folder / "demo")]
-    assert "Same as one process on the whole batch" in report.read_text()
+    assert "ame as one process on the whole batch" in report.read_text()
     run, resumed = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
     info = read_info(run)
     assert info is not None
