@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.codec import plain_json
+from paceline.comm.documents import plain_json
 from paceline.explain.report.bounds import amount, bounded, number, text, whole
 from paceline.explain.report.curves import Curve, Point
 

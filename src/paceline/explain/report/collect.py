@@ -13,12 +13,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.documents import read_value
 from paceline.errors import UsageError, WireError
 from paceline.explain.report.bounds import amount, bounded, number, text, whole
 from paceline.explain.report.curves import Curve
@@ -196,10 +195,9 @@ def _read_documents(data: RunData) -> None:
 
 def _read_info(data: RunData) -> None:
     with _noting(data, "The description of the run"):
-        info = read_info(data.folder)
-        if info is not None:
-            data.info = read_value(RunInfo, asdict(info), "run.json")
-            data.name = text(info.name, 200) or data.name
+        data.info = read_info(data.folder)
+        if data.info is not None:
+            data.name = text(data.info.name, 200) or data.name
         elif data.folder.event_ranks():
             data.missing.append(
                 "There is no run.json, so the settings of the run (seed, batch, model) are unknown."

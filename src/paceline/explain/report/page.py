@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 
 from paceline import __version__
-from paceline.comm.codec import plain_json
+from paceline.comm.documents import plain_json
 from paceline.errors import UsageError, WireError
 from paceline.explain.report import document
 from paceline.explain.report.collect import collect
