@@ -171,9 +171,16 @@ def test_a_curve_says_its_values_by_keyboard(open_page: Open) -> None:
     page.keyboard.press("Home")
     tip = page.locator(".tip:visible")
     assert tip.inner_text().startswith("step 1: training 2.")
-    place, at = chart.bounding_box(), tip.bounding_box()
-    assert place["x"] - at["width"] / 2 <= at["x"] < place["x"] + place["width"]
-    assert place["y"] - 40 < at["y"] < place["y"] + place["height"] / 2
+    # Measured at one moment: the page may still be scrolling to what has the focus.
+    right, below = page.evaluate(
+        """() => {
+            const [chart, tip] = [".chart", ".tip:not([hidden])"].map(
+                (each) => document.querySelector(each).getBoundingClientRect());
+            return [tip.x + tip.width / 2 - chart.x, tip.y - chart.y];
+        }"""
+    )
+    assert 0 <= right < 200
+    assert -40 < below < 100
     page.keyboard.press("ArrowRight")
     assert tip.inner_text().startswith("step 2: ")
     page.keyboard.press("Escape")
@@ -197,7 +204,7 @@ def test_the_timeline_zooms_and_moves_by_keyboard_and_says_what_is_under_the_poi
     assert said() == "Shown: 166 ms to 427 ms of 436 ms."
     page.keyboard.press("0")
     page.locator(".canvas-place").hover(position={"x": 130, "y": 30})
-    assert said().startswith("Worker 0: backward, 14.9 ms")
+    assert said().startswith("Worker 0: backward, 14.7 ms")
 
 
 def test_without_javascript_the_page_says_so_and_gives_the_key_numbers(open_page: Open) -> None:
