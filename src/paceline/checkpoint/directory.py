@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
@@ -30,10 +31,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint import files
-from paceline.checkpoint.files import open_file, open_folder, read_bounded, size_of
+from paceline.checkpoint.files import open_file, open_folder, size_of
 from paceline.comm.codec import MAX_SKELETON_BYTES
-from paceline.comm.documents import parse_json, plain_json, read_json
-from paceline.errors import CheckpointError, UsageError
+from paceline.comm.documents import plain_json, read_json, read_value
+from paceline.errors import CheckpointError, UsageError, WireError
 from paceline.observe.run_folder import sync_folder
 
 MANIFEST = "manifest.json"
@@ -165,7 +166,9 @@ class OpenCheckpoint:
     def read_skeleton(self) -> bytes:
         """The state without its tensors, compared with its hash."""
         with self.open(SKELETON) as (file, path):
-            skeleton = read_bounded(file, MAX_SKELETON_BYTES, path)
+            if self.manifest.files[SKELETON].bytes > MAX_SKELETON_BYTES:
+                raise CheckpointError(f"{path} is larger than {MAX_SKELETON_BYTES:,} bytes.")
+            skeleton = file.read()
         self.compare(SKELETON, hashlib.sha256(skeleton).hexdigest())
         return skeleton
 
@@ -336,18 +339,15 @@ def _rename(temporary: Path, folder: Path, step: int) -> Entry:
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Facts as strict JSON can say them: nan and inf become words, everything else must fit."""
     try:
-        text = json.dumps(plain_json(facts), allow_nan=False)
+        text = json.dumps(plain_json(facts), allow_nan=False).encode()
+        said: dict[str, Any] = read_json(
+            io.BytesIO(text), MAX_MANIFEST_BYTES // 2, "What they say", UsageError
+        )
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"The facts of a checkpoint are not JSON: {error}.",
-            advice="Put tensors and other values into the state.",
+            f"The facts of a checkpoint cannot be written: {error}",
+            advice="Put tensors, long values and others into the state.",
         ) from None
-    if len(text) > MAX_MANIFEST_BYTES // 2:
-        raise UsageError(
-            f"The facts of a checkpoint take more than {MAX_MANIFEST_BYTES // 2:,} bytes.",
-            advice="Put long values into the state.",
-        )
-    said: dict[str, Any] = parse_json(text.encode(), "A fact of a checkpoint", UsageError)
     return said
 
 
@@ -362,46 +362,29 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
     """A checked manifest; it cannot name any file but the two that there are."""
     with open_file(path, folder) as file:
         whole = read_json(file, MAX_MANIFEST_BYTES, path, CheckpointError)
-    try:
-        said = whole["manifest"]
-        has_changed = whole["sha256"] != _hash(said)
-    except (KeyError, TypeError):
-        raise CheckpointError(f"{path} is not a manifest we write, or it is damaged.") from None
-    if has_changed:
+    match whole:
+        case {"manifest": {"format": kind, "version": version} as said, "sha256": stated}:
+            pass
+        case _:
+            raise CheckpointError(f"{path} is not a manifest we write, or it is damaged.")
+    if stated != _hash(said):
         raise CheckpointError(f"{path} is damaged: it does not have the hash it states.")
-    match said:
-        case {"format": str(kind), "version": int(version)} if (kind, version) != (FORMAT, VERSION):
-            raise CheckpointError(
-                f"{path} is version {version} of {kind[:40]!r}; this paceline reads version "
-                f"{VERSION} of {FORMAT!r}.",
-                advice="Read it with the version that wrote it.",
-            )
-        case {
-            "format": str(),
-            "version": int(),
-            "step": int(step),
-            "created": int() | float() as created,
-            "metric": None | int() | float() | "nan" | "inf" | "-inf" as metric,
-            "facts": dict(facts),
-            "files": dict(listed),
-        } if not isinstance(metric, bool):
-            metric = None if metric is None else float(metric)
-            return Manifest(step, float(created), metric, facts, _read_files(listed, path))
-    raise CheckpointError(f"{path} lacks a part that every manifest has.")
-
-
-def _read_files(listed: Mapping[str, Any], path: Path) -> dict[str, FileFacts]:
-    found = {}
-    for name, entry in listed.items():
-        match entry:
-            case {"bytes": int(size), "sha256": str(digest)} if 0 <= size < 2**63:
-                found[name] = FileFacts(size, digest)
-    if listed.keys() != {TENSORS, SKELETON} or found.keys() != listed.keys():
+    if (kind, version) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path} is version {version!r:.20} of {kind!r:.40}; this paceline reads version "
+            f"{VERSION} of {FORMAT!r}.",
+            advice="Read it with the version that wrote it.",
+        )
+    try:
+        manifest: Manifest = read_value(Manifest, said, str(path))
+    except WireError as error:
+        raise CheckpointError(error.what) from None
+    if manifest.files.keys() != {TENSORS, SKELETON}:
         raise CheckpointError(
             f"{path} does not describe {TENSORS} and {SKELETON}, and these alone.",
             advice="Nothing of this checkpoint was used: somebody may have made it to do harm.",
         )
-    return found
+    return manifest
 
 
 def _hash(said: Any) -> str:

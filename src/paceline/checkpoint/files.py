@@ -67,16 +67,6 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
 
 
-def read_bounded(file: BufferedIOBase, limit_bytes: int, path: Path) -> bytes:
-    """All bytes of an open file, unless they are more than allowed."""
-    if size_of(file) > limit_bytes:
-        raise CheckpointError(
-            f"{path} has {size_of(file):,} bytes, more than the {limit_bytes:,} allowed.",
-            advice="It is damaged, or it was not written by paceline.",
-        )
-    return file.read(limit_bytes)
-
-
 def write_fully(file: int, data: bytes | memoryview) -> None:
     """Write all of it, in as few calls as possible."""
     view = memoryview(data)

@@ -32,7 +32,7 @@ LARGEST = 2**64
 
 _hints = cache(get_type_hints)
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
-_WORDS[Mapping] = "object"
+_WORDS[Mapping] = _WORDS[dict] = "object"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,8 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
 
     Names that a dataclass does not have are ignored, so that later versions may write more.
     """
+    if hint is Any:
+        return value
     kind = get_origin(hint) or hint
     if kind in (Union, types.UnionType):
         inner = next(each for each in get_args(hint) if each is not types.NoneType)
@@ -158,7 +160,7 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
     if kind is list and isinstance(value, list):
         inner = get_args(hint)[0]
         return [read_value(inner, each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if kind is Mapping and isinstance(value, dict):
+    if kind in (Mapping, dict) and isinstance(value, dict):
         inner = get_args(hint)[1]
         return {key: read_value(inner, each, f"{where}.{key}") for key, each in value.items()}
     if type(value) is int and abs(value) >= LARGEST:
