@@ -336,7 +336,7 @@ def test_anything_else_is_refused_and_not_turned_into_something_near_it(value: A
         ({"n": 10**5000}, "A number in the value cannot be written"),
         (
             "x" * (codec.MAX_SKELETON_BYTES + 1),
-            "more than the 67,108,864 allowed[^$]*into a tensor",
+            "more than the 67,108,864 in[^$]*into a tensor",
         ),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
@@ -482,3 +482,16 @@ def test_a_look_needs_no_tensors_and_no_torch() -> None:
     stand_ins = dict.fromkeys(tensors, "here")
     seen = codec.put_together(skeleton, stand_ins, "a file", revive=lambda kind, _: kind)
     assert seen == {"a": ["here", "bytes"], "d": "dtype", "n": math.inf}
+
+
+def test_names_that_are_cut_to_one_take_time_in_proportion_to_their_number() -> None:
+    state = {f"{'x' * 300}{i}": torch.zeros(0) for i in range(5_000)}
+    begin = time.process_time()
+    tensors, _ = codec.take_apart(state)
+    assert len(tensors) == 5_000
+    assert time.process_time() - begin < 1
+
+
+def test_more_values_than_are_read_again_are_not_written() -> None:
+    with pytest.raises(WireError, match="into a tensor"):
+        codec.encode([0] * 2**23)

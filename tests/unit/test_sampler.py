@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import DistributedSampler, EpochNotSetWarning
@@ -183,19 +183,19 @@ class TestWhoseShare:
     def test_is_an_error_when_half_of_it_is_given_and_nothing_says_the_rest(
         self, half: dict[str, int]
     ) -> None:
-        with pytest.raises(NotInitializedError, match="Pass both"):
+        with pytest.raises(NotInitializedError, match="or pass num_replicas and rank"):
             DistributedSampler(range(4), **half)
 
 
 class TestBadInput:
     @pytest.mark.parametrize("size", [0, -1])
     def test_an_impossible_number_of_ranks(self, size: int) -> None:
-        with pytest.raises(UsageError, match=f"num_replicas is {size}, but"):
+        with pytest.raises(UsageError, match=f"impossible with num_replicas={size}"):
             DistributedSampler(range(4), size, 0)
 
     @pytest.mark.parametrize("rank", [-1, 2, 7])
     def test_a_rank_outside_the_world(self, rank: int) -> None:
-        with pytest.raises(UsageError, match=f"rank is {rank}, .*\nRanks count from 0 to 1"):
+        with pytest.raises(UsageError, match=f"rank is {rank}, .*\nRanks count from 0"):
             DistributedSampler(range(4), 2, rank)
 
     @pytest.mark.parametrize("name", ["num_replicas", "rank", "seed"])
@@ -248,6 +248,32 @@ class TestForgottenSetEpoch:
 
     def test_is_noticed_in_a_world_of_one(self) -> None:
         assert self.warnings_of(DistributedSampler(range(8), 1, 0), [None, None]) == 1
+
+    def test_is_noticed_where_the_epoch_is_set_once(self) -> None:
+        assert self.warnings_of(DistributedSampler(range(8), 1, 0), [0, None, None]) == 1
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("total", [8, 64])
+    @pytest.mark.parametrize("peeks_first", [True, False])
+    @pytest.mark.parametrize("is_set", [True, False])
+    def test_is_told_from_a_look_at_the_first_batch(
+        self, workers: int, total: int, peeks_first: bool, is_set: bool
+    ) -> None:
+        data = list(range(total))
+        sampler = DistributedSampler(data, 2, 0)
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for epoch in range(4):
+                if peeks_first:
+                    next(iter(loader))
+                if is_set:
+                    sampler.set_epoch(epoch)
+                if not peeks_first:
+                    next(iter(loader))
+                list(loader)
+        found = sum(entry.category is EpochNotSetWarning for entry in caught)
+        assert found == (0 if is_set else 1)
 
     def test_is_not_seen_where_the_epoch_is_set(self) -> None:
         assert self.warnings_of(DistributedSampler(range(8), 2, 0), [0, 1, 2, 2]) == 0

@@ -232,7 +232,7 @@ class TestBatches:
         ]  # fmt: skip
 
     def test_too_small_to_split_are_refused_before_the_first_step(self) -> None:
-        with pytest.raises(UsageError, match="A batch of 1 samples cannot be split over 2 ranks"):
+        with pytest.raises(UsageError, match="A batch of 1 sample cannot be split over 2 ranks"):
             self.of(9, 4, 2, split=True)
         with pytest.raises(UsageError, match="A batch of 2 samples cannot be split over 3 ranks"):
             self.of(8, 2, 3, split=True)
@@ -241,7 +241,7 @@ class TestBatches:
         for rank in range(2):
             running = iter(DistributedBatchSampler([[0, 1], [2]], 2, rank, split=True))
             assert next(running) == [rank]
-            with pytest.raises(UsageError, match="A batch of 1 samples"):
+            with pytest.raises(UsageError, match="A batch of 1 sample "):
                 next(running)
 
     def test_too_small_to_split_leave_empty_parts_for_a_loop_that_is_ready(self) -> None:

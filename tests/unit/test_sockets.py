@@ -7,8 +7,13 @@ import sys
 import threading
 from datetime import timedelta
 
+import pytest
+
+from paceline.comm import world
 from paceline.comm.sockets import interface_towards, is_served, listen
 from paceline.comm.world import _wait_until_served
+from paceline.env import Placement
+from paceline.errors import PeerError
 
 
 def test_a_port_is_served_from_listening_to_closing() -> None:
@@ -71,3 +76,29 @@ def test_gloo_is_left_alone_where_the_own_name_is_an_address() -> None:
 
 def test_a_machine_that_cannot_be_reached_is_no_error() -> None:
     assert interface_towards("no.such.host.invalid", own_name="localhost") is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_store_that_cannot_be_reached_is_said_long_before_the_error(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "_LATE_S", 0.1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        place = Placement(rank=1, size=2, local_size=2, master_addr=address, master_port=port)
+        with pytest.raises(PeerError, match="found no store"):
+            world._connect(place, timedelta(seconds=1))
+    assert f"still waits for the store at {address}, port {port}" in capsys.readouterr().err
+
+
+def test_a_store_that_never_answers_is_said_long_before_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world, "_LATE_S", 0.1)
+    with listen("127.0.0.1", 0) as silent:
+        port = silent.getsockname()[1]
+        place = Placement(rank=1, size=2, local_size=2, master_addr="127.0.0.1", master_port=port)
+        with pytest.raises(PeerError, match="found no store"):
+            world._connect(place, timedelta(seconds=1))
+    assert "still waits for the store" in capsys.readouterr().err

@@ -33,7 +33,6 @@ from paceline.errors import CheckpointError, UsageError, check_choice, check_who
 FEWEST_KEPT = 2
 LARGEST_STEP = 10**15 - 1
 _NICENESS = 10
-_LISTINGS = 10
 
 
 class CheckpointWarning(UserWarning):
@@ -158,25 +157,22 @@ class Checkpoints:
         self.wait()
         if step is not None:
             return read_entry(directory.find_entry(self.folder, step))
-        for _ in range(_LISTINGS):
-            entries = directory.list_entries(self.folder)
-            for entry in entries:
-                try:
-                    return read_entry(entry)
-                except CheckpointError as error:
-                    if not os.path.lexists(entry.path):
-                        break  # another process has just removed it: look again
-                    self._damaged.add(entry.name)
-                    warnings.warn(
-                        f"The checkpoint {entry.name} cannot be used. {error}\n"
-                        "Going back to the one before it.",
-                        CheckpointWarning,
-                        stacklevel=2,
-                    )
-            else:
-                break
+        entries = directory.list_entries(self.folder)
         if not entries:
             return None
+        for entry in entries:
+            try:
+                return read_entry(entry)
+            except CheckpointError as error:
+                if not os.path.lexists(entry.path):
+                    return self.load()  # another process has just removed it: look again
+                self._damaged.add(entry.name)
+                warnings.warn(
+                    f"The checkpoint {entry.name} cannot be used. {error}\n"
+                    "Going back to the one before it.",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
         raise CheckpointError(
             f"None of the {len(entries)} checkpoints in {self.folder} can be used.",
             advice="`paceline ckpt verify` says why. To start anew, use another folder.",
@@ -211,23 +207,21 @@ class Checkpoints:
                 directory.sweep(self.folder)
             entry, manifest = directory.publish(self.folder, step, contents, metric, facts)
         except Exception as error:
-            self._note_failure(step, _reason(error))
+            self._note_failure(step, error)
             return
-        spent_s = time.perf_counter() - begin
-        self._finished.append(
-            Written(step, entry.name, manifest.total_bytes, cost_s, spent_s, metric)
-        )
+        size, spent_s = manifest.total_bytes, time.perf_counter() - begin
+        self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric))
         self.problem = None
         try:
             found = directory.list_manifests(self.folder)
             for old in directory.plan_removals(found, self._damaged, **self._kept):
                 directory.remove(old)
         except Exception as error:
-            self.problem = f"Old checkpoints in {self.folder} cannot be removed: {_reason(error)}."
+            self.problem = f"Old checkpoints in {self.folder} cannot be removed: {error}."
         else:
             self._has_complained = False
 
-    def _note_failure(self, step: int, reason: str) -> None:
+    def _note_failure(self, step: int, reason: object) -> None:
         self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
 
     def _complain(self) -> None:
@@ -295,16 +289,11 @@ class Staging:
 
 def _allocate(size: int, needs_pinning: bool) -> Tensor:
     """Memory at the start of a block, pinned where a device copies into it."""
-    room = size + BLOCK_BYTES
     try:
-        whole = torch.empty(room, dtype=torch.uint8, pin_memory=needs_pinning)
+        whole = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, pin_memory=needs_pinning)
     except RuntimeError as error:
         if needs_pinning:  # more than may be pinned
             return _allocate(size, needs_pinning=False)
-        raise MemoryError(f"{room:,} bytes are not to be had") from error
+        raise MemoryError(f"{size:,} bytes are not to be had") from error
     begin = -whole.data_ptr() % BLOCK_BYTES
     return whole[begin : begin + size]
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

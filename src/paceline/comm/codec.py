@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.documents import FLOAT_BY_NAME, JsonLimits, parse_json
+from paceline.comm.documents import FLOAT_BY_NAME, JsonLimits, count_values, parse_json
 from paceline.comm.safetensors import as_plain, is_storable, memory_of, plan_file, read_tensors
 from paceline.errors import PacelineError, WireError
 
@@ -74,10 +74,11 @@ def take_apart(
         raise error(f"A number in the {root} cannot be written: {problem}.") from None
     # Not escaped as ASCII: JSON would join two lone surrogates of a string into one character.
     skeleton = text.encode("utf-8", "surrogatepass")
-    if len(skeleton) > MAX_SKELETON_BYTES:
+    values = count_values(skeleton)
+    if len(skeleton) > MAX_SKELETON_BYTES or values > _SKELETON_LIMITS.values:
         raise error(
-            f"Without its tensors the {root} takes {len(skeleton):,} bytes, more than the "
-            f"{MAX_SKELETON_BYTES:,} allowed.",
+            f"Without its tensors the {root} takes {len(skeleton):,} bytes in {values:,} values, "
+            f"more than the {MAX_SKELETON_BYTES:,} in {_SKELETON_LIMITS.values:,} allowed.",
             advice="Put long lists of numbers into a tensor, and long text into bytes.",
         )
     return taker.tensors, skeleton
@@ -115,10 +116,64 @@ def put_together(
 
     Anything may stand for the tensors. With another `revive` this works without torch.
     """
-    putter = _Putter(tensors, origin, error, revive)
-    value = putter.value(parse_json(skeleton, origin, error, _SKELETON_LIMITS), 0)
-    unused = tensors.keys() - putter.used
-    if unused:
+    used: set[str] = set()
+
+    def take(name: str) -> Any:
+        used.add(name)
+        return tensors[name]
+
+    def build(tree: Any, depth: int) -> Any:
+        if not isinstance(tree, list | dict):
+            return tree
+        if depth > MAX_DEPTH:
+            raise error(f"{origin} is nested deeper than {MAX_DEPTH} levels.")
+        match tree:
+            case ["tensor", str(name)] if name in tensors:
+                return take(name)
+            case ["list", *items]:
+                return [build(item, depth + 1) for item in items]
+            case ["tuple", *items]:
+                return tuple(build(item, depth + 1) for item in items)
+            case [("dict" | "ordered" | "counter") as kind, *pairs]:
+                return _DICT_BY_KIND[kind](build_pairs(pairs, depth + 1))
+            case ["module", metadata, *pairs]:
+                state: Any = OrderedDict(build_pairs(pairs, depth + 1))
+                state._metadata = build(metadata, depth + 1)
+                return state
+            case ["float", str(name)] if name in FLOAT_BY_NAME:
+                return FLOAT_BY_NAME[name]
+            case ["bytes", str(name)] if name in tensors:
+                parts = [take(name)]
+            case ["complex" | "size" | "dtype" | "device", *trees]:
+                parts = [build(each, depth + 1) for each in trees]
+            case _:
+                raise unknown(tree)
+        try:
+            return revive(tree[0], parts)
+        except ValueError:
+            raise unknown(tree) from None
+
+    def build_pairs(pairs: list[Any], depth: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for pair in pairs:
+            match pair:
+                case [key, tree]:
+                    value = build(tree, depth)
+                    try:
+                        found[build(key, depth)] = value
+                    except TypeError:  # a key that is a list
+                        raise unknown(pair) from None
+                case _:
+                    raise unknown(pair)
+        if len(found) != len(pairs):
+            raise error(f"{origin} has a key twice.")
+        return found
+
+    def unknown(tree: Any) -> PacelineError:
+        return error(f"{origin} has a part of no kind we write: {str(tree)[:80]}.")
+
+    value = build(parse_json(skeleton, origin, error, _SKELETON_LIMITS), 0)
+    if unused := tensors.keys() - used:
         raise error(f"{origin} has no place for the tensor {min(unused)!r:.100}.")
     return value
 
@@ -138,6 +193,7 @@ class _Taker:
     def __init__(self, root: str, error: type[PacelineError]) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._name_by_memory: dict[tuple[Any, ...], str] = {}
+        self._last_number: dict[str, int] = {}
         self._keys: list[Any] = []
         self._root, self._error = root, error
 
@@ -233,83 +289,14 @@ class _Taker:
         """Keep a tensor under its path with slashes, as UTF-8 that others accept, and unique."""
         text = "/".join(map(str, self._keys)) or "state"
         text = text.encode("utf-8", "replace").decode()[:_MAX_NAME_LENGTH]
-        name, count = text, 1
+        name, count = text, self._last_number.get(text, 1)
         while name in self.tensors or name.startswith("__"):
             count += 1
             name = f"{text.lstrip('_')}#{count}"
+        self._last_number[text] = count
         self.tensors[name] = tensor
         return name
 
     def _path(self) -> str:
         text = "".join(f"[{key!r:.60}]" for key in self._keys)
         return f"{self._root}{text if len(text) < 300 else f'{text[:200]}…{text[-80:]}'}"
-
-
-class _Putter:
-    """Builds a value from its tree, taking nothing for granted."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        origin: object,
-        error: type[PacelineError],
-        revive: Callable[[str, list[Any]], Any],
-    ) -> None:
-        self.used: set[str] = set()
-        self._tensors, self._origin, self._error = tensors, origin, error
-        self._revive = revive
-
-    def value(self, tree: Any, depth: int) -> Any:
-        if not isinstance(tree, list | dict):
-            return tree
-        if depth > MAX_DEPTH:
-            raise self._error(f"{self._origin} is nested deeper than {MAX_DEPTH} levels.")
-        deeper = depth + 1
-        match tree:
-            case ["tensor", str(name)] if name in self._tensors:
-                return self._take(name)
-            case ["list", *items]:
-                return [self.value(item, deeper) for item in items]
-            case ["tuple", *items]:
-                return tuple(self.value(item, deeper) for item in items)
-            case [("dict" | "ordered" | "counter") as kind, *pairs]:
-                return _DICT_BY_KIND[kind](self._pairs(pairs, deeper))
-            case ["module", metadata, *pairs]:
-                state: Any = OrderedDict(self._pairs(pairs, deeper))
-                state._metadata = self.value(metadata, deeper)
-                return state
-            case ["float", str(name)] if name in FLOAT_BY_NAME:
-                return FLOAT_BY_NAME[name]
-            case ["bytes", str(name)] if name in self._tensors:
-                parts = [self._take(name)]
-            case ["complex" | "size" | "dtype" | "device", *trees]:
-                parts = [self.value(each, deeper) for each in trees]
-            case _:
-                raise self._unknown(tree)
-        try:
-            return self._revive(tree[0], parts)
-        except ValueError:
-            raise self._unknown(tree) from None
-
-    def _take(self, name: str) -> Any:
-        self.used.add(name)
-        return self._tensors[name]
-
-    def _pairs(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for pair in pairs:
-            match pair:
-                case [key, tree]:
-                    value = self.value(tree, depth)
-                    try:
-                        found[self.value(key, depth)] = value
-                    except TypeError:  # a key that is a list
-                        raise self._unknown(pair) from None
-                case _:
-                    raise self._unknown(pair)
-        if len(found) != len(pairs):
-            raise self._error(f"{self._origin} has a key twice.")
-        return found
-
-    def _unknown(self, tree: Any) -> PacelineError:
-        return self._error(f"{self._origin} has a part of no kind we write: {str(tree)[:80]}.")

@@ -161,15 +161,7 @@ def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
 
 def have_left(group: Group, ranks: Sequence[int]) -> bool:
     """Whether any of the ranks has left word that it will not answer any more."""
-    try:
-        store = group.get_group_store()
-        for rank in ranks:
-            key = _WORDS_KEY.format(rank=rank)
-            if store.check([key]) and json.loads(store.get(key))["kind"] != "waiting":
-                return True
-    except Exception:
-        return False  # without a store nobody can leave word
-    return False
+    return any(words["kind"] != "waiting" for words in _read_last_words(group, ranks).values())
 
 
 def post_last_words(group: Group, text: str, kind: str = "left") -> None:
@@ -189,11 +181,14 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     """
     rank, size = group.rank(), group.size()
     post_last_words(group, what, kind="waiting")
-    said = _read_last_words(group, [other for other in range(size) if other != rank])
+    others = [other for other in range(size) if other != rank]
+    deadline = time.monotonic() + _WORDS_PATIENCE_S
+    while len(said := _read_last_words(group, others)) < size - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)  # a moment for those still failing
     names = world_ranks(group)
     gone = [f"rank {names[r]} {w['text']}" for r, w in said.items() if w["kind"] != "waiting"]
     waiting = [names[r] for r, words in said.items() if words["kind"] == "waiting"]
-    silent = [names[r] for r in range(size) if r != rank and r not in said]
+    silent = [names[r] for r in others if r not in said]
     where = "; ".join(gone)
     if silent and not any(_is_cause(words) for words in said.values()):
         silence = f"no word yet from {name_ranks(silent)}: ended, stopped or still at work"
@@ -232,21 +227,13 @@ def world_ranks(group: Group) -> list[int]:
 
 
 def _read_last_words(group: Group, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """What other ranks have left in the store, after a moment for those still failing."""
-    said: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + _WORDS_PATIENCE_S
+    """What other ranks have left in the store; nothing where there is no store."""
     try:
         store = group.get_group_store()
-        while True:
-            for rank in ranks:
-                key = _WORDS_KEY.format(rank=rank)
-                if rank not in said and store.check([key]):
-                    said[rank] = json.loads(store.get(key))
-            if len(said) == len(ranks) or time.monotonic() > deadline:
-                return dict(sorted(said.items()))
-            time.sleep(0.02)
+        keys = {rank: _WORDS_KEY.format(rank=rank) for rank in ranks}
+        return {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
     except Exception:
-        return said  # without a store the error is still raised, only less specific
+        return {}
 
 
 def _short(line: str) -> str:

@@ -7,12 +7,13 @@ one process, so the same script runs under plain `python`.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageEr
 CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=120)
 """How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
+_LATE_S = 3.0
+_CHECK = "check that MASTER_ADDR and MASTER_PORT are the same on every rank and can be reached"
 _FIRST_LOOK_S, _NEAR_LOOK_S, _FAR_LOOK_S = 0.001, 0.02, 0.25
 """Pauses between two looks for the store: the first, the longest on this machine and on others."""
 
@@ -67,9 +70,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -232,27 +233,41 @@ def _connect(place: Placement, timeout: timedelta | None) -> Store:
     if is_server:
         serve = {"master_listen_fd": listen(address, place.master_port).detach()}
     patience = min(timeout or STORE_TIMEOUT, STORE_TIMEOUT)
-    left = patience
-    if not is_server and not place.agent_has_store:
-        left -= _wait_until_served(address, place.master_port, patience)
-    try:
-        return TCPStore(
-            address,
-            place.master_port,
-            place.size,
-            is_server,
-            timeout=max(left, timedelta(seconds=1)),
-            wait_for_workers=False,
-            **serve,
-        )
-    except dist.DistError as error:
-        raise PeerError(
-            f"Rank {place.rank} of {place.size} found no store at {address}, "
-            f"port {place.master_port}, within {patience.total_seconds():.0f} s.",
-            f"The address comes from {place.source}; rank 0 serves it there.",
-            "Look for an error on rank 0, and check that MASTER_ADDR and MASTER_PORT are the same "
-            "on every rank and can be reached.",
-        ) from error
+    found: list[Store | Exception] = []
+
+    def connect() -> None:
+        left = patience
+        if not is_server:
+            left -= _wait_until_served(address, place.master_port, patience)
+        try:
+            options: dict[str, Any] = {
+                "timeout": max(left, timedelta(seconds=1)),
+                "wait_for_workers": False,
+            }
+            found.append(
+                TCPStore(address, place.master_port, place.size, is_server, **options, **serve)
+            )
+        except Exception as error:
+            found.append(error)
+
+    # In a thread, because torch waits without limit for one that accepts and does not answer.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_LATE_S)
+    where = f"{address}, port {place.master_port}"
+    if not found:
+        text = f"paceline: rank {place.rank} still waits for the store at {where}; {_CHECK}."
+        print(text, file=sys.stderr, flush=True)
+        thread.join(patience.total_seconds() + _LATE_S)
+    if found and isinstance(found[0], Store):
+        return found[0]
+    reason = str(*found).partition("\n")[0][:200] or "nobody answers there"
+    raise PeerError(
+        f"Rank {place.rank} of {place.size} found no store at {where}, within "
+        f"{patience.total_seconds():.0f} s.",
+        f"The address comes from {place.source}; {reason}.",
+        f"Look for an error on rank 0, and {_CHECK}.",
+    )
 
 
 def _wait_until_served(address: str, port: int, patience: timedelta) -> timedelta:

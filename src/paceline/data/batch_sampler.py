@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, Sampler
 from paceline.data import foreign
 from paceline.data.deal import ResumableSampler, deal, share, whole_number
 from paceline.errors import UsageError
+from paceline.observe.units import count_text
 
 
 class DistributedBatchSampler(ResumableSampler[list[Any]]):
@@ -52,12 +53,11 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self.split = split
+        self.shuffle = not foreign.keeps_order(batch_sampler)
+        self.pad = self.shuffle and not split if pad is None else bool(pad)
         self._allows_empty_parts = pad is False
         if split:
-            self.pad = bool(pad)
             self._check_split()
-        else:
-            self.pad = self._is_random() if pad is None else bool(pad)
 
     @property
     def batch_size(self) -> int | None:
@@ -96,9 +96,6 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
     def _order_name(self) -> str:
         return type(self.batch_sampler).__name__
 
-    def _is_random(self) -> bool:
-        return not foreign.keeps_order(self.batch_sampler)
-
     def _check_split(self) -> None:
         if self.drop_last:
             raise UsageError(
@@ -120,8 +117,8 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
 
     def _too_small(self, size: int) -> UsageError:
         return UsageError(
-            f"A batch of {size} samples cannot be split over {self.num_replicas} ranks: some "
-            "would have none.",
+            f"A batch of {count_text(size, 'sample')} cannot be split over {self.num_replicas} "
+            "ranks: some would have none.",
             advice="Use drop_last=True in the batch sampler, or another batch size; or pad=True "
             "to repeat samples, or pad=False if the loop can train on an empty batch.",
         )

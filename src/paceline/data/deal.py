@@ -86,6 +86,8 @@ class SamplerPass:
     trained: int | None = None
     """None until `advance()` is called: then drawing counts as training."""
     is_exhausted: bool = False
+    finished: int = 0
+    """How many passes over this order were drawn to their end since `set_epoch()`."""
 
 
 class ResumableSampler(Sampler[T], ABC):
@@ -105,6 +107,8 @@ class ResumableSampler(Sampler[T], ABC):
     epoch: int
     drop_last: bool
     pad: bool
+    shuffle: bool
+    """Whether another epoch has another order."""
 
     _unit: ClassVar[str] = "samples"
 
@@ -113,7 +117,7 @@ class ResumableSampler(Sampler[T], ABC):
         self.seed = whole_number("seed", seed)
         self.epoch = 0
         self._pass = SamplerPass(epoch=0)
-        self._was_told_the_epoch = False
+        self._was_told_an_epoch = False
         self._has_warned = False
 
     @property
@@ -139,18 +143,14 @@ class ResumableSampler(Sampler[T], ABC):
     def _order_name(self) -> str:
         """What makes the order, so that a state is not loaded into another kind of order."""
 
-    @abstractmethod
-    def _is_random(self) -> bool:
-        """Whether another epoch should have another order."""
-
     def _share(self, start: int) -> range:
         """The positions that this rank takes after `start` are gone; TypeError where unknown."""
         return share(self._total(), start, self.rank, self.num_replicas, self._tail)
 
     def __iter__(self) -> Iterator[T]:
         self._warn_if_the_order_repeats()
-        self._was_told_the_epoch = False
-        current = self._pass = SamplerPass(self.epoch, self._next_start())
+        finished = self._current_pass().finished
+        current = self._pass = SamplerPass(self.epoch, self._next_start(), finished=finished)
         return self._count(self._deal(current.start), current)
 
     def __len__(self) -> int:
@@ -163,7 +163,8 @@ class ResumableSampler(Sampler[T], ABC):
         call this right after `load_state_dict()` and still resume in the middle.
         """
         self.epoch = whole_number("epoch", epoch)
-        self._was_told_the_epoch = True
+        self._current_pass().finished = 0
+        self._was_told_an_epoch = True
 
     def advance(self, count: int) -> None:
         """Say that this rank has trained on `count` more of the items it drew in this pass.
@@ -230,7 +231,6 @@ class ResumableSampler(Sampler[T], ABC):
             )
         self.epoch = epoch
         self._pass = SamplerPass(epoch, start=consumed)
-        self._was_told_the_epoch = True
 
     def _current_pass(self) -> SamplerPass:
         # `epoch` is a plain attribute, as in torch, so it can change without set_epoch().
@@ -253,10 +253,14 @@ class ResumableSampler(Sampler[T], ABC):
             current.drawn += 1
             yield item
         current.is_exhausted = True
+        current.finished += 1
 
     def _warn_if_the_order_repeats(self) -> None:
-        repeats = self._current_pass().is_exhausted and not self._was_told_the_epoch
-        if repeats and not self._has_warned and self._is_random():
+        # Whoever sets epochs may look at the first batch before setting the next one, and a
+        # loader with workers draws all of a small dataset for that.
+        allowed = 1 if self._was_told_an_epoch else 0
+        repeats = self._current_pass().finished > allowed
+        if repeats and not self._has_warned and self.shuffle:
             self._has_warned = True
             warnings.warn(
                 f"Rank {self.rank} starts another pass in the same order as the last one, "
@@ -273,18 +277,11 @@ def _find_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         size_here, rank_here = _rank_here(num_replicas, rank)
         num_replicas = size_here if num_replicas is None else num_replicas
         rank = rank_here if rank is None else rank
-    num_replicas = whole_number("num_replicas", num_replicas)
-    rank = whole_number("rank", rank)
-    if num_replicas < 1:
-        raise UsageError(
-            f"num_replicas is {num_replicas}, but data is dealt to at least one rank.",
-            advice="Leave num_replicas and rank out to take them from the process group.",
-        )
+    num_replicas, rank = whole_number("num_replicas", num_replicas), whole_number("rank", rank)
     if not 0 <= rank < num_replicas:
         raise UsageError(
             f"rank is {rank}, which is impossible with num_replicas={num_replicas}.",
-            advice=f"Ranks count from 0 to {num_replicas - 1}; leave both out to take them from "
-            "the process group.",
+            advice="Ranks count from 0; leave both out to take them from the process group.",
         )
     return num_replicas, rank
 
@@ -294,18 +291,16 @@ def _rank_here(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         return dist.get_world_size(), dist.get_rank()
     place = env.read_placement()
     if place is not None and place.size > 1:
-        raise NotInitializedError(
-            f"There is no process group yet, although {place.source} started this process as "
-            f"rank {place.rank} of {place.size}.",
-            advice="Call paceline.init_process_group() before making the sampler, or pass "
-            "num_replicas and rank.",
-        )
-    if num_replicas not in (None, 1) or rank not in (None, 0):
-        raise NotInitializedError(
-            f"There is no process group to complete num_replicas={num_replicas}, rank={rank}.",
-            advice="Pass both, or call paceline.init_process_group() first.",
-        )
-    return 1, 0
+        what = f"although {place.source} started this process as rank {place.rank} of {place.size}"
+    elif num_replicas not in (None, 1) or rank not in (None, 0):
+        what = f"to complete num_replicas={num_replicas}, rank={rank}"
+    else:
+        return 1, 0
+    raise NotInitializedError(
+        f"There is no process group yet, {what}.",
+        advice="Call paceline.init_process_group() before making the sampler, or pass "
+        "num_replicas and rank.",
+    )
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -118,9 +118,6 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     def _order_name(self) -> str:
         return "shuffled" if self.shuffle else "sequential"
 
-    def _is_random(self) -> bool:
-        return bool(self.shuffle)
-
 
 class PaddedDistributedSampler(DistributedSampler):
     """Pads by default in evaluation too, for scripts that were written for torch's class.
