@@ -29,7 +29,8 @@ from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageEr
 CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=120)
 """How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
-_LATE_S = 3.0
+_LATE_S, _GRACE_S = 3.0, 5.0
+"""When a wait for the store is told of, and how long torch may take to notice its own timeout."""
 _CHECK = "check that MASTER_ADDR and MASTER_PORT are the same on every rank and can be reached"
 _FIRST_LOOK_S, _NEAR_LOOK_S, _FAR_LOOK_S = 0.001, 0.02, 0.25
 """Pauses between two looks for the store: the first, the longest on this machine and on others."""
@@ -258,7 +259,7 @@ def _connect(place: Placement, timeout: timedelta | None) -> Store:
     if not found:
         text = f"paceline: rank {place.rank} still waits for the store at {where}; {_CHECK}."
         print(text, file=sys.stderr, flush=True)
-        thread.join(patience.total_seconds() + _LATE_S)
+        thread.join(patience.total_seconds() + _GRACE_S)
     if found and isinstance(found[0], Store):
         return found[0]
     reason = str(*found).partition("\n")[0][:200] or "nobody answers there"
