@@ -43,18 +43,17 @@ phases = st.fixed_dictionaries({phase.value: st.floats(0, 1e3) for phase in Phas
 modes: st.SearchStrategy[Mode] = st.sampled_from(["strong", "weak"])
 
 
-@given(phases, phases, st.integers(1, 64), modes, st.integers(1, 64), st.floats(0, 8))
+@given(phases, phases, st.integers(1, 64), modes, st.integers(1, 64))
 def test_parts_are_never_negative_and_add_up_to_what_is_lost(
     before: dict[str, float],
     after: dict[str, float],
     workers: int,
     mode: Mode,
     cores: int,
-    others: float,
 ) -> None:
     before["forward"] += 1e-3
     after["forward"] += 1e-3
-    many = profile(workers, after, others_cores=others)
+    many = profile(workers, after)
     result = attribute(profile(1, before), many, mode, cores)
 
     assert set(result.lost) == set(PARTS)
@@ -140,14 +139,12 @@ def test_samples_that_do_not_fit_the_mode_count_as_they_are() -> None:
     assert result.efficiency == pytest.approx(21 / 64)
 
 
-def test_cores_and_devices_are_shared_by_workers_and_by_other_programs() -> None:
+def test_cores_and_devices_are_shared_by_workers() -> None:
     one = profile(1, JOB)
     assert crowding_of(profile(2, JOB), one, 2) == 1
     assert crowding_of(profile(4, JOB), one, 2) == 2
     assert crowding_of(profile(2, JOB, threads=2), profile(1, JOB, threads=2), 2) == 2
     assert crowding_of(profile(2, JOB, ranks_per_device=2), one, 2) == 2
-    busy = profile(2, JOB, others_cores=1.0)
-    assert (crowding_of(busy, one, 2), crowding_of(busy, one, 2, with_others=True)) == (1, 1.5)
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.floats(0, 1e6)))
@@ -178,10 +175,9 @@ def test_it_says_how_much_faster_how_efficient_and_how_much_is_lost() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "workers", "words"),
     [
-        (10, 10, 1, "1.00x with 1 worker: 100 % efficiency, the ideal."),
-        (90, 30, 3, "the ideal."),
+        (10, 10, 1, "1.00x with 1 worker: 100 % efficiency, 0 %"),
         (100, 20, 4, "more than the ideal"),
-        (10, 20, 2, "It is slower than before."),
+        (10, 20, 2, "25 % efficiency, 75 % of the ideal 2x is lost."),
     ],
 )
 def test_it_says_what_is_unusual(before: float, after: float, workers: int, words: str) -> None:

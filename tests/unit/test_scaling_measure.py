@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import UsageError
 from paceline.explain.scaling.measure import (
     BucketTiming,
     Profile,
     combine,
     command_of,
-    order,
     read_run,
     spread,
     steps_made,
@@ -56,7 +56,7 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
     record(tmp_path, 0, [FIRST] * 9)
     record(tmp_path, 1, [SECOND] * 9)
 
-    found = read_run(tmp_path, 2, wall_s=1.0)
+    found = read_run(tmp_path, 2)
 
     assert found.steps == 6  # one has no begin, two are warm-up
     assert found.samples == 16
@@ -73,7 +73,6 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
             "transfer": 0.002,
         }
     )
-    assert [rank[Phase.BACKWARD] for rank in found.own_by_rank] == pytest.approx([0.004, 0.008])
     assert [bucket.nbytes for bucket in found.buckets] == [100, 100]
     assert found.buckets[0].ready_s == pytest.approx(0.003)  # the median of 2 and 4
     assert found.ranks_per_device == 1
@@ -83,15 +82,14 @@ def test_recordings_of_two_ranks_become_one_step(tmp_path: Path) -> None:
 def test_ranks_on_one_gpu_share_it(tmp_path: Path, devices: list[str], sharing: int) -> None:
     for rank, device in enumerate(devices):
         record(tmp_path, rank, [FIRST] * 4, device=device)
-    assert read_run(tmp_path, 2, wall_s=1.0).ranks_per_device == sharing
+    assert read_run(tmp_path, 2).ranks_per_device == sharing
 
 
-def test_a_rank_without_a_recording_leaves_only_the_time_of_the_job(tmp_path: Path) -> None:
+def test_a_script_that_records_nothing_is_told_what_can_be_measured(tmp_path: Path) -> None:
     record(tmp_path, 0, [FIRST] * 9)
-    found = read_run(tmp_path, 2, wall_s=3.0)
-    assert found.is_whole_job
-    assert found.step_s == found.seconds[Phase.OTHER] == 3.0
-    assert read_run(tmp_path / "none", 2, wall_s=4.0).step_s == 4.0
+    for folder, workers in ((tmp_path, 2), (tmp_path / "none", 1)):
+        with pytest.raises(UsageError, match="recorded no steps"):
+            read_run(folder, workers)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -106,9 +104,9 @@ def test_a_typical_step_adds_up_to_the_rank_in_the_middle(size: int) -> None:
 
 def test_a_tenth_of_the_steps_on_either_end_is_unusual() -> None:
     steps = [{Phase.FORWARD: float(length)} for length in (900, *range(10, 28), 0)]
-    kept = [steps[index][Phase.FORWARD] for index in usual_steps(steps)]
+    kept = [step[Phase.FORWARD] for step in usual_steps(steps)]
     assert kept == [float(length) for length in range(11, 27)]
-    assert usual_steps(steps[:1]) == [0]
+    assert usual_steps(steps[:1]) == steps[:1]
 
 
 def test_buckets_that_changed_their_sizes_are_those_of_most_steps() -> None:
@@ -120,28 +118,15 @@ def test_buckets_that_changed_their_sizes_are_those_of_most_steps() -> None:
 
 
 def test_the_faster_half_of_the_runs_counts_and_all_times_are_kept() -> None:
-    def run(seconds: float, steps: int = 5) -> Profile:
+    def run(seconds: float) -> Profile:
         every = {**dict.fromkeys(Phase, 0.0), Phase.FORWARD: seconds}
-        own = ({Phase.FORWARD: seconds},)
-        return Profile(
-            workers=1, seconds=every, wall_s=9.0, samples=4, steps=steps, own_by_rank=own
-        )
+        return Profile(workers=1, seconds=every, samples=4, steps=5)
 
     found = combine([run(9.0), run(1.0), run(3.0)])
     assert found.step_s == pytest.approx(2.0)
-    assert found.own_by_rank == ({Phase.FORWARD: 2.0},)
     assert found.runs_s == (9.0, 1.0, 3.0)
     assert (found.steps, found.samples) == (10, 4)
     assert combine([run(3.0), run(1.0)]).step_s == pytest.approx(1.0)
-    assert combine([run(3.0), run(1.0, steps=0)]).step_s == 9.0  # one has recorded nothing
-
-
-def test_sizes_take_turns_forth_and_back() -> None:
-    assert list(order([1, 2, 4], 3)) == [
-        *[(0, 1), (0, 2), (0, 4)],
-        *[(1, 4), (1, 2), (1, 1)],
-        *[(2, 1), (2, 2), (2, 4)],
-    ]
 
 
 def test_a_run_is_paceline_run_with_a_timeline_and_arguments_filled_in(tmp_path: Path) -> None:

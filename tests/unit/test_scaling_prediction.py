@@ -69,7 +69,6 @@ def test_shared_cores_make_every_worker_slower() -> None:
 
     found = job.check(crowded)
 
-    assert found.crowding == 2
     assert found.predicted_s == pytest.approx(crowded.step_s + HAND_OVER_S, rel=0.02)
 
 
@@ -280,7 +279,7 @@ def play(job: PlayedJob, size: int, folder: Path) -> Profile:
             worker.wait(step, end)
     for worker in workers:
         worker.recorder.close()
-    return read_run(folder, size, wall_s=10.0)
+    return read_run(folder, size)
 
 
 @pytest.fixture(params=JOBS, scope="module")
@@ -299,6 +298,5 @@ def test_sizes_that_were_not_learned_from_are_within_fifteen_percent(
     checks: list[PredictionCheck],
 ) -> None:
     assert [each.workers for each in checks] == [3, 4, 8]
-    assert all(each.crowding == 1.0 for each in checks)
     wrong = {each.workers: f"{each.error:+.1%}" for each in checks if abs(each.error) > 0.15}
     assert not wrong

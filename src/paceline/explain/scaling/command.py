@@ -73,20 +73,16 @@ def make_study(
     networks: Sequence[Network] = (),
 ) -> Study:
     """Compare sizes with the first, which is one worker, and predict others where asked."""
-    is_whole_job = any(profile.is_whole_job for profile in profiles)
-    if is_whole_job:
-        profiles = [profile.as_whole_job() for profile in profiles]
     one, several = profiles[0], profiles[1:]
     chosen, why = (mode, "as told") if mode is not None else detect_mode(profiles)
     results = [attribute(one, profile, chosen, cores) for profile in profiles]
-    job = None if is_whole_job or not several else learn_job(one, several[0], chosen, cores)
+    job = learn_job(one, several[0], chosen, cores) if several else None
     if predict and job is None:
         raise UsageError(
-            "Nothing can be predicted from what was measured.",
-            advice="Measure one worker and several, with a script that records its steps: one "
-            "that uses paceline's DistributedDataParallel or Run.",
+            "Nothing can be predicted from one worker alone.",
+            advice="Measure several workers too, as in --workers 1,2.",
         )
-    fitted = [1, several[0].workers] if job else []
+    fitted = [1, several[0].workers] if several else []
     checks = [job.check(profile) for profile in several[1:]] if job else []
     pairs = [(size, network) for network in networks for size in predict]
     suggestion = suggest(results, profiles[-1], job, cores)
@@ -98,7 +94,6 @@ def make_study(
         "cores": cores,
         "threads": one.threads,
         "repeats": repeats,
-        "measured": "job" if is_whole_job else "step",
         "sizes": [_size(*pair) for pair in zip(results, profiles, strict=True)],
         "predicted": [asdict(job.predict(*pair)) for pair in pairs] if job else [],
         "suggestion": suggestion
@@ -116,7 +111,6 @@ def make_study(
 
 def _size(result: SizeResult, profile: Profile) -> dict[str, Any]:
     return asdict(result) | {
-        "others_cores": profile.others_cores,
         "samples": profile.samples,
         "steps": profile.steps,
         "runs_s": list(profile.runs_s),
@@ -147,8 +141,8 @@ def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str
 def write(study: Study, folder: Path) -> Path:
     """Write `scaling.json` into a run folder, as a whole."""
     place = RunFolder(folder)
-    place.create()
     try:
+        place.create()
         replace_file(place.scaling, [as_text(study)])
     except OSError as error:
         raise UsageError(
@@ -167,8 +161,6 @@ def lines(study: Study) -> Iterator[str]:
     yield ""
     yield from _sizes(study["sizes"])
     lost = [size for size in study["sizes"] if any(size["lost"].values())]
-    if study["measured"] == "job":
-        return
     if lost:
         yield ""
         yield from _losses(lost)
@@ -190,18 +182,6 @@ def _header(study: Study) -> Iterator[str]:
         f"cores; a usual step of {count_text(study['repeats'], 'run')} each."
     )
     yield from _wrapped(f"{study['mode'].capitalize()} scaling ({study['mode_why']}).")
-    others = max(size["others_cores"] for size in study["sizes"])
-    if others > 0.1 * cores:
-        yield from _wrapped(
-            f"Other programs used {others:.1f} of the {cores} cores meanwhile: these numbers are "
-            "those of a busy machine."
-        )
-    if study["measured"] == "job":
-        yield from _wrapped(
-            "The workers recorded no steps, so these are times of the whole job, its start "
-            "included. Where time is lost can be told for scripts that train with paceline's "
-            "DistributedDataParallel or Run; --as-torch does so for torch's class."
-        )
 
 
 def _sizes(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -221,11 +201,9 @@ def _sizes(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
             ]
         )
     yield from table_lines(rows, ">>>>>><")
-    restless = [workers for workers, share in apart.items() if share > RESTLESS]
-    if restless:
+    if any(share > RESTLESS for share in apart.values()):
         yield from _wrapped(
-            f"The runs of {list_text(restless)} worker{'s' if restless != [1] else ''} are far "
-            "apart; the faster half counts. Repeat this on a quiet machine."
+            "Some runs are far apart; the faster half counts. Repeat this on a quiet machine."
         )
 
 
@@ -252,13 +230,17 @@ def _predictions(predicted: Sequence[dict[str, Any]]) -> Iterator[str]:
         gained = [f"{each['speedup']:.2f}x", share_text(each["efficiency"])]
         rows.append([str(each["workers"]), each["network"][:12], step, *gained, exposed])
     yield from table_lines(rows, "><>")
+    idle = {each["workers"]: each["without_rows"] for each in predicted if each["without_rows"]}
+    for workers, count in idle.items():
+        yield from _wrapped(
+            f"The batch has {workers - count:,} samples: of {workers:,} workers, {count:,} would "
+            "have no rows."
+        )
 
 
 def _wrapped(text: str) -> Sequence[str]:
     safe = text.encode("ascii", "backslashreplace").decode("ascii")
-    together = safe.replace(" %", "\0%")  # a number and its unit stay on one line
-    wrapped = wrap(together, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    return [line.replace("\0", " ") for line in wrapped]
+    return wrap(safe, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,15 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from paceline.errors import UsageError, WorkerError
-from paceline.launcher import count_cores
 from paceline.launcher.worker import die_with
 from paceline.observe.phases import OWN, Phase
-from paceline.observe.timeline import after_warm_up, find_recordings, survey, transfers_us
+from paceline.observe.timeline import (
+    RankRecording,
+    after_warm_up,
+    find_recordings,
+    survey,
+    transfers_us,
+)
 from paceline.observe.units import count_text
 
 _LOOK_EVERY_S = 0.2
@@ -57,20 +62,15 @@ class Profile:
 
     workers: int
     seconds: Seconds
-    wall_s: float = 0.0
-    """How long the whole job took, its start included."""
     samples: int | None = None
     """In a global batch."""
     steps: int = 0
     runs_s: tuple[float, ...] = ()
     """A usual step of each run alone: how far they are apart is how far to trust them."""
-    own_by_rank: tuple[Seconds, ...] = ()
     buckets: tuple[BucketTiming, ...] = ()
     threads: int = 1
     ranks_per_device: int = 1
     """1 on CPUs, whose cores are counted instead."""
-    others_cores: float = 0.0
-    """How many cores other programs used meanwhile."""
 
     @property
     def step_s(self) -> float:
@@ -80,57 +80,42 @@ class Profile:
     def own_s(self) -> float:
         return sum(self.seconds[phase] for phase in OWN)
 
-    @property
-    def is_whole_job(self) -> bool:
-        """Nothing was recorded: the one step is the whole job."""
-        return self.steps == 0
 
-    def as_whole_job(self) -> Profile:
-        seconds = {**dict.fromkeys(Phase, 0.0), Phase.OTHER: self.wall_s}
-        return Profile(
-            workers=self.workers,
-            seconds=seconds,
-            wall_s=self.wall_s,
-            runs_s=(self.wall_s,),
-            others_cores=self.others_cores,
-        )
-
-
-def read_run(folder: Path, workers: int, wall_s: float, others_cores: float = 0.0) -> Profile:
+def read_run(folder: Path, workers: int) -> Profile:
     """A usual step of one run, of what all ranks recorded, matched step by step."""
-    profile = Profile(workers=workers, seconds={}, wall_s=wall_s, others_cores=others_cores)
-    try:
+    with suppress(UsageError):
         ranks = [survey(path) for path in find_recordings(folder)]
-    except UsageError:
-        ranks = []
-    common = set.intersection(*(set(rank.steps) for rank in ranks)) if ranks else set()
-    if not common or len(ranks) != workers:
-        return profile.as_whole_job()
+        counted = after_warm_up(set.intersection(*(set(rank.steps) for rank in ranks)))
+        if counted and len(ranks) == workers:
+            return _usual_step(ranks, counted)
+    raise UsageError(
+        f"The script recorded no steps on {count_text(workers, 'worker')}.",
+        advice="Scaling is measured for scripts that train with paceline's "
+        "DistributedDataParallel or Run, for at least two steps; --as-torch does so for torch's "
+        "class.",
+    )
+
+
+def _usual_step(ranks: Sequence[RankRecording], counted: Sequence[int]) -> Profile:
     transfers = transfers_us(ranks)
-    steps, by_rank, samples = [], [], Counter[int]()
-    counted = after_warm_up(common)
+    steps, samples = [], Counter[int]()
     for number in counted:
         every = [
             {phase: us / 1e6 for phase, us in rank.steps[number].us_by_phase.items()}
             for rank in ranks
         ]
         steps.append(typical(every, transfers[number] / 1e6))
-        by_rank.append(every)
         samples[sum(rank.steps[number].samples for rank in ranks)] += 1
-    chosen = usual_steps(steps)
-    seconds = mean_of([steps[index] for index in chosen])
+    seconds = mean_of(usual_steps(steps))
     devices = Counter(str(rank.facts.get("device", "cpu")) for rank in ranks)
     shared = [count for device, count in devices.items() if not device.startswith("cpu")]
     buckets = usual_buckets([rank.steps[step].buckets for rank in ranks for step in counted])
-    return replace(
-        profile,
+    return Profile(
+        workers=len(ranks),
         seconds=seconds,
         samples=samples.most_common(1)[0][0] or None,
         steps=len(steps),
         runs_s=(sum(seconds.values()),),
-        own_by_rank=tuple(
-            mean_of([by_rank[index][rank] for index in chosen]) for rank in range(workers)
-        ),
         buckets=spread(buckets, seconds[Phase.BACKWARD]) if shared else buckets,
         threads=max(rank.facts.get("threads", 1) for rank in ranks),
         ranks_per_device=max(shared, default=1),
@@ -142,18 +127,12 @@ def combine(runs: Sequence[Profile]) -> Profile:
 
     Whatever else a machine does makes runs longer, never shorter.
     """
-    if any(run.is_whole_job for run in runs):
-        runs = [run.as_whole_job() for run in runs]
     taken = sorted(runs, key=lambda run: run.step_s)[: (len(runs) + 1) // 2]
-    by_rank = zip(*(run.own_by_rank for run in taken), strict=True)
     return replace(
         taken[0],
         seconds=mean_of([run.seconds for run in taken]),
-        wall_s=fmean(run.wall_s for run in taken),
         steps=sum(run.steps for run in taken),
         runs_s=tuple(run.step_s for run in runs),
-        own_by_rank=tuple(mean_of(each) for each in by_rank),
-        others_cores=fmean(run.others_cores for run in taken),
     )
 
 
@@ -190,18 +169,11 @@ def spread(buckets: Sequence[BucketTiming], backward_s: float) -> tuple[BucketTi
     return tuple(found)
 
 
-def usual_steps(steps: Sequence[Seconds]) -> list[int]:
-    """Which steps are usual: all but a tenth, the longest, and a tenth, the shortest."""
-    by_length = sorted(range(len(steps)), key=lambda index: sum(steps[index].values()))
+def usual_steps(steps: Sequence[Seconds]) -> list[Seconds]:
+    """All steps but a tenth, the longest, and a tenth, the shortest."""
+    by_length = sorted(steps, key=lambda seconds: sum(seconds.values()))
     tenth = len(steps) // 10
     return by_length[tenth : len(steps) - tenth]
-
-
-def order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
-    """(repeat, size) of all runs: forth, then back, and so on."""
-    for repeat in range(repeats):
-        for size in sizes if repeat % 2 == 0 else reversed(sizes):
-            yield repeat, size
 
 
 def measure(
@@ -218,18 +190,15 @@ def measure(
     """
     runs: dict[int, list[Profile]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory(prefix="paceline-scale-") as scratch:
-        for repeat, size in order(sizes, repeats):
+        forth_and_back = [sizes, sizes[::-1]] * repeats
+        for repeat, size in ((n, size) for n in range(repeats) for size in forth_and_back[n]):
             folder = Path(scratch) / f"run{repeat}-{size}"
             (folder / "job").mkdir(parents=True, mode=0o700)
-            begun, before = time.monotonic(), _others_s()
             run_once(command_of(script, size, folder), size, steps, folder)
-            wall_s = time.monotonic() - begun
-            others_cores = max(0.0, (_others_s() - before) / wall_s)
-            profile = read_run(folder / "timeline", size, wall_s, others_cores)
+            profile = read_run(folder / "timeline", size)
             runs[size].append(profile)
-            what = "for the whole job" if profile.is_whole_job else "a step"
             workers = count_text(size, "worker")
-            tell(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms {what}")
+            tell(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms a step")
     return [combine(runs[size]) for size in sizes]
 
 
@@ -285,17 +254,3 @@ def steps_made(timeline: Path, size: int) -> int:
             return 0
         found.append(int(ended[-1]) if ended else 0)
     return min(found)
-
-
-def _others_s() -> float:
-    """Seconds that cores worked for programs that are none of ours; 0 where nobody can tell."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-    except (OSError, ValueError):
-        return 0.0
-    if count_cores() < (os.cpu_count() or 1):  # a container sees the work of all its neighbours
-        return 0.0
-    busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return busy_s - sum(usage.ru_utime + usage.ru_stime for usage in ours)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from statistics import NormalDist
 from typing import NamedTuple
 
 from paceline.explain.scaling.attribution import (
@@ -102,6 +102,8 @@ class SizePrediction:
     speedup: float
     efficiency: float
     exposed_s: float
+    without_rows: int = 0
+    """Workers that the batch is too small for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,6 @@ class PredictionCheck:
     measured_s: float
     predicted_s: float
     error: float
-    crowding: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,32 +134,30 @@ class Job:
         self, workers: int, network: Network, *, crowding: float = 1.0, share: float | None = None
     ) -> SizePrediction:
         """One size; `share` is that of one worker's samples, by default what the mode says."""
+        busy = min(workers, self.one.samples or workers) if self.mode == "strong" else workers
         if share is None:
-            share = 1 / workers if self.mode == "strong" else 1.0
+            share = 1 / busy if self.mode == "strong" else 1.0
         alone_s = sum(cost.at(share) for cost in self.costs.values())
         stretch = stretch_of(crowding, crowding * alone_s)
         own_s = stretch * alone_s
         ideal_s = share * self.one.step_s
-        if workers == 1:
-            step_s, exposed = ideal_s, 0.0
-        else:
-            exposed = self._exposed_s(
-                stretch * self.costs[Phase.BACKWARD].at(share), workers, network
-            )
-            if crowding > 1:
-                # No more than with few workers: whoever waits leaves its core to the others.
-                waiting_s = own_s * self.unevenness + HAND_OVER_S
-            else:
+        step_s, exposed = ideal_s, 0.0
+        if workers > 1:
+            backward_s = stretch * self.costs[Phase.BACKWARD].at(share)
+            exposed = self._exposed_s(backward_s, workers, network)
+            step_s = own_s * (1 + self.unevenness) + HAND_OVER_S + exposed
+            if crowding == 1:  # else no more than with few: whoever waits leaves its core to others
                 more = _expected_largest(workers) / _expected_largest(self.several.workers)
-                waiting_s = own_s * self.unevenness * more
-            step_s = own_s + waiting_s + exposed
+                step_s = own_s * (1 + self.unevenness * more) + exposed
+        speedup = busy * ideal_s / step_s
         return SizePrediction(
             workers=workers,
             network=network.name,
             step_s=step_s,
-            speedup=workers * ideal_s / step_s,
-            efficiency=ideal_s / step_s,
+            speedup=speedup,
+            efficiency=speedup / workers,
             exposed_s=exposed,
+            without_rows=workers - busy,
         )
 
     def check(self, profile: Profile) -> PredictionCheck:
@@ -171,7 +170,6 @@ class Job:
             measured_s=profile.step_s,
             predicted_s=predicted.step_s,
             error=predicted.step_s / profile.step_s - 1,
-            crowding=crowding,
         )
 
     def _exposed_s(self, backward_s: float, workers: int, network: Network) -> float:
@@ -241,12 +239,10 @@ def suggest(
     results: Sequence[SizeResult], profile: Profile, job: Job | None, cores: int
 ) -> Suggestion | None:
     """The suggestion that gains most at the largest size, if any is worth it."""
-    if profile.workers == 1 or profile.is_whole_job:
+    if profile.workers == 1:
         return None
     found = [
         _fewer_workers(results, profile, cores),
-        _smaller_buckets(profile, job),
-        _slow_rank(profile),
         Suggestion(
             "Load samples ahead in other processes: Run(workers=...) or "
             "DataLoader(num_workers=...).",
@@ -298,51 +294,6 @@ def _larger_batch(result: SizeResult, profile: Profile, job: Job | None) -> Sugg
         f"Use a global batch twice as large{batch}: exchange, update and other costs of a step "
         "are paid half as often. Adapt the learning rate.",
         2 * profile.step_s / (profile.step_s + more_s) - 1,
-    )
-
-
-def _smaller_buckets(profile: Profile, job: Job | None) -> Suggestion | None:
-    """The last bucket leaves when backward ends; half of it could have left before."""
-    if job is None or not profile.buckets:
-        return None
-    backward_s, size = profile.seconds[Phase.BACKWARD], profile.workers
-    now_s = exposed_s(profile.buckets, backward_s, size, job.local)
-    then_s = exposed_s(halve(profile.buckets), backward_s, size, job.local)
-    last = profile.buckets[-1].nbytes / 2**20
-    return Suggestion(
-        f"Use smaller buckets: the exchange after backward is mostly that of the last one, "
-        f"{last:.1f} MiB. Try bucket_cap_mb={last / 2:.2g}.",
-        _gain(max(0.0, min(now_s - then_s, profile.seconds[Phase.TRANSFER])), profile),
-    )
-
-
-def halve(buckets: Sequence[BucketTiming]) -> list[BucketTiming]:
-    """Each bucket as two, the first of which is ready halfway since the bucket before."""
-    found, before = list[BucketTiming](), 0.0
-    for bucket in buckets:
-        half = bucket.nbytes // 2
-        found.append(BucketTiming((before + bucket.ready_s) / 2, half))
-        found.append(BucketTiming(bucket.ready_s, bucket.nbytes - half))
-        before = bucket.ready_s
-    return found
-
-
-def _slow_rank(profile: Profile) -> Suggestion | None:
-    own_s = [sum(rank[phase] for phase in OWN) for rank in profile.own_by_rank]
-    slowest = own_s.index(max(own_s))
-    others = [rank for number, rank in enumerate(profile.own_by_rank) if number != slowest]
-    excess_s = own_s.pop(slowest) - median(own_s)
-    if excess_s < 0.05 * profile.step_s:
-        return None
-
-    def more_s(phase: Phase) -> float:
-        return profile.own_by_rank[slowest][phase] - median(rank[phase] for rank in others)
-
-    phase = max(OWN, key=more_s)
-    return Suggestion(
-        f"Make worker {slowest} as quick as the others: its {phase} takes "
-        f"{more_s(phase) * 1000:.1f} ms longer.",
-        _gain(min(excess_s, profile.seconds[Phase.WAIT]), profile),
     )
 
 
