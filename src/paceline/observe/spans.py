@@ -49,7 +49,6 @@ _FILE_LIMIT_BYTES = 512 * 2**20
 _PERIOD_S = 0.25
 _HEAD_BYTES = 2**12
 _TAIL_BYTES = 2**20
-_CALIBRATION_CALLS = 500
 
 now_ns = time.monotonic_ns
 """The clock of all spans; on Linux every process of a machine reads the same one."""
@@ -132,26 +131,16 @@ class SpanRecorder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        rank: int,
-        *,
-        queue_limit: int = _QUEUE_LIMIT,
-        zero_ns: int | None = None,
+        self, path: Path, rank: int, *, queue_limit: int = _QUEUE_LIMIT, zero_ns: int | None = None
     ) -> None:
         self.path = path if path.suffix == ".json" else path / FILE_NAME.format(rank=rank)
         self.rank = rank
-        self._dropped = 0
-        self._thread_id = threading.get_ident()
+        self._trains = threading.get_ident()
         self._lanes: dict[int, int] = {}
         self._queue: deque[_Span] = deque()
         self._metadata: deque[str] = deque()
         self._queue_limit = queue_limit
-        self._count = 0
-        self._begun_ns = now_ns()
-        self._call_ns = self._measure_call_ns()
-        self._writer_ns = 0
-        self._bytes = 0
+        self._count = self._dropped = self._writer_ns = self._bytes = 0
         self._file: int | None = open_for_appending(self.path)
         self._introduce(self._file, zero_ns)
         self._done = threading.Event()
@@ -160,7 +149,7 @@ class SpanRecorder:
 
     def add(self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None) -> None:
         """Queue one span of the engine; the writer turns it into text later."""
-        self._put((name, begin_ns, end_ns, LANE_BY_NAME[name], facts))
+        self._put(name, begin_ns, end_ns, LANE_BY_NAME[name], facts)
 
     def add_own(
         self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None
@@ -170,25 +159,16 @@ class SpanRecorder:
         lane = self._lanes.get(thread)
         if lane is None:
             lane = self._lanes[thread] = OTHER + len(self._lanes)
-            trains = thread == self._thread_id
-            label = "own spans" if trains else threading.current_thread().name
+            name_of_thread = threading.current_thread().name
+            label = "own spans" if thread == self._trains else name_of_thread
             self._note("thread_name", {"name": label}, lane)
-        self._put((name, begin_ns, end_ns, lane, facts))
+        self._put(name, begin_ns, end_ns, lane, facts)
 
-    def _put(self, span: _Span) -> None:
+    def _put(self, *span: *_Span) -> None:
         if len(self._queue) < self._queue_limit:
             self._queue.append(span)
         else:
             self._dropped += 1
-
-    def _measure_call_ns(self) -> int:
-        """What one `add` costs the thread that calls it, here and now."""
-        before = now_ns()
-        for _ in range(_CALIBRATION_CALLS):
-            self.add(Phase.FORWARD, now_ns(), now_ns())
-        self._queue.clear()
-        self._dropped = 0
-        return (now_ns() - before) // _CALIBRATION_CALLS
 
     def tell(self, facts: Facts) -> None:
         """Say something about this rank that holds for the whole recording."""
@@ -206,25 +186,21 @@ class SpanRecorder:
             self._file = None
 
     def cost(self) -> Facts:
-        """What recording has taken so far, measured: calls on the training thread, the writer."""
-        return {
-            "spans": self._count,
-            "dropped": self._dropped,
-            "call_ns": self._call_ns,
-            "writer_ns": self._writer_ns,
-            "wall_ns": now_ns() - self._begun_ns,
-        }
+        """How many spans there were, and the time of the thread that writes them."""
+        count, writer_ns = self._count, self._writer_ns
+        return {"spans": count, "dropped": self._dropped, "writer_ns": writer_ns}
 
     def _note(self, name: str, args: Facts, lane: int = 0) -> None:
         event = {"name": name, "ph": "M", "ts": 0, "pid": self.rank, "tid": lane, "args": args}
         self._metadata.append(json.dumps(event) + ",\n")
 
     def _introduce(self, file: int, zero_ns: int | None) -> None:
-        unix_minus_monotonic_ns = time.time_ns() - now_ns()
+        now = now_ns()
+        unix_minus_monotonic_ns = time.time_ns() - now
         if zero_ns is None:  # a restarted rank counts on from where the file begins
             begun = re.search(rb'"zero_unix_ns": (\d{1,19})', os.pread(file, _HEAD_BYTES, 0))
-            zero_ns = int(begun[1]) - unix_minus_monotonic_ns if begun else self._begun_ns
-        self._zero_ns = min(zero_ns, self._begun_ns)
+            zero_ns = int(begun[1]) - unix_minus_monotonic_ns if begun else now
+        self._zero_ns = min(zero_ns, now)
         self._note("process_name", {"name": f"rank {self.rank}"})
         self._note("process_sort_index", {"sort_index": self.rank})
         self._note("thread_name", {"name": "compute"}, COMPUTE)
@@ -232,8 +208,6 @@ class SpanRecorder:
         facts = {
             "schema": SCHEMA,
             "rank": self.rank,
-            "process": os.getpid(),
-            "host": socket.gethostname(),
             "machine": machine_id(),
             "unix_minus_monotonic_ns": unix_minus_monotonic_ns,
             "zero_unix_ns": self._zero_ns + unix_minus_monotonic_ns,
