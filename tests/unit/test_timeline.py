@@ -195,8 +195,43 @@ def test_the_command_writes_one_trace_and_prints_where_time_went(
     trace = json.loads(target.read_text())
     assert len([e for e in trace["traceEvents"] if e["name"] == "forward"]) == 4
     printed = capsys.readouterr().out
-    assert "Recording took" in printed
     assert printed.splitlines()[2].split()[:3] == ["0", "0.10", "0.20"]
+
+
+def test_chosen_steps_restrict_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = SpanRecorder(folder / "timeline", 2, zero_ns=0)
+    for step in range(1, 6):
+        begin = step * 1000 * US
+        slow.add(
+            "wait", begin, begin + (100 if step == 3 else 10) * US, {"step": step, "last": True}
+        )
+    slow.close()
+    assert main(["timeline", str(folder), "--steps", "3:4"]) == 0
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.endswith("from step 3 up to, not including, 4")
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
+    assert [row.split()[5] for row in rows] == ["0.05", "0.05", "0.05"]  # the shortest wait
+    assert main(["timeline", str(folder), "--steps", "900:"]) == 2
+    assert "Choose from 0:6." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "1e999", "-" + "9" * 5000, "[[" * 5000])
+def test_numbers_of_any_length_are_left_out(
+    folder: Path, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["timeline", str(folder)]) == 0
+    as_before = capsys.readouterr().out
+    with open(folder / "timeline" / "rank0.trace.json", "a") as file:
+        for key in ("ts", "dur", "tid"):
+            times = {"ts": 1, "dur": 1, "tid": 1} | {key: 0}
+            wait = json.dumps({"name": "wait", "ph": "X", **times, "args": {"step": 3}})
+            file.write(wait.replace(f'"{key}": 0', f'"{key}": {number}') + ",\n")
+        for facts in ('"samples":%s', '"step":%s', '"bytes":%s,"step":3', '"zero_unix_ns":%s'):
+            args = facts % number
+            file.write(f'{{"name":"ready","ph":"i","ts":1,"tid":2,"args":{{{args}}}}},\n')
+            file.write(f'{{"name":"paceline_rank","ph":"M","args":{{{args}}}}},\n')
+    assert main(["timeline", str(folder), "-o", str(folder / "all.json")]) == 0
+    assert capsys.readouterr().out.startswith(as_before)
 
 
 def test_a_folder_without_recordings_says_how_to_make_one(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -52,13 +52,33 @@ class OwnWork:
 
     steps: int
     """How many steps were measured; 0 for a rank that had nothing to do."""
-    seconds_by_phase: Mapping[Phase, float]
     variance: float
     """Of a rank's own work in single steps, in seconds squared."""
+    step_s: float = 0.0
+    """How long an average step is with its waits."""
+    took_s: float = 0.0
+    """How long the exchange before took; the rank that came last did not wait in it."""
+    seconds_by_phase: Mapping[Phase, float]
 
     @property
     def seconds(self) -> float:
         return sum(self.seconds_by_phase.values())
+
+    def row(self) -> list[float]:
+        """As floats, which fit a tensor."""
+        seconds = (self.seconds_by_phase[phase] for phase in OWN)
+        return [self.steps, self.variance, self.step_s, self.took_s, *seconds]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> OwnWork:
+        steps, variance, step_s, took_s, *seconds = row
+        return cls(
+            steps=int(steps),
+            variance=variance,
+            step_s=step_s,
+            took_s=took_s,
+            seconds_by_phase=dict(zip(OWN, seconds, strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +100,16 @@ class Blame:
 
     def __str__(self) -> str:
         own, others = seconds_text(self.phase_s), seconds_text(self.others_phase_s)
-        where = f"its {self.phase} takes {own}, the others' {others}"
+        what = f"its {self.phase}"
         if self.phase == Phase.OTHER:
-            where = f"outside forward, backward, optimizer and data it spends {own}, "
-            where += f"the others {others}"
+            what = "what it does outside data, forward, backward and optimizer"
         return (
-            f"Rank {self.rank} is slow: {where}. All ranks wait for it, "
-            f"{seconds_text(self.slower_by_s)} in each of the last {self.steps} steps."
+            f"Rank {self.rank} is slow: {what} takes {own}, the others' {others}. All ranks wait "
+            f"for it, {seconds_text(self.slower_by_s)} in each of the last {self.steps} steps."
         )
 
 
-def summarise(steps: Sequence[StepTimes]) -> OwnWork:
+def summarise(steps: Sequence[StepTimes], took_s: float = 0.0) -> OwnWork:
     """One rank's window in numbers, without its longest step.
 
     A checkpoint, an evaluation or a collection of garbage makes one step of a window long, on one
@@ -99,13 +118,18 @@ def summarise(steps: Sequence[StepTimes]) -> OwnWork:
     usual = sorted(steps, key=lambda step: step.own_ns)
     if len(usual) > 2:
         usual.pop()
-    if not usual:
-        return OwnWork(steps=0, seconds_by_phase=dict.fromkeys(OWN, 0.0), variance=0.0)
-    means = {phase: fmean(step.ns_by_phase[phase] for step in usual) / 1e9 for phase in OWN}
+    count = max(1, len(usual))
+    means = {phase: sum(step.ns_by_phase[phase] for step in usual) / count / 1e9 for phase in OWN}
     own_s = sum(means.values())
     squares = sum((step.own_ns / 1e9 - own_s) ** 2 for step in usual)
-    variance = squares / max(1, len(usual) - 1)
-    return OwnWork(steps=len(usual), seconds_by_phase=means, variance=variance)
+    whole_ns = sum(sum(step.ns_by_phase.values()) for step in steps)
+    return OwnWork(
+        steps=len(usual),
+        variance=squares / max(1, len(usual) - 1),
+        step_s=whole_ns / 1e9 / max(1, len(steps)),
+        took_s=took_s,
+        seconds_by_phase=means,
+    )
 
 
 def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
@@ -148,16 +172,18 @@ def _lead(window: Sequence[OwnWork]) -> tuple[int, float] | None:
 def _together(windows: Sequence[OwnWork]) -> OwnWork:
     """Several windows of one rank as one."""
     steps = sum(work.steps for work in windows)
-    if not steps:
-        return windows[-1]
 
     def mean(values: Iterable[float]) -> float:
         pairs = zip(values, windows, strict=True)
-        return sum(value * work.steps for value, work in pairs) / steps
+        return sum(value * work.steps for value, work in pairs) / max(1, steps)
 
-    means = {phase: mean(work.seconds_by_phase[phase] for work in windows) for phase in OWN}
-    variance = mean(work.variance for work in windows)
-    return OwnWork(steps=steps, seconds_by_phase=means, variance=variance)
+    return OwnWork(
+        steps=steps,
+        variance=mean(work.variance for work in windows),
+        seconds_by_phase={
+            phase: mean(work.seconds_by_phase[phase] for work in windows) for phase in OWN
+        },
+    )
 
 
 def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
@@ -171,31 +197,10 @@ def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
     return math.sqrt(variance / mine.steps + pooled / min(work.steps for work in others))
 
 
-class RankNumbers(NamedTuple):
-    """What one rank tells the others; as a row of floats it fits a tensor."""
-
-    work: OwnWork
-    took_s: float
-    """How long the exchange before took; the rank that came last did not wait in it."""
-    step_s: float
-
-    def row(self) -> list[float]:
-        work, *rest = self
-        seconds = (work.seconds_by_phase[phase] for phase in OWN)
-        return [work.steps, work.variance, *seconds, *rest]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> RankNumbers:
-        steps, variance, *rest = row
-        seconds = dict(zip(OWN, rest, strict=False))
-        work = OwnWork(steps=int(steps), seconds_by_phase=seconds, variance=variance)
-        return cls(work, *rest[len(OWN) :])
-
-
-def next_period(numbers: Sequence[RankNumbers]) -> int:
+def next_period(window: Sequence[OwnWork]) -> int:
     """In how many steps to compare again: the same answer on every rank."""
-    took = min(each.took_s for each in numbers)
-    step = max(each.step_s for each in numbers)
+    took = min(each.took_s for each in window)
+    step = max(each.step_s for each in window)
     wanted = took / (COST_SHARE * step) if step > 0 else MOST_PERIOD
     return max(LEAST_PERIOD, min(MOST_PERIOD, math.ceil(wanted)))
 
@@ -244,38 +249,31 @@ class StragglerDetector:
                 self._exchange(membership, device)
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
-        rank = membership.rank
         if self._under_way is not None:
             gathered, arrival = self._under_way
             self._under_way = None
             arrival.synchronize()  # long past: that was some steps ago
-            self._read(rank, gathered)
-        begun = spans.now_ns()
+            self._read(membership.rank, gathered)
+        steps = [step for step in self._watch.finished if step.step >= self._first_step]
+        self._first_step = max((step.step + 1 for step in steps), default=self._first_step)
         where = comm.word_device(membership.group, device)
-        mine = torch.tensor(self._numbers().row(), dtype=torch.float64).to(where)
+        begun = spans.now_ns()
+        mine = torch.tensor(summarise(steps, self._took_s).row(), dtype=torch.float64).to(where)
         by_rank = comm.all_gather(membership.group, mine, "Comparing the pace of the ranks")
         gathered = torch.stack(by_rank).to("cpu", non_blocking=True)
         self._took_s = (spans.now_ns() - begun) / 1e9
         if where.type == "cpu":
-            self._read(rank, gathered)
+            self._read(membership.rank, gathered)
         else:  # the host does not wait for the device
             arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()
             self._under_way = gathered, arrival
 
-    def _numbers(self) -> RankNumbers:
-        steps = [step for step in self._watch.finished if step.step >= self._first_step]
-        self._first_step = max((step.step + 1 for step in steps), default=self._first_step)
-        work = summarise(steps)
-        total_ns = sum(sum(step.ns_by_phase.values()) for step in steps)
-        step_s = total_ns / 1e9 / max(1, len(steps))
-        return RankNumbers(work, self._took_s, step_s)
-
     def _read(self, rank: int, gathered: torch.Tensor) -> None:
-        numbers = [RankNumbers.from_row(row) for row in gathered.tolist()]
-        self.windows.append([each.work for each in numbers])
+        window = [OwnWork.from_row(row) for row in gathered.tolist()]
+        self.windows.append(window)
         if len(self.windows) == WINDOWS:  # until then often, whatever it costs
-            self.next_step = self.steps + next_period(numbers)
+            self.next_step = self.steps + next_period(window)
         known, self.blame = self.blame, find_slow(list(self.windows))
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
             self._say(self.blame)

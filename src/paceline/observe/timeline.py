@@ -18,16 +18,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.comm.documents import parse_json
+from paceline.errors import UsageError, WireError
 from paceline.observe.phases import MEASURED, Phase, transfer_of
-from paceline.observe.run_folder import numbered_files, replace_file
+from paceline.observe.run_folder import numbered_files, open_plain, replace_file
 from paceline.observe.spans import COMMUNICATION, COMPUTE, ROUNDING_GUARD_US, SCHEMA
-from paceline.observe.units import share_text, table_lines
+from paceline.observe.units import table_lines
 
 WARM_UP_STEPS = 5
 """The first steps import, allocate and learn; at most a third of all steps is left out."""
 _LINE_LIMIT = 2**20
-_COSTS = ("spans", "call_ns", "writer_ns", "wall_ns")
 
 TraceEvent = dict[str, Any]
 
@@ -56,25 +56,21 @@ class RecordedStep:
     us_by_phase: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(MEASURED, 0.0))
     """They add up to the step: what no span covers is `other`."""
     samples: int = 0
-    buckets: list[tuple[float, int]] = field(default_factory=list)
-    """When each was ready, in the end after the begin of backward, and its bytes."""
-    _backward_us: float | None = None
+    backward_us: float | None = None
+    """When backward began."""
+    ready: list[tuple[float, int]] = field(default_factory=list)
+    """When each bucket was ready, and its bytes."""
 
-    def add(self, phase: Phase, begin_us: float, duration_us: float) -> None:
-        self.us_by_phase[phase] += duration_us
-        if phase is Phase.BACKWARD and self._backward_us is None:
-            self._backward_us = begin_us
-
-    def end(self, whole_us: float) -> None:
-        known = sum(self.us_by_phase.values()) - self.us_by_phase[Phase.OTHER]
-        self.us_by_phase[Phase.OTHER] = whole_us - known
-        begin_us = self._backward_us or 0.0
-        self.buckets = [(max(0.0, us - begin_us), nbytes) for us, nbytes in self.buckets]
+    @property
+    def buckets(self) -> list[tuple[float, int]]:
+        """How long after the begin of backward each bucket was ready, and its bytes."""
+        begin_us = self.backward_us or 0.0
+        return [(max(0.0, us - begin_us), nbytes) for us, nbytes in self.ready]
 
 
 @dataclass(slots=True)
 class RankRecording:
-    """One rank's file: its clocks in order, its whole steps by number, and what it cost."""
+    """One rank's file: its clocks in order, its whole steps by number, and what it lacks."""
 
     path: Path
     rank: int
@@ -86,8 +82,6 @@ class RankRecording:
     """What the rank told about itself: size, device, threads."""
     most_events: int | None = None
     """How many were read; None for all."""
-    cost_us: float = 0.0
-    recorded_us: float = 0.0
     dropped: int = 0
 
 
@@ -105,32 +99,31 @@ def find_recordings(folder: Path) -> list[Path]:
 
 def read_events(path: Path) -> Iterator[TraceEvent]:
     """The events of one file, all with `args`; half a line at the end is left out, and nonsense."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_plain(path) as file:
         while line := file.readline(_LINE_LIMIT):
-            text = line.strip().rstrip(",")
+            text = line.strip().rstrip(b",")
             try:
-                event = json.loads(text) if text.startswith("{") else None
-            except (ValueError, RecursionError):
+                event = parse_json(text, path) if text.startswith(b"{") else None
+            except WireError:
                 continue
             if not isinstance(event, dict) or not isinstance(event.get("name"), str):
                 continue
             times = {"X": ("ts", "dur"), "M": ()}.get(str(event.get("ph")), ("ts",))
-            if all(_is_number(event.get(key)) for key in times):
+            if all(_is_time(event.get(key)) for key in times):
                 event.update({key: round(event[key], 3) for key in times})  # whole nanoseconds
                 if not isinstance(event.get("args"), dict):
                     event["args"] = {}
                 yield event
 
 
-def _is_number(value: Any) -> bool:
+def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 2**63
 
 
 def survey(path: Path, most_events: int | None = None) -> RankRecording:
     """The first reading of a file, or of its beginning."""
     found = RankRecording(path, int(re.findall(r"\d+", path.name)[0]), most_events=most_events)
-    step = RecordedStep()
-    ended_us: float | None = None
+    step, ended_us = RecordedStep(), None
     for event in islice(read_events(path), most_events):
         name, args, number = event["name"], event["args"], event["args"].get("step")
         if event["ph"] == "M":
@@ -142,14 +135,17 @@ def survey(path: Path, most_events: int | None = None) -> RankRecording:
         elif name == "batch" and type(args.get("samples")) is int:
             step.samples += args["samples"]
         elif name == "ready" and type(args.get("bytes")) is int:
-            step.buckets.append((event["ts"], args["bytes"]))
+            step.ready.append((event["ts"], args["bytes"]))
         elif name in MEASURED and event.get("tid") == COMPUTE and event["ph"] == "X":
-            step.add(Phase(name), event["ts"], event["dur"])
+            step.us_by_phase[Phase(name)] += event["dur"]
+            if name == Phase.BACKWARD and step.backward_us is None:
+                step.backward_us = event["ts"]
             if args.get("last") is True:
                 end_us = event["ts"] + event["dur"]
                 found.waits_us[number] = event["dur"] if name == Phase.WAIT else 0.0
                 if ended_us is not None:
-                    step.end(end_us - ended_us)
+                    us = step.us_by_phase
+                    us[Phase.OTHER] += end_us - ended_us - sum(us.values())
                     found.steps[number] = step
                 step, ended_us = RecordedStep(), end_us
     return found
@@ -163,18 +159,15 @@ def _survey_metadata(found: RankRecording, name: str, args: Mapping[str, Any]) -
                 advice="Read it with the version that wrote it.",
             )
         unix, zero_unix = args.get("unix_minus_monotonic_ns"), args.get("zero_unix_ns")
+        clock = Clock(str(args.get("machine")))
         if type(unix) is int and type(zero_unix) is int:
-            found.clocks.append(Clock(str(args.get("machine")), zero_unix - unix, zero_unix))
-        else:
-            found.clocks.append(Clock(str(args.get("machine"))))
+            clock.zero_ns, clock.zero_unix_ns = zero_unix - unix, zero_unix
+        found.clocks.append(clock)
     elif name == "paceline_rank":
         kinds = {"size": int, "threads": int, "device": str}
         found.facts = {key: args[key] for key, kind in kinds.items() if type(args.get(key)) is kind}
-    elif name == "paceline_cost" and all(_is_number(args.get(key)) for key in _COSTS):
-        spans, call, writer, wall = (args[key] for key in _COSTS)
-        found.cost_us += (spans * call + writer) / 1000
-        found.recorded_us += wall / 1000
-        found.dropped += args["dropped"] if _is_number(args.get("dropped")) else 0
+    elif name == "paceline_cost" and type(args.get("dropped")) is int:
+        found.dropped += args["dropped"]
 
 
 def transfers_us(recordings: Sequence[RankRecording]) -> dict[int, float]:
@@ -189,12 +182,16 @@ def after_warm_up(steps: Iterable[int]) -> list[int]:
     return every[min(WARM_UP_STEPS, len(every) // 3) :]
 
 
-def average_steps(recordings: Sequence[RankRecording]) -> dict[int, dict[Phase, float]]:
+def average_steps(
+    recordings: Sequence[RankRecording], chosen: range | None = None
+) -> dict[int, dict[Phase, float]]:
     """By rank: milliseconds by phase in an average step; they add up to the step."""
     transfers = transfers_us(recordings)
     found = {}
     for recording in recordings:
         steps = after_warm_up(recording.steps)
+        if chosen is not None:
+            steps = [step for step in recording.steps if step in chosen]
         if steps:
             total = {
                 phase: sum(recording.steps[step].us_by_phase[phase] for step in steps)
@@ -233,8 +230,8 @@ def merge(recordings: Sequence[RankRecording], steps: range | None = None) -> It
                     yield {**part, "ts": round(part["ts"] - start, 3)}
 
 
-def _bucket(event: TraceEvent) -> tuple[Any, Any]:
-    return event["args"].get("step"), event["args"].get("bucket")
+def _bucket(event: TraceEvent) -> tuple[str, str]:
+    return str(event["args"].get("step")), str(event["args"].get("bucket"))
 
 
 def _shifted(recording: RankRecording, first: Clock, steps: range | None) -> Iterator[TraceEvent]:
@@ -257,33 +254,30 @@ def _split(
     event: TraceEvent, transfers: Mapping[int, float], all_ready: Mapping[Any, float]
 ) -> Iterator[TraceEvent]:
     """A transfer begins when the last rank is ready; until then a rank waits."""
-    if event["ph"] != "X":
-        yield event
-        return
-    end = event["ts"] + event["dur"]
-    if event["name"] == Phase.TRANSFER and event.get("tid") == COMMUNICATION:
+    end, facts = event["ts"] + event.get("dur", 0.0), event["args"]
+    if event["ph"] == "X" and event["name"] == Phase.TRANSFER and event.get("tid") == COMMUNICATION:
         begin = min(end, max(event["ts"], all_ready.get(_bucket(event), 0.0)))
         yield {**event, "ts": begin, "dur": round(end - begin, 3)}
-        return
-    transfer = 0.0
-    if event["name"] == Phase.WAIT and event["args"].get("last") is True:
-        transfer = transfers.get(event["args"].get("step"), 0.0)
-    if event["dur"] > transfer or not transfer:
-        yield {**event, "dur": round(event["dur"] - transfer, 3)}
-    if transfer:
-        yield {
-            **event,
-            "name": Phase.TRANSFER,
-            "ts": end - transfer,
-            "dur": round(transfer, 3),
-        }
+    elif event["ph"] == "X" and event["name"] == Phase.WAIT and facts.get("last") is True:
+        transfer = min(event["dur"], transfers.get(facts.get("step"), 0.0))
+        if transfer < event["dur"]:
+            yield {**event, "dur": round(event["dur"] - transfer, 3)}
+        if transfer:
+            moved = {"name": Phase.TRANSFER, "ts": end - transfer, "dur": transfer}
+            yield {**event, **moved}
+    else:
+        yield event
 
 
-def describe(recordings: Sequence[RankRecording]) -> Iterator[str]:
-    """The table and the cost of recording, as lines of text."""
-    averages = average_steps(recordings)
+def describe(recordings: Sequence[RankRecording], chosen: range | None = None) -> Iterator[str]:
+    """The table of all steps or the chosen ones, and how much is missing, as lines of text."""
+    averages = average_steps(recordings, chosen)
     if averages:
-        yield "milliseconds in an average step"
+        yield "milliseconds in an average step" + (
+            ""
+            if chosen is None
+            else f" from step {chosen.start} up to, not including, {chosen.stop}"
+        )
         rows = [["  rank", *Phase, "step"]]
         for rank, by_phase in averages.items():
             whole = sum(by_phase.values())
@@ -291,10 +285,6 @@ def describe(recordings: Sequence[RankRecording]) -> Iterator[str]:
         yield from table_lines(rows, ">")
     else:
         yield f"No whole step was recorded by {len(recordings)} ranks."
-    wall = sum(recording.recorded_us for recording in recordings)
-    if wall:
-        share = sum(recording.cost_us for recording in recordings) / wall
-        yield f"Recording took {share_text(share, 2)} of the time."
     dropped = sum(recording.dropped for recording in recordings)
     if dropped:
         yield f"{dropped:,} spans are missing: they came faster than they could be written."
@@ -304,8 +294,7 @@ def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
     """A Chrome trace in its object form, an event a line."""
     before = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for event in events:
-        # See Note [Nanoseconds as microseconds] in spans.
-        if event["ph"] != "M":
+        if event["ph"] != "M":  # see Note [Nanoseconds as microseconds] in spans
             for key in event.keys() & {"ts", "dur"}:
                 event[key] = round(event[key] + ROUNDING_GUARD_US, 5)
         yield before + json.dumps(event, separators=(",", ":"))
@@ -314,31 +303,33 @@ def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run folder, or a folder of recordings")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write one Chrome trace of all ranks, for Perfetto (https://ui.perfetto.dev)",
-    )
-    parser.add_argument(
-        "--steps", metavar="A:B", help="only steps from A up to, not including, B", default=":"
-    )
+    add = parser.add_argument
+    add("run", type=Path, help="a run folder, or a folder of recordings")
+    help = "write one Chrome trace of all ranks, for Perfetto (https://ui.perfetto.dev)"
+    add("-o", "--output", type=Path, metavar="FILE", help=help)
+    help = "only steps from A up to, not including, B: in the table and in FILE"
+    add("--steps", metavar="A:B", help=help, default=":")
 
 
 def main(args: argparse.Namespace) -> int:
     match = re.fullmatch(r"(\d{0,15}):(\d{0,15})", args.steps)
     if match is None:
         raise UsageError(f"--steps is {args.steps!r}.", advice="Write it as 100:120.")
-    chosen = range(int(match[1] or 0), int(match[2] or sys.maxsize))
     recordings = [survey(path) for path in find_recordings(args.run)]
-    for line in describe(recordings):
+    every = sorted({step for recording in recordings for step in recording.waits_us})
+    chosen = None
+    if args.steps != ":" and every:
+        chosen = range(int(match[1] or every[0]), int(match[2] or every[-1] + 1))
+        if not any(step in chosen for step in every):
+            raise UsageError(
+                f"--steps is {args.steps}, of which no step was recorded.",
+                advice=f"Choose from {every[0]}:{every[-1] + 1}.",
+            )
+    for line in describe(recordings, chosen):
         print(line)
     if args.output is not None:
-        events = merge(recordings, None if args.steps == ":" else chosen)
         try:
-            replace_file(args.output, as_text(events))
+            replace_file(args.output, as_text(merge(recordings, chosen)))
         except OSError as error:
             raise UsageError(
                 f"{args.output} cannot be written: {error.strerror}.", advice="Name another file."
