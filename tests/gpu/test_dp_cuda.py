@@ -279,7 +279,7 @@ def test_memory_is_not_above_that_of_torchs_class_and_does_not_grow() -> None:
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(DeviceError, match=r"device_ids\[1\] is cuda:99, but .* no such device"):
+    with pytest.raises(DeviceError, match=r"device_ids\[1\] is 99, but .* no such device"):
         DataParallel(nn.Linear(1, 1), [0, 99])
 
 

@@ -52,13 +52,14 @@ def parallel(function: Any, **kwargs: Any) -> DataParallel:
 @pytest.mark.parametrize(
     ("device_ids", "message"),
     [
-        (["cuda:0", "cuda:1"], r"device_ids\[0\] is cuda:0, but .* no such device"),
-        ([0, 1], "has no accelerator"),
-        (["cpu:0", "gpu"], r"device_ids\[1\] is 'gpu', which is not a device"),
-        (["cpu:0", "meta"], "is meta, but this machine has no such device"),
-        ([], "device_ids is empty"),
+        (["cuda:0", "cuda:1"], r"device_ids\[0\] is 'cuda:0', but .* no such device"),
+        ([0, 1], r"device_ids\[0\] is 0, but .* no such device\.\nIt has no accelerator"),
+        ([-1], r"device_ids\[0\] is -1, but .* no such device"),
+        (["cpu:0", "gpu"], r"device_ids\[1\] is 'gpu', but .* no such device"),
+        (["cpu:0", "meta"], "is 'meta', but this machine has no such device"),
+        ([], r"device_ids is \[\], which is not a list of devices"),
         ("cpu:0", "not a list"),
-        ([None], "not a device"),
+        ([None], "is None, but this machine has no such device"),
     ],
 )
 def test_devices_that_do_not_exist_are_refused(device_ids: Any, message: str) -> None:
@@ -210,7 +211,7 @@ def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: DataParallel(lambda x: x, TWO), "is not a module"),  # type: ignore[arg-type]
+        (lambda: DataParallel(lambda x: x, TWO), "module is <function"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim is 'a'"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim is 0.0"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, options={}), "options is {}"),  # type: ignore[arg-type]

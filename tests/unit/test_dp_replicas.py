@@ -485,7 +485,7 @@ def test_sets_are_joined_only_where_they_hold_no_tensor() -> None:
     x = torch.tensor([[1.0], [2.0]])
     plain = parallel(lambda _module, x: set(forwards if x < 2 else backwards))
     assert plain(x) == {0, 8, 16}
-    with pytest.raises(UsageError, match="set of tensors"):
+    with pytest.raises(UsageError, match="differs between replicas"):
         parallel(lambda _module, x: {x, x + 1})(x)
 
 

@@ -61,24 +61,21 @@ class StatisticsExchange:
             self._changed.wait_for(lambda: brought is not self._brought or self._left)
             if brought is self._brought:
                 del brought[replica]
-                raise self._absent(replica, layer, self._left[0])
+                where = "which is done: it failed, or it left this layer out"
+                raise AbsentError(*self._apart(replica, layer, self._left[0], where))
         for number in self._expected:
             other, _ = brought[number]
             if other != layer:
-                raise UsageError(
-                    f"Replica {replica} normalises in {layer!r} while replica {number} does in "
-                    f"{other!r}.",
-                    advice="With batch_norm='whole' all replicas must pass the same layers in the "
-                    "same order; use batch_norm='first' for this model.",
-                )
+                raise UsageError(*self._apart(replica, layer, number, f"which is in {other!r}"))
         return [brought[number][1] for number in self._expected]
 
-    def _absent(self, replica: int, layer: str, left: int) -> AbsentError:
-        return AbsentError(
+    def _apart(self, replica: int, layer: str, other: int, where: str) -> tuple[str, str, str]:
+        """What is said when two replicas are not in the same layer."""
+        return (
             f"Replica {replica} on {self._devices[replica].name} waits in {layer!r} for the batch "
-            f"statistics of replica {left} on {self._devices[left].name}.",
-            "That one is done: it failed, or it left this layer out.",
-            "With batch_norm='whole' all replicas must pass the same layers; use "
+            f"statistics of replica {other} on {self._devices[other].name}, {where}.",
+            "",
+            "With batch_norm='whole' all replicas must pass the same layers in the same order; use "
             "batch_norm='first' for this model.",
         )
 

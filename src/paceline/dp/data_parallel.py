@@ -7,7 +7,6 @@ come together on one device.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,7 +82,14 @@ class DataParallel(Wrapper):
         split: Sequence[float] | None = None,
         options: DPOptions = DEFAULT_OPTIONS,
     ) -> None:
-        _check_arguments(module, dim, options)
+        for name, value, kind in (
+            ("module", module, nn.Module),
+            ("dim", dim, int),
+            ("options", options, DPOptions),
+        ):
+            if not isinstance(value, kind):
+                advice = f"Pass something of type {kind.__name__}."
+                raise UsageError(f"{name} is {value!r}.", advice=advice)
         devices = find_devices(device_ids)
         check_weights(split, len(devices))
         output = (
@@ -160,27 +166,6 @@ class DataParallel(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        state = {key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()}
-        clone.__dict__ |= state
-        return clone
-
-
-def _check_arguments(module: Any, dim: Any, options: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            f"{module!r} is not a module.", advice="Pass a torch.nn.Module: it is what is copied."
-        )
-    if not isinstance(dim, int):
-        raise UsageError(
-            f"dim is {dim!r}, which is not a whole number.",
-            advice="Pass the number of the dimension that holds the batch, mostly 0.",
-        )
-    if not isinstance(options, DPOptions):
-        raise UsageError(f"options is {options!r}.", advice="Pass DPOptions(...).")
 
 
 class Engine:

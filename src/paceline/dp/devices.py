@@ -37,15 +37,12 @@ def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
     if device_ids is None:
         accelerators = [find_device(index, "device") for index in range(accelerator.device_count())]
         return accelerators or [_cpu_alone()]
-    if isinstance(device_ids, (str, int, torch.device)):
-        raise DeviceError(
-            f"device_ids is {device_ids!r}, which is not a list.",
-            advice=f"Pass [{device_ids!r}, ...], one entry per replica.",
-        )
-    devices = [find_device(entry, f"device_ids[{i}]") for i, entry in enumerate(device_ids)]
+    is_list = not isinstance(device_ids, (str, int, torch.device))
+    entries = enumerate(device_ids) if is_list else ()
+    devices = [find_device(entry, f"device_ids[{number}]") for number, entry in entries]
     if not devices:
         raise DeviceError(
-            "device_ids is empty, so there would be no replica.",
+            f"device_ids is {device_ids!r}, which is not a list of devices.",
             advice='Leave it out to use every accelerator, or pass ["cpu:0", "cpu:1"].',
         )
     return devices
@@ -53,20 +50,29 @@ def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
 
 def find_device(entry: Device, what: str) -> ReplicaDevice:
     """The device that an entry of `device_ids` stands for; it must exist."""
-    device = _as_torch_device(entry, what)
+    found = accelerator.current_accelerator(check_available=True)
+    kind, count = (
+        ("no accelerator", 0) if found is None else (found.type, accelerator.device_count())
+    )
+    try:
+        is_number = isinstance(entry, int) and not isinstance(entry, bool)
+        device = torch.device(kind, entry) if is_number else torch.device(entry)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
     if device.type == "cpu":
         return ReplicaDevice(f"cpu:{device.index or 0}", torch.device("cpu"))
-    is_known = device.type == _accelerator_type()
-    is_current = is_known and device.index is None
-    index = torch.accelerator.current_device_index() if is_current else device.index
-    if not is_known or index >= accelerator.device_count():
+    index = device.index
+    if device.type == kind and index is None:
+        index = accelerator.current_device_index()
+    if device.type != kind or not 0 <= index < count:
+        names = [f"{kind}:{number}" for number in range(count)] or [kind]
         raise DeviceError(
-            f"{what} is {device}, but this machine has no such device.",
-            f"It has {_describe_machine()}.",
+            f"{what} is {entry!r}, but this machine has no such device.",
+            f"It has {', '.join(names)} and the CPU.",
             "Name devices that exist; one may be named several times. Replicas on the CPU are "
             'named "cpu:0", "cpu:1" and so on.',
         )
-    return ReplicaDevice(f"{device.type}:{index}", torch.device(device.type, index))
+    return ReplicaDevice(f"{kind}:{index}", torch.device(kind, index))
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -98,26 +104,6 @@ def away_from_home(module: nn.Module, home: ReplicaDevice) -> DeviceError:
     )
 
 
-def _as_torch_device(entry: Device, what: str) -> torch.device:
-    if isinstance(entry, int) and not isinstance(entry, bool):
-        kind = _accelerator_type()
-        if kind is None:
-            raise DeviceError(
-                f"{what} is {entry}, but this machine has no accelerator.",
-                advice='Replicas on the CPU are named "cpu:0", "cpu:1" and so on.',
-            )
-        if entry < 0:
-            raise DeviceError(f"{what} is {entry}.", advice="Devices are counted from 0 up.")
-        return torch.device(kind, entry)
-    try:
-        return torch.device(entry)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"{what} is {entry!r}, which is not a device.",
-            advice='A device is an accelerator\'s number, or a name such as "cuda:0" or "cpu:1".',
-        ) from error
-
-
 def _cpu_alone() -> ReplicaDevice:
     warnings.warn(
         "DataParallel found no accelerator, so the module runs alone on the CPU, as if it were not "
@@ -125,17 +111,3 @@ def _cpu_alone() -> ReplicaDevice:
         stacklevel=4,
     )
     return ReplicaDevice("cpu:0", torch.device("cpu"))
-
-
-def _accelerator_type() -> str | None:
-    found = accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
-
-
-def _describe_machine() -> str:
-    kind = _accelerator_type()
-    if kind is None:
-        return "the CPU only"
-    return (
-        f"{', '.join(f'{kind}:{index}' for index in range(accelerator.device_count()))} and the CPU"
-    )

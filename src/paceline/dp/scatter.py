@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import isfinite
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -107,21 +107,12 @@ def check_weights(weights: Sequence[float] | None, replicas: int) -> None:
     if weights is None:
         return
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str)
-    if not is_list or not all(isinstance(weight, Real) for weight in weights):
+    are_numbers = is_list and all(isinstance(each, Real) and each >= 0 for each in weights)
+    if not are_numbers or len(weights) != replicas or not 0 < sum(weights) < inf:
         raise UsageError(
-            f"split is {weights!r}, which is not a list of numbers.",
-            advice="Pass one weight for each entry of device_ids, such as [3, 1].",
-        )
-    if len(weights) != replicas:
-        raise UsageError(
-            f"split has {len(weights)} weights for {replicas} replicas: {list(weights)}.",
-            advice="Pass one weight for each entry of device_ids.",
-        )
-    if not all(isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise UsageError(
-            f"split is {list(weights)}.",
-            advice="Weights are numbers from 0 up, and at least one is above 0: [3, 1] gives the "
-            "first replica three quarters of the rows.",
+            f"split is {weights!r}, for {replicas} replicas.",
+            advice="Pass a weight from 0 up for each entry of device_ids, one of them above 0: "
+            "[3, 1] gives the first replica three quarters of the rows.",
         )
 
 
