@@ -20,6 +20,8 @@ from paceline.observe import stall, stopwatch
 from paceline.observe.phases import Phase
 from paceline.testing import run_processes
 
+stall.LEAST_SILENCE_S = 1.0  # here and in the processes, which import this module
+
 
 def stop_one(world: World, culprit: int) -> list[str]:
     """All wait for a rank that has stopped itself; who hears its name wakes it up."""
@@ -28,13 +30,14 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
     def hear(line: str) -> None:
         lines.append(line)
-        if f"for rank {culprit}, which said nothing" in line:
+        if f"for rank {culprit}, which says nothing any more" in line:
             os.kill(pids[culprit], signal.SIGCONT)
 
     membership = Membership(world.group)
     watch = stopwatch.of(membership)
     stall.begin(watch, 0.5, hear)
     if world.rank == culprit:
+        world.group.get_group_store().wait(["paceline/pulse/2"])
         os.kill(os.getpid(), signal.SIGSTOP)
     with stopwatch.waiting(world.group):
         comm.all_reduce(world.group, torch.ones(1), "a sum")
@@ -43,7 +46,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
 def test_a_stopped_rank_is_named_by_those_that_wait() -> None:
     first, second, _ = run_processes(3, stop_one, 2)
-    assert "Ranks 0 and 1 wait for rank 2, which said nothing: busy, stopped or gone." in first
+    assert "Ranks 0 and 1 wait for rank 2, which says nothing any more: stopped or gone." in first
     assert any("Rank 0 has made no progress" in line and "waiting for" in line for line in first)
     assert any("Rank 1 has made no progress" in line for line in second)
     assert not any(" wait for " in line for line in second)  # one of them is enough
@@ -141,3 +144,39 @@ def test_between_hosts_no_rank_of_the_own_host_is_named_for_another_hosts_latene
     (verdict,) = [line for line in first.splitlines() if " wait for " in line]
     assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
     assert "Rank 1 has made no progress" in second
+
+
+def stop_early(world: World, moment: str, transport: str) -> str:
+    """Rank 1 is stopped before it wraps its model, or before its first backward."""
+    os.environ["PACELINE_STALL_S"] = "1"
+    sys.stderr = said = io.StringIO()
+    pids = comm.exchange(world.group, os.getpid(), torch.device("cpu"), "pids")
+
+    def release() -> None:
+        while "for rank 1" not in said.getvalue():
+            time.sleep(0.02)
+        os.kill(pids[1], signal.SIGCONT)
+
+    if world.rank == 0:
+        threading.Thread(target=release, daemon=True).start()
+    if world.rank == 1 and moment == "wrapping":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    options = DDPOptions(transport=transport)  # type: ignore[arg-type]
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=world.group, options=options)
+    if world.rank == 1 and moment == "first backward":
+        world.group.get_group_store().wait(["paceline/pulse/1"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(torch.ones(2, 3)).sum().backward()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [("wrapping", "has not come this far"), ("first backward", "says nothing any more")],
+)
+def test_a_rank_that_is_stopped_before_the_first_step_is_named(
+    moment: str, words: str, transport: str
+) -> None:
+    first, _ = run_processes(2, stop_early, moment, transport)
+    assert f"Rank 0 waits for rank 1, which {words}" in first

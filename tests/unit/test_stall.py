@@ -12,7 +12,15 @@ from torch.distributed import HashStore
 
 from paceline.comm.membership import Membership
 from paceline.observe.phases import Phase
-from paceline.observe.stall import StallWatch, Status, accuse, line_of, say, status_of
+from paceline.observe.stall import (
+    SILENT_KEY,
+    StallWatch,
+    Status,
+    accuse,
+    line_of,
+    say,
+    status_of,
+)
 from paceline.observe.stopwatch import Awaited, Stopwatch
 
 SECOND = 10**9
@@ -42,29 +50,52 @@ def test_a_rank_says_step_bucket_parameters_and_line() -> None:
 
 
 def test_those_that_wait_name_the_one_that_does_not() -> None:
-    assert accuse([waiting(2), busy(1), waiting(0)], 3) == (
+    assert accuse([waiting(0), busy(1), waiting(2)], [], 3) == (
         "Ranks 0 and 2 wait for rank 1, which is in data, at train.py:12 in load: sleep()."
     )
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
-    assert accuse([waiting(0)], 3) == (
-        "Rank 0 waits for ranks 1 and 2, which said nothing: busy, stopped or gone."
+    assert accuse([waiting(0)], [1], 3) == (
+        "Rank 0 waits for rank 1, which says nothing any more: stopped or gone; "
+        "and for rank 2, which has not come this far."
     )
-    assert accuse([waiting(0), busy(2)], 3) == (
+    assert accuse([waiting(0), busy(2)], [1], 3) == (
         "Rank 0 waits for rank 2, which is in data, at train.py:12 in load: sleep(); "
-        "and for rank 1, which said nothing: busy, stopped or gone."
+        "and for rank 1, which says nothing any more: stopped or gone."
     )
 
 
 def test_ranks_at_different_sums_are_told_so() -> None:
-    assert accuse([waiting(0), waiting(1)], 2) == (
+    assert accuse([waiting(0), waiting(1)], [], 2) == (
         "All 2 ranks wait for each other: they are not at the same sum."
     )
 
 
-def test_nobody_is_accused_where_nobody_waits() -> None:
-    assert accuse([busy(0), busy(1)], 3) == ""
+def test_only_a_pulse_that_has_stopped_is_silence() -> None:
+    """Of three ranks that others wait for, one is busy, one has stopped, one never came."""
+    lines, now, store = list[str](), [0], HashStore()
+    watches = {rank: Stopwatch(lambda: now[0]) for rank in range(3)}
+    stalls = {
+        rank: StallWatch(watch, 8, print_line=lines.append, clock=lambda: now[0])
+        for rank, watch in watches.items()
+    }
+    for rank in (0, 1):
+        watches[rank].enter(Phase.WAIT)
+    for seconds in range(12):
+        now[0] = seconds * SECOND
+        for rank, each in stalls.items():
+            if rank != 1 or seconds < 3:
+                phase = "data" if rank == 2 else "wait"
+                each.exchange(store, Status(rank, 7, phase, "", "a.py:1", seconds), 4)
+    assert lines == [
+        "Rank 0 waits for rank 2, which is in data, at a.py:1; and for rank 1, which says nothing "
+        "any more: stopped or gone; and for rank 3, which has not come this far."
+    ]
+    assert json.loads(store.get(SILENT_KEY)) == [1]
+    watches[0].enter(Phase.BACKWARD)
+    stalls[0].exchange(store, busy(0), 4)
+    assert not store.check([SILENT_KEY])
 
 
 def test_the_line_is_the_users_own() -> None:
@@ -122,6 +153,7 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
     stalls = StallWatch(watch, 100, print_line=lines.append, clock=lambda: now[0])
     for seconds in (50, 99, 101, 150, 300):
         now[0] = seconds * SECOND
+        stalls.exchange(HashStore(), busy(0), 1)
         stalls.look()
     assert len(lines) == 1
     assert lines[0].startswith("Rank 0 has made no progress for 101 s: it is at step 0, in its own")
@@ -131,7 +163,8 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
     assert lines[1:] == ["Rank 0 continues, at step 0."]
     now[0] += 100 * SECOND
     stalls.look()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert lines[3].startswith("The store of the group does not answer")
     watch.enter(Phase.FORWARD)
 
 

@@ -100,11 +100,16 @@ def tell_of_waiting(around: Callable[[Group], AbstractContextManager[None]]) -> 
 _around_waiting: list[Callable[[Group], AbstractContextManager[None]]] = [lambda _: nullcontext()]
 
 
+def waiting(group: Group) -> AbstractContextManager[None]:
+    """To be put around whatever else waits for ranks of the group."""
+    return _around_waiting[0](group)
+
+
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
     """Sum `tensor` over the group, in place."""
     if group.size() == 1:  # a run of one worker has a group without a backend
         return
-    with _around_waiting[0](group):
+    with waiting(group):
         start_all_reduce(group, tensor, what).wait()
 
 
@@ -112,7 +117,7 @@ def broadcast(
     group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
 ) -> None:
     """Overwrite `tensor` with the one of rank `root`; see `start_broadcast`."""
-    with _around_waiting[0](group):
+    with waiting(group):
         start_broadcast(group, tensor, root, what, blame=blame).wait()
 
 
@@ -124,7 +129,7 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
         parts = all_gather(group, torch.view_as_real(tensor), what)
         return [torch.view_as_complex(part) for part in parts]
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    with _around_waiting[0](group):
+    with waiting(group):
         _start(group, what, lambda: group.allgather([gathered], [tensor])).wait()
     return gathered
 

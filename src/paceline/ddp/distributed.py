@@ -114,6 +114,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
+        stopwatch.begin(membership, device)  # a rank that is missing from now on is named
         number = 0
         if init_sync and group.size() > 1:
             buffers = checks.named_buffers(module) if sync_buffers_now else []

@@ -1,9 +1,10 @@
 """A rank that makes no progress says so, says where it is, and finds out whom it waits for.
 
-A thread looks at the rank's stopwatch now and then. When that has stood still for too long, it
-prints step, bucket and the line of Python the rank is at, leaves the same in the group's store, and
-reads there what the others left. Whoever waits for a sum waits for the ranks that do not: those say
-where they are, and one that says nothing is stopped or gone.
+A thread of every rank writes into the group's store, again and again, where the rank is: its pulse.
+When the rank has stood still for too long, the thread prints step, bucket and the line of Python
+it is at. If it waits for a sum, it reads the pulses of the others: those that do not wait are the
+cause, and one whose pulse has stopped is stopped itself, or gone. Such ranks are left in the
+store under `SILENT_KEY`, for whoever can end them; nobody is ended for being slow.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from paceline.errors import name_ranks
+from paceline.comm.documents import parse_json
+from paceline.errors import WireError, name_ranks
 from paceline.observe import spans
 from paceline.observe.phases import Phase
 from paceline.observe.stopwatch import Awaited, Stopwatch
 
-_KEY = "paceline/stalled/{rank}"
+SILENT_KEY = "paceline/silent"
+"""In the group's store: the numbers of ranks whose pulse has stopped while others wait for them."""
+LEAST_SILENCE_S = 2.0
+"""A busy machine may delay a pulse that is to come more often than this."""
+_KEY = "paceline/pulse/{rank}"
 _STATUS_LIMIT_BYTES = 4096
 _LINE_LIMIT_CHARS = 120
-_POLL_S = 0.1
-_NO_STORE = (
-    "The store of the group does not answer: the process that serves it, usually rank 0, is "
-    "stopped or gone."
-)
 
 
 class Status(NamedTuple):
-    """Where a rank that stands still says it is."""
+    """Where a rank says it is."""
 
     rank: int
     step: int
@@ -46,6 +47,8 @@ class Status(NamedTuple):
     """What it waits for, in words."""
     line: str = ""
     """The line of Python it is at."""
+    beat: int = 0
+    """Another number every time."""
 
     @property
     def waits(self) -> bool:
@@ -59,10 +62,11 @@ class Status(NamedTuple):
     def from_json(cls, data: bytes) -> Status | None:
         """What another rank left in the store; nothing if that makes no sense."""
         try:
-            status = cls(**json.loads(data[:_STATUS_LIMIT_BYTES]))
-        except (ValueError, TypeError, RecursionError):
+            status = cls(**parse_json(data[:_STATUS_LIMIT_BYTES], "A pulse"))
+        except (WireError, TypeError):
             return None
-        return status if [type(value) for value in status] == [int, int, str, str, str] else None
+        kinds = [int, int, str, str, str, int]
+        return status if [type(value) for value in status] == kinds else None
 
 
 def say(status: Status, seconds: float) -> str:
@@ -75,19 +79,19 @@ def say(status: Status, seconds: float) -> str:
     )
 
 
-def accuse(said: Sequence[Status], size: int) -> str:
-    """Whom the ranks that wait are waiting for, as far as what they said tells."""
-    waiting = sorted(status.rank for status in said if status.waits)
-    if not waiting:
-        return ""
-    silent = sorted(set(range(size)) - {status.rank for status in said})
+def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
+    """Whom the ranks that wait are waiting for, as far as what they say tells."""
+    waiting = [status.rank for status in said if status.waits]
+    absent = sorted(set(range(size)) - {status.rank for status in said} - set(silent))
     causes = [
         f"rank {status.rank}, which is {status.place}, at {status.line or 'no line'}"
-        for status in sorted(said)
+        for status in said
         if not status.waits
     ]
     if silent:
-        causes.append(f"{name_ranks(silent)}, which said nothing: busy, stopped or gone")
+        causes.append(f"{name_ranks(list(silent))}, which says nothing any more: stopped or gone")
+    if absent:
+        causes.append(f"{name_ranks(absent)}, which has not come this far")
     if not causes:
         return f"All {size} ranks wait for each other: they are not at the same sum."
     verb = "waits" if len(waiting) == 1 else "wait"
@@ -97,34 +101,29 @@ def accuse(said: Sequence[Status], size: int) -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """The innermost line that is the user's own: not torch's, Python's or ours."""
-    foreign = _foreign_folders()
+    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
+    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
+        folders.append(os.path.dirname(torch.__file__))
     innermost = ""
     while frame is not None:
         path, number = frame.f_code.co_filename, frame.f_lineno
         source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
         line = f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
         # Generated code, as dataclasses have, is in no file; a notebook's cell has its lines.
-        if not path.startswith(foreign) and (source or not path.startswith("<")):
+        if not path.startswith(tuple(folders)) and (source or not path.startswith("<")):
             return line
         innermost = innermost or line
         frame = frame.f_back
     return innermost
 
 
-def _foreign_folders() -> tuple[str, ...]:
-    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.__file__:
-        folders.append(os.path.dirname(torch.__file__))
-    return tuple(folders)
-
-
 class StallWatch:
-    """Looks after one stopwatch.
+    """Looks after one stopwatch, from two threads: one to speak, one for the store.
 
         quiet --(nothing for timeout_s)--> said --(progress)--> quiet, and says so
 
-    Holds it weakly: a group that is done with ends the watching.
+    A store that is served by a stopped rank never answers; that must not keep a rank from
+    speaking. Holds the stopwatch weakly: a group that is done with ends the watching.
     """
 
     def __init__(
@@ -140,13 +139,39 @@ class StallWatch:
         self._print = print_line or _print_to_stderr
         self._clock = clock
         self._said_at_ns: int | None = None
+        self._answered_ns = clock()
+        """When the store answered last."""
+        self._beats: dict[int, int] = {}
+        """By rank, its pulse halfway through the time after which this rank speaks."""
+        self._accused_since_ns: int | None = None
+        self._speaks_after_s = max(timeout_s, timeout_s / 2 + LEAST_SILENCE_S)
 
-    def run(self) -> None:
-        """Look now and then, as long as there is something to look at."""
+    def start(self) -> None:
+        for target in (self._speak, self._beat):
+            threading.Thread(target=target, name="paceline stalls", daemon=True).start()
+
+    def _speak(self) -> None:
         pause = threading.Event()
         while self.watch() is not None:
             self.look()
             pause.wait(min(1.0, max(0.02, self.timeout_s / 8)))
+
+    def _beat(self) -> None:
+        pause, beat, store, generation = threading.Event(), 0, None, -1
+        while (watch := self.watch()) is not None:
+            beat += 1
+            if (membership := watch.membership()) is not None:
+                # The store is gone with the process that served it; a sum will fail soon.
+                with contextlib.suppress(Exception):
+                    if store is None or generation != membership.generation:
+                        # The training thread may be holding the other connection in a wait.
+                        store = membership.group.get_group_store().clone()
+                        generation = membership.generation
+                    self.exchange(store, status_of(watch, membership.rank, beat), membership.size)
+            left_s = self._speaks_after_s - (self._clock() - watch.since_ns) / 1e9
+            del watch, membership  # whose end would not be noticed while this thread pauses
+            period_s = self.timeout_s / 8
+            pause.wait(left_s if 0 < left_s < period_s else period_s)
 
     def look(self) -> None:
         """Speak if there has been no progress, or if there is some again."""
@@ -160,77 +185,54 @@ class StallWatch:
             self._print(f"Rank {membership.rank} continues, at step {watch.step}.")
         if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
             self._said_at_ns = now
-            status = status_of(watch, membership.rank)
-            self._print(say(status, (now - since) / 1e9))
-            # On a thread of its own: a store that is served by a stopped rank never answers.
-            asking = threading.Thread(
-                target=self._ask, args=(status, since), name="paceline stall", daemon=True
-            )
-            asking.start()
+            self._print(say(status_of(watch, membership.rank), (now - since) / 1e9))
+            if now - self._answered_ns > self.timeout_s * 1e9 / 2:
+                self._print(
+                    "The store of the group does not answer: the process that serves it, usually "
+                    "rank 0, is stopped or gone."
+                )
 
-    def _ask(self, mine: Status, since_ns: int) -> None:
-        """Tell the others, hear what they say, and let the lowest rank that speaks sum it up."""
-        patience = threading.Timer(self.timeout_s + 1.0, self._print, [_NO_STORE])
-        patience.daemon = True
-        patience.start()
-        key = _KEY.format(rank=mine.rank)
-        try:
-            size, store = self._store()
-            store.set(key, json.dumps(mine._asdict()))
-            said = self._listen(store, size, mine, since_ns)
-            patience.cancel()
-            verdict = accuse(list(said.values()), size)
-            if self._stands_since(since_ns) and verdict and min(said) == mine.rank:
-                self._print(verdict)
-            pause = threading.Event()
-            while self._stands_since(since_ns):
-                pause.wait(_POLL_S)
-            store.delete_key(key)  # it would mislead when somebody stands still again
-        except Exception:
-            return  # the store is gone with the rank that served it; a sum will fail soon
-        finally:
-            patience.cancel()
-
-    def _store(self) -> tuple[int, Any]:
-        """How many ranks there are, and a connection of our own to their store.
-
-        The training thread may be holding the other one in a wait. And nobody here may keep the
-        group, whose end would not be noticed then.
-        """
+    def exchange(self, store: Any, mine: Status, size: int) -> None:
+        """Say where this rank is, and, when it has waited for too long, who is the cause."""
+        store.set(_KEY.format(rank=mine.rank), json.dumps(mine._asdict()))
+        self._answered_ns = self._clock()
         watch = self.watch()
-        membership = watch.membership() if watch is not None else None
-        if membership is None:
-            raise RuntimeError("nobody is watched any more")
-        return membership.size, membership.group.get_group_store().clone()
+        since = self._clock() if watch is None else watch.since_ns
+        stands_s = (self._clock() - since) / 1e9
+        if self._accused_since_ns not in (None, since):
+            self._accused_since_ns = None
+            store.delete_key(SILENT_KEY)  # there is progress
+        has_accused = self._accused_since_ns is not None
+        if has_accused or not mine.waits or stands_s < self.timeout_s / 2:
+            self._beats.clear()
+            return
+        said = [mine]
+        for rank in sorted(set(range(size)) - {mine.rank}):
+            key = _KEY.format(rank=rank)
+            status = Status.from_json(store.get(key)) if store.check([key]) else None
+            if status is not None and status.rank == rank:
+                said.append(status)
+        if not self._beats:
+            self._beats = {status.rank: status.beat for status in said}
+        elif stands_s >= self._speaks_after_s:
+            self._accused_since_ns = since
+            silent = [s.rank for s in said if self._beats.get(s.rank) == s.beat]
+            alive = sorted(status for status in said if status.rank not in silent)
+            if silent:
+                store.set(SILENT_KEY, json.dumps(silent))
+            # One of those that wait is enough.
+            if mine.rank == min(status.rank for status in alive if status.waits):
+                self._print(accuse(alive, silent, size))
 
-    def _listen(self, store: Any, size: int, mine: Status, since_ns: int) -> dict[int, Status]:
-        """What all say, after a while for those that notice later than this rank."""
-        said = {mine.rank: mine}
-        pause = threading.Event()
-        for _ in range(int(max(2.0, self.timeout_s / 2) / _POLL_S)):
-            for rank in set(range(size)) - set(said):
-                key = _KEY.format(rank=rank)
-                status = Status.from_json(store.get(key)) if store.check([key]) else None
-                if status is not None and status.rank == rank:
-                    said[rank] = status
-            if len(said) == size or not self._stands_since(since_ns):
-                break
-            pause.wait(_POLL_S)
-        return said
 
-    def _stands_since(self, since_ns: int) -> bool:
-        watch = self.watch()
-        return watch is not None and watch.since_ns == since_ns
-
-
-def status_of(watch: Stopwatch, rank: int) -> Status:
+def status_of(watch: Stopwatch, rank: int, beat: int = 0) -> Status:
     """Where the rank of a stopwatch is now."""
     what = ""
     if watch.awaited is not None:
         with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
             what = _describe(watch.awaited, rank)
     line = line_of(sys._current_frames().get(watch.thread))
-    return Status(rank, watch.step, watch.phase, what, line)
+    return Status(rank, watch.step, watch.phase, what, line, beat)
 
 
 def _describe(awaited: Awaited, rank: int) -> str:
@@ -244,11 +246,10 @@ def _describe(awaited: Awaited, rank: int) -> str:
 def begin(
     watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
 ) -> None:
-    """Look after a stopwatch from now on, on a thread that ends with it."""
+    """Look after a stopwatch from now on, on threads that end with it."""
     if watch.stalls is None:
         watch.stalls = StallWatch(watch, timeout_s, print_line=print_line)
-        thread = threading.Thread(target=watch.stalls.run, name="paceline stalls", daemon=True)
-        thread.start()
+        watch.stalls.start()
 
 
 def _print_to_stderr(line: str) -> None:
