@@ -51,9 +51,7 @@ def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
 def find_device(entry: Device, what: str) -> ReplicaDevice:
     """The device that an entry of `device_ids` stands for; it must exist."""
     found = accelerator.current_accelerator(check_available=True)
-    kind, count = (
-        ("no accelerator", 0) if found is None else (found.type, accelerator.device_count())
-    )
+    kind, count = "no accelerator" if found is None else found.type, accelerator.device_count()
     try:
         is_number = isinstance(entry, int) and not isinstance(entry, bool)
         device = torch.device(kind, entry) if is_number else torch.device(entry)  # type: ignore[arg-type]
@@ -61,10 +59,10 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
         device = torch.device("meta")
     if device.type == "cpu":
         return ReplicaDevice(f"cpu:{device.index or 0}", torch.device("cpu"))
-    index = device.index
+    index: int | None = device.index
     if device.type == kind and index is None:
         index = accelerator.current_device_index()
-    if device.type != kind or not 0 <= index < count:
+    if device.type != kind or index not in range(count):
         names = [f"{kind}:{number}" for number in range(count)] or [kind]
         raise DeviceError(
             f"{what} is {entry!r}, but this machine has no such device.",

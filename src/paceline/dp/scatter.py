@@ -107,8 +107,9 @@ def check_weights(weights: Sequence[float] | None, replicas: int) -> None:
     if weights is None:
         return
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str)
-    are_numbers = is_list and all(isinstance(each, Real) and each >= 0 for each in weights)
-    if not are_numbers or len(weights) != replicas or not 0 < sum(weights) < inf:
+    numbers: list[Any] = list(weights) if is_list else []
+    are_numbers = all(isinstance(each, Real) and each >= 0 for each in numbers)
+    if not are_numbers or len(numbers) != replicas or not 0 < sum(numbers) < inf:
         raise UsageError(
             f"split is {weights!r}, for {replicas} replicas.",
             advice="Pass a weight from 0 up for each entry of device_ids, one of them above 0: "
