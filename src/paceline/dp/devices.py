@@ -53,16 +53,14 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
     found = accelerator.current_accelerator(check_available=True)
     kind, count = "no accelerator" if found is None else found.type, accelerator.device_count()
     try:
-        is_number = isinstance(entry, int) and not isinstance(entry, bool)
-        device = torch.device(kind, entry) if is_number else torch.device(entry)  # type: ignore[arg-type]
+        device = torch.device(f"{kind}:{entry}" if isinstance(entry, int) else entry)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type == "cpu":
         return ReplicaDevice(f"cpu:{device.index or 0}", torch.device("cpu"))
-    index: int | None = device.index
-    if device.type == kind and index is None:
-        index = accelerator.current_device_index()
-    if device.type != kind or index not in range(count):
+    is_current = device.type == kind and device.index is None
+    index = accelerator.current_device_index() if is_current else device.index
+    if device.type != kind or index >= count:
         names = [f"{kind}:{number}" for number in range(count)] or [kind]
         raise DeviceError(
             f"{what} is {entry!r}, but this machine has no such device.",

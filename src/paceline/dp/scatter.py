@@ -108,7 +108,7 @@ def check_weights(weights: Sequence[float] | None, replicas: int) -> None:
         return
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str)
     numbers: list[Any] = list(weights) if is_list else []
-    are_numbers = all(isinstance(each, Real) and each >= 0 for each in numbers)
+    are_numbers = all(isinstance(each, Real) and float(each) >= 0 for each in numbers)
     if not are_numbers or len(numbers) != replicas or not 0 < sum(numbers) < inf:
         raise UsageError(
             f"split is {weights!r}, for {replicas} replicas.",
