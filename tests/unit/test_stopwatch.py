@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -65,9 +66,12 @@ def test_a_step_knows_its_own_work_from_waiting_and_totals_continue_over_steps()
     assert watch.totals()[Phase.FORWARD] == 40e-9
 
 
-def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
+def test_phases_become_spans_while_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     watch = Stopwatch(clock)
+    monkeypatch.setattr(spans, "now_ns", lambda: 0)
     spans.start(tmp_path, rank=0)
     for phase, ns in (("forward", 2000), ("other", 1000), ("backward", 5000)):
         watch.enter(Phase(phase))
@@ -75,7 +79,7 @@ def test_phases_become_spans_while_recording(tmp_path: Path) -> None:
     watch.end_step()
     spans.stop()
     trace = json.loads((tmp_path / "rank0.trace.json").read_text())
-    found = [(e["name"], e["ts"], e["dur"], e["args"]) for e in trace if e["ph"] == "X"]
+    found = [(e["name"], int(e["ts"]), int(e["dur"]), e["args"]) for e in trace if e["ph"] == "X"]
     assert found == [
         ("forward", 1, 2, {"step": 0}),
         ("backward", 4, 5, {"step": 0, "last": True}),
