@@ -6,8 +6,8 @@ import gc
 import json
 from pathlib import Path
 
-import torch
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
