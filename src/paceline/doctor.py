@@ -1,4 +1,4 @@
-"""`paceline doctor`: what this machine has and whether training works on it, fit for an issue.
+"""`paceline doctor`: whether training works on this machine and what it has, fit for an issue.
 
 Facts are collected as plain data and then written as text or JSON. Of the environment only names
 on a list are shown, and what looks like a secret is masked even there.
@@ -14,33 +14,21 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from paceline import __version__, env
 from paceline.errors import PacelineError, check_whole
 from paceline.launcher import count_cores, launch
-from paceline.launcher.flags import FLAGS, read_settings
+from paceline.launcher.flags import FLAGS
 from paceline.observe.units import bytes_text, table_lines
 
 TEST_TIMEOUT_S = 60
-SHOWN_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
-    *("MASTER_PORT", "PACELINE_RUN_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"),
-    *("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_ALGO"),
-    *("NCCL_PROTO", "NCCL_NET", "NCCL_TIMEOUT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_PROCID"),
-    *("SLURM_LOCALID", "SLURM_NODEID", "NO_COLOR", "PYTHONUNBUFFERED", "PYTHON_EXEC"),
+SHOWN_VARIABLES = re.compile(
+    r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)|NO_COLOR|PYTHON(UNBUFFERED|_EXEC)"
+    r"|(OMP|MKL|KMP|GOMP|MALLOC|CUDA|HIP|NCCL|GLOO|TP|PYTORCH|TORCH|TORCHELASTIC|PACELINE|PET)_\w+"
+    r"|SLURM_(JOB_ID|STEP_ID|NTASKS|NNODES|PROCID|LOCALID|NODEID)"
 )
 _SECRET = re.compile(
     r"token|secret|passw|api_?key|credential|private|://[^/@\s]*:[^/@\s]*@"
@@ -52,8 +40,8 @@ _SECRET = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline doctor`."""
     parser.description = (
-        "Print versions, devices, backends, environment and settings in plain text, fit to paste "
-        "into an issue, and check that workers can start and sum a tensor."
+        "Check that workers can start and sum a tensor, and print versions, devices, backends, "
+        "environment and settings in plain text, fit to paste into an issue."
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--no-test", action="store_true", help="skip the check")
@@ -66,65 +54,13 @@ def main(args: argparse.Namespace) -> int:
     """Print the findings; 1 if the check failed."""
     check_whole("--workers", args.workers, or_none=True)
     given = {} if args.workers is None else {"nproc_per_node": str(args.workers)}
-    findings = collect(os.environ, given)
+    findings: dict[str, Any] = {}
     if not args.no_test:
         # Before the devices are looked at: forks of a process that uses CUDA cannot.
         findings["check"] = check(args.workers or 2)
-    findings["devices"] = devices()
+    findings |= collect(os.environ, given) | {"devices": devices()}
     print(json.dumps(findings, indent=2) if args.json else render(findings))
     return 0 if findings.get("check", {}).get("passed", True) else 1
-
-
-def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that can be found out without touching a device."""
-    import torch
-    import torch.distributed as dist
-
-    backends = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
-    settings = read_settings(given, environ).values()
-    return {
-        "versions": {
-            "paceline": __version__,
-            "python": f"{platform.python_version()} ({platform.python_implementation()})",
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda or "none",
-            "system": platform.platform(),
-        },
-        "machine": {
-            "cores": count_cores(),
-            "torch threads": torch.get_num_threads(),
-            "memory": _memory(),
-            "shared memory": _shared_memory(),
-            "loopback interface": env.loopback_interface() or "none",
-        },
-        "backends": {name: getattr(dist, f"is_{name}_available")() for name in backends},
-        "environment": {n: masked(environ[n]) for n in SHOWN_VARIABLES if environ.get(n)},
-        "settings": {
-            flag.names[0]: {"value": setting.value, "source": setting.source}
-            for flag, setting in zip(FLAGS, settings, strict=True)
-        },
-        "devices": [],
-    }
-
-
-def masked(value: str) -> str:
-    """The value, unless it looks like a secret."""
-    return "(masked)" if _SECRET.search(value) else value
-
-
-def devices() -> list[str]:
-    """Each accelerator by name and memory."""
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {properties.name}, {bytes_text(properties.total_memory)}")
-    if torch.backends.mps.is_available():
-        found.append("mps")
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found += [f"xpu:{index}" for index in range(torch.xpu.device_count())]
-    return found
 
 
 def check(workers: int) -> dict[str, Any]:
@@ -156,41 +92,80 @@ def _sum_ranks() -> float:
     return float(value)
 
 
-def render(findings: Mapping[str, Any]) -> str:
-    """The findings as plain text."""
-    settings = [
-        [name, masked(each["value"]) or "-", each["source"]]
-        for name, each in findings["settings"].items()
-    ]
-    backends = [name for name, there in findings["backends"].items() if there]
-    lines_by_title = {
-        **{title: _table(findings[title].items()) for title in ("versions", "machine")},
-        "backends": [", ".join(backends) or "none"],
-        "devices": findings["devices"] or ["none but the CPU"],
-        "environment": _table(findings["environment"].items()) or ["nothing relevant is set"],
-        "settings of `paceline run`": _table(settings),
+def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that can be found out without touching a device."""
+    import torch
+    import torch.distributed as dist
+
+    found = {flag.names[0]: flag.find(given, environ) for flag in FLAGS}
+    shown = {name: value for name, value in environ.items() if SHOWN_VARIABLES.fullmatch(name)}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "versions": {
+            "paceline": __version__,
+            "python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "system": platform.platform(),
+        },
+        "machine": {
+            "cores": count_cores(),
+            "torch threads": torch.get_num_threads(),
+            "memory": bytes_text(memory),
+            "shared memory": _shared_memory(),
+            "loopback interface": env.loopback_interface() or "none",
+        },
+        "backends": {
+            name: dist.is_available() and getattr(dist, f"is_{name}_available")()
+            for name in ("gloo", "nccl", "mpi", "ucc")
+        },
+        "environment": {
+            name: masked(value) for name, value in shown.items() if value and masked(name) == name
+        },
+        "settings": {
+            name: {"value": masked(value), "source": source}
+            for name, (value, source) in found.items()
+            if source != "default"
+        },
     }
+
+
+def masked(value: str) -> str:
+    """The value, unless it looks like a secret."""
+    return "(masked)" if _SECRET.search(value) else value
+
+
+def devices() -> list[str]:
+    """Each accelerator by name and memory."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(f"cuda:{index} {properties.name}, {bytes_text(properties.total_memory)}")
+    others = {"mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available()}
+    return found + [name for name, is_there in others.items() if is_there]
+
+
+def render(findings: Mapping[str, Any]) -> str:
+    """The findings as plain text, the verdict first."""
+    parts = []
     if "check" in findings:
         done = findings["check"]
-        verdict = "works" if done["passed"] else f"FAILED: {done['detail']}"
-        lines_by_title["check"] = [f"{done['what']}, {done['seconds']} s: {verdict}"]
-    return "\n".join("\n  ".join([title, *lines]) for title, lines in lines_by_title.items())
-
-
-def _table(rows: Iterable[Iterable[object]]) -> list[str]:
-    return table_lines([[*map(str, row)] for row in rows])
-
-
-def _memory() -> str:
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return "unknown"
-    free = ""
-    with suppress(OSError):  # only Linux has it
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        free = f", {bytes_text(int(found[1]) * 1024)} available" if found else ""
-    return bytes_text(total) + free
+        verdict = "Training works here" if done["passed"] else f"FAILED: {done['detail']}"
+        parts.append(f"{verdict} ({done['what']}, {done['seconds']} s).")
+    settings = [[name, *each.values()] for name, each in findings["settings"].items()]
+    backends = [name for name, there in findings["backends"].items() if there]
+    rows_by_title: dict[str, list[list[object]]] = {
+        **{title: [*map(list, findings[title].items())] for title in ("versions", "machine")},
+        "backends": [[", ".join(backends) or "none"]],
+        "devices": [[device] for device in findings["devices"]] or [["none but the CPU"]],
+        "environment": [*map(list, findings["environment"].items())] or [["nothing relevant"]],
+        "settings of `paceline run` that differ from its defaults": settings or [["none"]],
+    }
+    for title, rows in rows_by_title.items():
+        parts.append("\n  ".join([title, *table_lines([[*map(str, row)] for row in rows])]))
+    return "\n".join(parts)
 
 
 def _shared_memory() -> str:

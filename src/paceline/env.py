@@ -49,16 +49,17 @@ class Placement:
     """Where this was read: `torchrun`, `paceline run`, `slurm` or `environment`."""
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
+        here = f"local rank {self.local_rank} of {self.local_size} workers on this machine"
+        if not (
+            0 <= self.rank < self.size
+            and 0 <= self.local_rank < self.local_size <= self.size
+            and self.node < self.nodes
+        ):
             raise SettingError(
-                f"{self.source}: rank {self.rank} of {self.size} workers is impossible.",
-                advice="Ranks count from 0, and WORLD_SIZE counts the workers of all machines.",
-            )
-        if self.local_size > self.size or not 0 <= self.local_rank < self.local_size:
-            raise SettingError(
-                f"{self.source}: local rank {self.local_rank} of {self.local_size} workers on this "
-                f"machine is impossible (rank {self.rank} of {self.size}).",
-                advice="Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`.",
+                f"{self.source}: rank {self.rank} of {self.size} workers, {here} (number "
+                f"{self.node} of {self.nodes}) is impossible.",
+                advice="Ranks count from 0, WORLD_SIZE counts the workers of all machines and "
+                "LOCAL_WORLD_SIZE those of this one; `paceline run` sets them all.",
             )
         if not 0 < self.master_port < 2**16:
             raise SettingError(
@@ -96,16 +97,12 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """Read this worker's place, or None where no launcher has set one."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
-    if _is_slurm_step(environ):
+    # A batch script has the job's variables too, but no step, or one of SLURM's own.
+    step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID") or ""
+    is_step = step.isdecimal() and int(step[:20]) < _FIRST_RESERVED_SLURM_STEP
+    if is_step and "SLURM_PROCID" in environ and _first(environ, *_SLURM_SIZE):
         return _from_slurm(environ)
     return None
-
-
-def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of a job step, not the batch script around it."""
-    step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID") or ""
-    is_step = step.isdigit() and int(step) < _FIRST_RESERVED_SLURM_STEP
-    return is_step and "SLURM_PROCID" in environ and bool(_first(environ, *_SLURM_SIZE))
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Placement:

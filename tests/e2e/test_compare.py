@@ -26,15 +26,10 @@ def test_every_engine_has_a_row_with_what_it_costs() -> None:
     found = compare(module, batch, loss_fn, device_ids=["cpu:0", "cpu:1"], steps=2)  # type: ignore[arg-type]
     assert [row.name for row in found.rows] == NAMES
     assert [row.processes for row in found.rows] == [1, 1, 1, 2]
-    assert [row.gathered_on for row in found.rows[:2]] == ["-", "cpu:0"]
     assert all(row.step_s > 0 for row in found.rows)
-    # Three of six rows go to cpu:1 (8 floats each), three rows of 4 outputs come, gradients go.
-    assert found.rows[1].main_device_bytes == 3 * 8 * 4 + 2 * 3 * 4 * 4
-    # Three rows with their targets go, 36 gradients come.
-    assert found.rows[2].main_device_bytes == 3 * 8 * 4 + 3 * 8 + 36 * 4
-    assert found.rows[3].main_device_bytes == 0
     text = str(found)
-    assert all(part in text for part in (*NAMES, "through main device", " 192 B ", "MiB", "ms"))
+    assert all(part in text for part in (*NAMES, "of bare", "1.00", "B on cpu", "Fastest here: "))
+    assert max(map(len, text.splitlines())) <= 100
     assert all(param.grad is None for param in module.parameters())
     torch.testing.assert_close(list(module.parameters()), before)
 
@@ -62,7 +57,7 @@ def test_the_command_compares_what_it_is_told_to_with_or_without_targets(
     target = f"{__name__}:two_without_targets"
     args = parser.parse_args([target, "--steps", "1", "--devices", "cpu:0,cpu:1,cpu:2"])
     assert command.main(args) == 0
-    last = capsys.readouterr().out.splitlines()[-1].split()
+    last = capsys.readouterr().out.splitlines()[-2].split()
     assert last[:2] == ["DistributedDataParallel", "3"]
 
 
@@ -73,6 +68,9 @@ def test_mistakes_are_answered() -> None:
         command.main(parser.parse_args(["nowhere:nothing"]))
     with pytest.raises(UsageError, match="a pair of inputs and targets"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), F.mse_loss)
+    for devices in ("gpu9", "cuda:9", "9"):
+        with pytest.raises(UsageError, match=r"device_ids\[0\] is"):
+            command.main(parser.parse_args(["--devices", devices]))
     with pytest.raises(UsageError, match="steps is 0"):
         compare(nn.Linear(1, 1), torch.zeros(3, 1), steps=0)
     with pytest.raises(UsageError, match="is not a module"):

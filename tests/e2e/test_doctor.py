@@ -11,7 +11,7 @@ import pytest
 
 import paceline
 from paceline.cli import main
-from paceline.doctor import SHOWN_VARIABLES, check, collect, masked
+from paceline.doctor import check, collect, masked
 
 
 def test_it_describes_the_machine_and_the_check_works() -> None:
@@ -32,20 +32,21 @@ def test_it_describes_the_machine_and_the_check_works() -> None:
     assert done.returncode == 0, done.stderr
     assert paceline.__version__ in done.stdout
     assert "gloo" in done.stdout
-    assert "2 workers, one all-reduce with Gloo" in done.stdout
-    assert done.stdout.rstrip().endswith("works")
+    verdict = "Training works here (2 workers, one all-reduce with Gloo, "
+    assert done.stdout.startswith(verdict)
     assert "do_not_show" not in done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["NCCL_DEBUG", "INFO"] in rows
-    assert ["--max-restarts", "3", "environment"] in rows
-    assert ["--tee", "0", "default"] in rows
+    assert ["--max-restarts", "3", "PET_MAX_RESTARTS"] in rows
+    assert "--tee" not in done.stdout, "only what differs from the defaults"
 
 
 def test_json_without_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--no-test", "--workers", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "check" not in found
-    assert found["settings"]["--nproc-per-node"] == {"value": "3", "source": "flag"}
+    source = "--nproc-per-node or --workers"
+    assert found["settings"]["--nproc-per-node"] == {"value": "3", "source": source}
     assert set(found) == {
         *("versions", "machine", "backends", "environment", "settings", "devices"),
     }
@@ -60,7 +61,6 @@ def test_a_check_that_fails_says_why() -> None:
 def test_only_listed_variables_are_shown() -> None:
     environ = {"AWS_SECRET_ACCESS_KEY": "x", "RANK": "1", "HOME": "/home/me"}
     assert collect(environ, {})["environment"] == {"RANK": "1"}
-    assert [name for name in SHOWN_VARIABLES if masked(name) != name] == []
 
 
 @pytest.mark.parametrize(

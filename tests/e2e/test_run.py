@@ -554,7 +554,6 @@ def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path
             if os.environ["RANK"] == "1":
                 raise ValueError("boom")
             time.sleep(120)
-        print("port", os.environ["MASTER_PORT"])
     """
     script = write(
         tmp_path,
@@ -571,12 +570,8 @@ def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path
     told, failed = sorted([first.stderr, err], key=lambda text: text.count("Traceback"))
     assert re.search(r"Rank 1 on machine \d failed: ValueError: boom\.", told)
     assert "paceline: rank 1 failed:\nTraceback" in failed
-    lines = (first.stdout + out).splitlines()
-    sums = [line for line in lines if "sum" in line]
+    sums = [line for line in (first.stdout + out).splitlines() if "sum" in line]
     assert sorted(sums) == [f"[rank {r}] sum 6 torch" for r in range(3)]
-    ports = {line.rpartition(" ")[2] for line in lines if "port" in line}
-    assert len(ports) == 1
-    assert str(port) not in ports
 
 
 def test_errors_recorded_by_torchs_decorator_are_shown_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.env import Placement, read_observation, read_placement
 from paceline.errors import SettingError
-from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options, read_settings
+from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
@@ -91,6 +91,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PACELINE_RUN_ID": "r1",
         "PACELINE_STORE_PORT": "4567",
+        "PACELINE_STALL_S": "120",
         "OMP_NUM_THREADS": "4",
         "GLOO_SOCKET_IFNAME": "lo",
         "MALLOC_MMAP_THRESHOLD_": "33554432",
@@ -185,11 +186,12 @@ def test_streams_of_local_rank_1_go_where_the_flags_say(
 
 def test_a_flag_wins_over_torchruns_variable_which_wins_over_the_default() -> None:
     environ = {"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2"}
-    settings = read_settings({"nproc_per_node": "4"}, environ)
-    assert (settings["nproc_per_node"].value, settings["nproc_per_node"].source) == ("4", "flag")
-    assert settings["max_restarts"].source == "environment"
-    assert settings["role"].source == "default"
+    found = {flag.dest: flag.find({"nproc_per_node": "4"}, environ) for flag in FLAGS}
+    assert found["nproc_per_node"] == ("4", "--nproc-per-node or --workers")
+    assert found["max_restarts"] == ("2", "PET_MAX_RESTARTS")
+    assert found["role"] == ("default", "default")
     assert options_of(environ).max_restarts == 2
+    assert options_of({"PET_MAX_RESTARTS": ""}).max_restarts == 0, "empty is as good as unset"
 
 
 def test_an_option_has_the_name_of_its_flag_and_can_be_given_in_python() -> None:
@@ -250,31 +252,39 @@ def test_workers_are_counted_by_number_or_by_core() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"nproc_per_node": "0"}, r"--nproc-per-node \(--workers\) is 0, .*\n.* from 1 up"),
+        ({"nproc_per_node": "0"}, r"--nproc-per-node or --workers is 0.\n.* from 1 to 4096"),
+        ({"nproc_per_node": "4097"}, "is 4097"),
+        ({"nproc_per_node": "9" * 20}, "is 99999999999999999999"),
+        ({"nproc_per_node": "9" * 5000}, "is '999"),
+        ({"threads": "9" * 5000}, "--threads is '999"),
+        ({"nnodes": "9" * 20, "master_addr": "a"}, "--nnodes is 9999"),
         ({"nproc_per_node": "-2"}, "is -2"),
         ({"nproc_per_node": "many"}, "is 'many'"),
         ({"nproc_per_node": "xpu"}, "is 'xpu'.*\n.*XPUs are not supported yet"),
         ({"threads": "0"}, "--threads is 0"),
         ({"nnodes": "0"}, "--nnodes is 0"),
         ({"nnodes": "3:2"}, "--nnodes is 3:2"),
-        ({"nnodes": "2"}, "where the machines meet.*\n.*address of the first"),
+        ({"nnodes": "2"}, "where the machines meet.*\n.*of the first machine"),
         ({"nnodes": "2", "master_addr": "a"}, "which of them this machine is"),
-        ({"nnodes": "2", "node_rank": "2", "master_addr": "a"}, "there are 2 machines"),
-        ({"nnodes": "1:2", "node_rank": "0", "master_addr": "a"}, "number of machines is fixed"),
+        (
+            {"nnodes": "2", "node_rank": "2", "master_addr": "a"},
+            "--node-rank is 2, but --nnodes is 2",
+        ),
+        ({"nnodes": "1:2", "node_rank": "0", "master_addr": "a"}, "how many there are"),
         ({"nnodes": "2", "rdzv_backend": "c10d"}, "where the machines meet"),
         ({"nnodes": "2", "standalone": "1"}, "--standalone means one machine"),
-        ({"rdzv_backend": "etcd"}, "'etcd', which is not possible.*\n.*static with"),
-        ({"rdzv_endpoint": "a:b:c"}, "not HOST:PORT"),
-        ({"rdzv_endpoint": "a:70000"}, "not HOST:PORT"),
+        ({"rdzv_backend": "etcd"}, "'etcd'.*\n.*static with"),
+        ({"rdzv_endpoint": "a:b:c"}, "HOST:PORT"),
+        ({"rdzv_endpoint": "a:70000"}, "HOST:PORT"),
         ({"rdzv_id": "../x"}, "'../x'.*\n.*up to 64 letters"),
         ({"rdzv_conf": "timeout"}, "has no value"),
-        ({"rdzv_conf": "timeout=soon"}, "timeout in --rdzv-conf is 'soon'"),
+        ({"rdzv_conf": "timeout=soon"}, "is 'timeout=soon'.*\n.*number of seconds"),
         ({"master_port": "70000"}, "is 70000.*\n.*to 65535"),
         ({"master_port": "-1"}, "is -1.*\n.*from 0 to 65535"),
         ({"max_restarts": "-1"}, "--max-restarts is -1"),
         ({"max_restarts": "x"}, "'x'.*\n.*a whole number"),
-        ({"shutdown_timeout": "-1"}, "not a number of seconds"),
-        ({"monitor_interval": "nan"}, "not a number of seconds"),
+        ({"shutdown_timeout": "-1"}, "number of seconds"),
+        ({"monitor_interval": "nan"}, "number of seconds"),
         ({"redirects": "4"}, "is .*\n.*0 none, 1 stdout"),
         ({"tee": "0:1,"}, "is .*\n.*0 none, 1 stdout"),
         ({"local_ranks_filter": "a"}, "is 'a'.*\n.*0,1,2"),

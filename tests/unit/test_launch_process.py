@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import DesyncError, PeerError
-from paceline.launcher.process import Ending, WorkerEnd, read_error, report
+from paceline.launcher.process import Ending, WorkerEnd, read_error
 from paceline.launcher.worker import is_secondary, write_error
 
 
@@ -30,7 +30,7 @@ def test_the_first_real_failure_is_shown_even_if_a_secondary_one_came_before() -
             end(2, 1, **record("ValueError: boom too", 3)),
         )
     )
-    text = report(ending)
+    text = str(ending)
     assert text.startswith("paceline: rank 1 failed:\nTraceback")
     assert text.count("Traceback") == 1
     assert "  rank 0: RuntimeError: Connection closed by peer\n" in text
@@ -56,7 +56,7 @@ def test_a_killed_worker_is_the_cause_and_names_its_signal() -> None:
             end(2, -15, at=11, ended_by_launcher=True),
         )
     )
-    text = report(ending)
+    text = str(ending)
     assert text.startswith("paceline: rank 1 failed: killed by signal 9 (SIGKILL).\n")
     assert "  rank 2: ended by the launcher\n" in text
     assert ending.exit_code == 137
@@ -80,7 +80,7 @@ def test_exit_codes(ending: Ending, code: int) -> None:
 
 
 def test_success_is_silent() -> None:
-    assert report(Ending(workers=(end(0), end(1)))) == ""
+    assert str(Ending(workers=(end(0), end(1)))) == ""
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_module_that_is_there_already_is_heard_of_at_once(module: str) -> None
 
 
 def test_instructions_are_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions = Instructions(parent=7, kind="module", listen_fd=3, as_torch=True)
+    instructions = Instructions(parent=7, kind="module", status_fd=3, as_torch=True)
     for name, value in instructions.as_variable().items():
         monkeypatch.setenv(name, value)
     assert Instructions.take() == instructions

@@ -1,8 +1,7 @@
 """`paceline.compare` and `paceline compare`: the two engines on this machine, one table.
 
 Every contestant trains the same model on the same batch in fresh processes of its own, so that
-neither memory nor threads of one disturb another. What passes through the main device is counted
-from shapes, not measured: it is what the engine has to move there and back in one step.
+neither memory nor threads of one disturb another.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, check_whole
-from paceline.observe.units import bytes_text, table_lines
+from paceline.observe.units import bytes_text, seconds_text, table_lines
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 WARM_UP = 3
@@ -29,7 +29,7 @@ BARE = "bare"
 DP = "DataParallel"
 DP_LOSSES = "DataParallel, loss on replicas"
 DDP = "DistributedDataParallel"
-COLUMNS = ("", "processes", "outputs gathered on", "through main device", "step", "memory")
+COLUMNS = ("", "processes", "step", "of bare", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,6 @@ class EngineCost:
 
     name: str
     processes: int
-    gathered_on: str
-    """The device on which the outputs of all replicas come together, or why they do not."""
-    main_device_bytes: int
-    """What goes to and comes from the main device in one step."""
     step_s: float
     memory_bytes: dict[str, int]
     """Memory that training takes besides the loaded libraries, by device or process."""
@@ -54,37 +50,26 @@ class EngineComparison:
     rows: list[EngineCost]
 
     def __str__(self) -> str:
+        bare_s = self.rows[0].step_s
         cells = [list(COLUMNS)]
         for row in self.rows:
-            memory = [f"{name} {n / 2**20:,.0f} MiB" for name, n in row.memory_bytes.items()]
+            place, most = max(row.memory_bytes.items(), key=lambda pair: pair[1])
             cells.append(
                 [
                     row.name,
                     str(row.processes),
-                    row.gathered_on,
-                    bytes_text(row.main_device_bytes),
-                    f"{row.step_s * 1e3:,.2f} ms",
-                    ", ".join(memory) or "unknown",
+                    seconds_text(row.step_s),
+                    f"{row.step_s / bare_s:.2f}",
+                    f"{bytes_text(most)} on {place}",
                 ]
             )
-        head, *lines = table_lines(cells)
-        return "\n".join([head, "-" * max(map(len, [head, *lines])), *lines])
-
-
-@dataclass(frozen=True)
-class _Workload:
-    module: nn.Module
-    args: tuple[Any, ...]
-    targets: Any
-    loss_fn: Callable[..., Tensor]
-    device_ids: list[Any]
-    steps: int
-
-    def backward(self, output: Any, targets: Any) -> None:
-        import torch
-
-        loss = self.loss_fn(output) if targets is None else self.loss_fn(output, targets)
-        torch.autograd.backward(loss)
+        fastest = min(self.rows, key=lambda row: row.step_s)
+        verdict = (
+            f"Fastest here: {fastest.name}, at {fastest.step_s / bare_s:.2f} of the bare step."
+        )
+        if fastest.name == BARE:
+            verdict = "Fastest here: the bare model; this batch is too small to be worth sharing."
+        return "\n".join([*table_lines(cells, align="<>>><"), verdict])
 
 
 def compare(
@@ -104,6 +89,8 @@ def compare(
     """
     import torch
 
+    from paceline.dp.devices import find_devices
+
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{module!r} is not a module.", advice="Pass the model to be trained.")
     check_whole("steps", steps)
@@ -122,8 +109,10 @@ def compare(
     if device_ids is None:
         gpus = torch.accelerator.device_count()  # leaves CUDA usable in forks of this process
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
-    workload = _Workload(module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
-    return EngineComparison([_measure(name, workload) for name in (BARE, DP, DP_LOSSES, DDP)])
+    find_devices(device_ids)
+    train = partial(_train, module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
+    sizes = {BARE: 1, DP: 1, DP_LOSSES: 1, DDP: len(device_ids)}
+    return EngineComparison([_measure(name, size, train) for name, size in sizes.items()])
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
@@ -132,71 +121,67 @@ def _mean_square(output: Any, *_targets: Any) -> Tensor:
     from paceline.comm import tree
 
     found = [tensor.square().mean() for tensor in tree.tensors(output) if tensor.requires_grad]
-    if not found:
-        raise UsageError(
-            "The module's output holds no tensor that depends on a parameter.",
-            advice="Pass a loss_fn.",
-        )
     return torch.stack([value.to(found[0].device) for value in found]).sum()
 
 
-def _measure(name: str, workload: _Workload) -> EngineCost:
+def _measure(name: str, processes: int, train: Callable[..., dict[str, Any]]) -> EngineCost:
     from paceline.launcher import count_cores, launch
 
-    processes = len(workload.device_ids) if name == DDP else 1
     threads = max(1, count_cores() // processes)
-    train = partial(_train_rank, workload) if name == DDP else partial(_train_here, workload, name)
-    ranks = launch(train, workers=processes, threads=threads, label=False)
+    ranks = launch(train, name, workers=processes, threads=threads, label=False)
     memory = {
         device if processes == 1 else f"{device} of rank {number}": used
         for number, rank in enumerate(ranks)
         for device, used in rank["memory_bytes"].items()
     }
-    step_s = max(rank["step_s"] for rank in ranks)
-    first = ranks[0]
-    return EngineCost(
-        name, processes, first["gathered_on"], first["main_device_bytes"], step_s, memory
-    )
+    return EngineCost(name, processes, max(rank["step_s"] for rank in ranks), memory)
 
 
-def _train_here(workload: _Workload, name: str) -> dict[str, Any]:
-    """Without an engine, or with replicas in threads."""
-    from paceline.dp import DataParallel
-    from paceline.dp.devices import find_devices
+def _train(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    targets: Any,
+    loss_fn: Callable[..., Tensor],
+    device_ids: list[Any],
+    steps: int,
+    name: str,
+) -> dict[str, Any]:
+    """Train with one engine in this process, one of its ranks if there are several."""
+    import torch
 
-    first = find_devices(workload.device_ids)[0]
-    args, targets = _on(first.device, (workload.args, workload.targets))
-    module = workload.module.to(first.device)
-    if name == BARE:
-        return _time(workload, module, lambda: workload.backward(module(*args), targets), "-")
-    model = DataParallel(module, workload.device_ids)
-    moved = _count_moved_bytes(workload, model, on_replicas=name == DP_LOSSES)
-    if name == DP_LOSSES:
-        step = partial(model.backward, workload.loss_fn, args, targets)
-        return _time(workload, model, step, "none, only losses", moved)
-    return _time(
-        workload, model, lambda: workload.backward(model(*args), targets), first.name, moved
-    )
-
-
-def _train_rank(workload: _Workload) -> dict[str, Any]:
     import paceline
-    from paceline.dp.devices import ReplicaDevice
+    from paceline.comm import tree
+    from paceline.dp.devices import ReplicaDevice, find_devices
     from paceline.dp.scatter import scatter
 
-    with paceline.init_process_group() as world:
-        devices = [ReplicaDevice(str(world.device), world.device)] * world.size
-        chunks = scatter(workload.args, {}, devices, targets=workload.targets)
-        own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
-        model = paceline.DistributedDataParallel(workload.module.to(world.device))
-        where = "none, each rank keeps its own"
-        return _time(
-            workload, model, lambda: workload.backward(model(*own.args), own.targets), where
+    device = find_devices(device_ids)[0].device
+    if name == DDP:
+        world = paceline.init_process_group()
+        device = world.device
+        chunks = scatter(
+            args, {}, [ReplicaDevice(str(device), device)] * world.size, targets=targets
         )
+        own = chunks[min(world.rank, len(chunks) - 1)]  # a batch too small for all is repeated
+        args, targets = own.args, own.targets
+    args, targets = tree.map_tensors(lambda tensor: tensor.to(device), (args, targets))
+    model: Any = module.to(device)
+    if name == DDP:
+        model = paceline.DistributedDataParallel(model)
+    elif name != BARE:
+        model = paceline.DataParallel(model, device_ids)
+
+    def step() -> None:
+        if name == DP_LOSSES:
+            model.backward(loss_fn, args, targets)
+        else:
+            wanted = () if targets is None else (targets,)
+            torch.autograd.backward(loss_fn(model(*args), *wanted))
+
+    return _time(model, device, step, steps)
 
 
 def _time(
-    workload: _Workload, model: nn.Module, step: Callable[[], Any], where: str, moved: int = 0
+    model: nn.Module, device: torch.device, step: Callable[[], None], steps: int
 ) -> dict[str, Any]:
     """Take the steps, and report what they cost as plain data."""
     import torch
@@ -204,79 +189,31 @@ def _time(
     before = _private_bytes()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-6)
-    kind = next((param.device.type for param in trained), "cpu")
     times = []
-    for _ in range(WARM_UP + workload.steps):
+    for _ in range(WARM_UP + steps):
         start = time.perf_counter()
         optimizer.zero_grad()
         step()
         optimizer.step()
-        if kind != "cpu":
+        if device.type != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - start)
     memory = {"cpu": max(0, _private_bytes() - before)}
-    if kind == "cuda":
+    if device.type == "cuda":
         used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
         memory = {f"cuda:{i}": number for i, number in enumerate(used) if number}
-    return {
-        "step_s": statistics.median(times[WARM_UP:]),
-        "gathered_on": where,
-        "main_device_bytes": moved,
-        "memory_bytes": memory,
-    }
-
-
-def _count_moved_bytes(workload: _Workload, model: Any, *, on_replicas: bool) -> int:
-    """What the first device sends to the others and gets from them in one step."""
-    import torch
-
-    from paceline.dp.devices import find_devices
-    from paceline.dp.scatter import scatter
-
-    devices = [each.device for each in find_devices(workload.device_ids)]
-    chunks = scatter(workload.args, {}, find_devices(workload.device_ids), targets=workload.targets)
-    others = [chunk for chunk in chunks if chunk.replica != 0]
-    total = sum(_bytes(chunk.contents if on_replicas else chunk.args) for chunk in others)
-    if not on_replicas:  # outputs come, their gradients go
-        with torch.no_grad():
-            output = model.module(*_on(devices[0], workload.args))
-        rows = sum(chunk.rows for chunk in chunks)
-        total += round(2 * _bytes(output) * sum(chunk.rows for chunk in others) / max(rows, 1))
-    weights = _bytes(list(model.parameters()))
-    elsewhere = {devices[chunk.replica] for chunk in others} - {devices[0]}
-    total += 2 * weights * len(elsewhere)  # parameters go, gradients come
-    if on_replicas and devices[0].type == "cpu":
-        total += weights * sum(devices[chunk.replica] == devices[0] for chunk in others)
-    return total
-
-
-def _on(device: Any, value: Any) -> Any:
-    from paceline.comm import tree
-
-    return tree.map_tensors(lambda tensor: tensor.to(device), value)
-
-
-def _bytes(value: Any) -> int:
-    from paceline.comm import tree
-
-    return sum(tensor.nbytes for tensor in tree.tensors(value))
+    return {"step_s": statistics.median(times[WARM_UP:]), "memory_bytes": memory}
 
 
 def _private_bytes() -> int:
     """This process's memory that no other process shares; 0 where the system does not say."""
     rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
-        return 0
-    lines = rollup.read_text().splitlines()
+    lines = rollup.read_text().splitlines() if rollup.exists() else []
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline compare`."""
-    parser.description = (
-        "Train one model with DataParallel and with DistributedDataParallel on this machine, and "
-        "print what each costs."
-    )
     parser.add_argument(
         "target",
         nargs="?",
@@ -294,9 +231,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the table."""
+    print(f"Timing {args.steps} steps each of {BARE}, {DP} and {DDP} ...", flush=True)
     module, batch, loss_fn = _load(args.target) if args.target else _convolutions()
-    names = None if args.devices is None else args.devices.split(",")
-    devices = names and [int(name) if name.strip().isdigit() else name.strip() for name in names]
+    names = [name.strip() for name in args.devices.split(",")] if args.devices else None
+    devices = names and [int(name) if name.isdecimal() else name for name in names]
     print(compare(module, batch, loss_fn, device_ids=devices, steps=args.steps))
     return 0
 

@@ -13,30 +13,18 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.errors import SettingError
 
+MAX_WORKERS = 4096
+"""More never start on one machine: it runs out of processes, ports and memory long before."""
 SHUTDOWN_TIMEOUT_S = 0.5
 # After a signal from the user a step and a checkpoint should fit in.
 SIGNAL_TIMEOUT_S = 30.0
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A flag's value as text, and where it came from: `flag`, `environment` or `default`."""
-
-    value: str
-    source: str
-    name: str
-    """The flag or the variable, for messages."""
-
-    def error(self, problem: str, advice: str) -> SettingError:
-        shown = self.value if re.fullmatch(r"-?\d+", self.value) else repr(self.value)
-        return SettingError(f"{self.name} is {shown}, which is {problem}.", advice=advice)
-
-
-Reader = Callable[[Setting], Any]
+Reader = Callable[[str], Any]
+"""Turns text into a value; a ValueError says what is possible instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +35,13 @@ class Flag:
     """Its spellings, the first of which names it, then a word for its value unless it is a switch:
     `--tee -t STREAMS`."""
     help: str
-    read: Reader | None
-    """Turns text into the option's value, or raises; None for plain text and for switches."""
+    reader: Reader = str
     default: str = ""
-    """As one would write it on the command line."""
+    """As one would write it on the command line; an empty value means the default."""
     tells: str = ""
     """The variable that tells workers the value; for a switch with what it is set to, NAME=TEXT."""
-    variables: tuple[str, ...] = ()
-    """Variables that set it, besides `PET_<FLAG>`."""
+    group: str = ""
+    """Begins a new group of flags in the help."""
 
     @property
     def names(self) -> list[str]:
@@ -68,123 +55,137 @@ class Flag:
     def dest(self) -> str:
         return self.names[0].lstrip("-").replace("-", "_")
 
-    def setting(self, given: str | None, environ: Mapping[str, str]) -> Setting:
-        """The flag's value as text, and its source."""
-        first, *others = [name for name in self.names if name.startswith("--")]
-        title = f"{first} ({others[0]})" if others else first
-        if given is not None:
-            return Setting(given, "flag", title)
-        for variable in (f"PET_{self.dest.upper()}", *self.variables):
-            if variable in environ:
-                return Setting(environ[variable], "environment", variable)
-        return Setting(self.default, "default", title)
+    def find(self, given: Mapping[str, str | None], environ: Mapping[str, str]) -> tuple[str, str]:
+        """The value as text, and its source: the flag, a variable or `default`."""
+        if text := given.get(self.dest):
+            return text, " or ".join(name for name in self.names if name.startswith("--"))
+        for variable in (f"PET_{self.dest.upper()}", f"TORCH_ELASTIC_{self.dest.upper()}"):
+            if text := environ.get(variable):
+                return text, variable
+        return self.default, "default"
 
-    def value(self, setting: Setting) -> Any:
-        if self.read is not None:
-            return self.read(setting)
-        return setting.value if self.metavar else setting.value not in {"", "0"}
-
-
-def optional(read: Reader) -> Reader:
-    """Read nothing as None."""
-    return lambda setting: read(setting) if setting.value else None
+    def read(self, text: str, source: str) -> Any:
+        """The option's value. A switch is on unless somebody has written 0."""
+        if not self.metavar:
+            return text not in {"", "0"}
+        try:
+            return self.reader(text.strip())
+        except ValueError as error:
+            shown = text if re.fullmatch(r"-?\d{1,20}", text) else repr(text[:80])
+            raise SettingError(f"{source} is {shown}.", advice=str(error)) from None
 
 
-def matching(pattern: str, advice: str, convert: Callable[[str], Any] = str) -> Reader:
-    """A reader of text that matches a pattern as a whole; `advice` says what is possible."""
+def matching(pattern: str, advice: str, convert: Reader = str) -> Reader:
+    """A reader of text that matches a pattern as a whole."""
 
-    def read(setting: Setting) -> Any:
-        text = setting.value.strip()
+    def read(text: str) -> Any:
         if re.fullmatch(pattern, text) is None:
-            raise setting.error("not possible", advice)
+            raise ValueError(advice)
         return convert(text)
 
     return read
 
 
-def whole(at_least: int, at_most: float = float("inf")) -> Reader:
-    """A reader of whole numbers."""
+def whole(least: int, most: int = 10**9) -> Reader:
+    """A reader of whole numbers; nothing is None."""
 
-    def read(setting: Setting) -> int:
-        is_number = re.fullmatch(r"-?\d+", setting.value) is not None
-        if not is_number or not at_least <= int(setting.value) <= at_most:
-            upto = "up" if at_most == float("inf") else f"to {at_most}"
-            raise setting.error("not possible", f"Use a whole number from {at_least} {upto}.")
-        return int(setting.value)
+    def read(text: str) -> int | None:
+        if text and not (re.fullmatch(r"-?\d{1,18}", text) and least <= int(text) <= most):
+            raise ValueError(f"Use a whole number from {least} to {most}.")
+        return int(text) if text else None
 
     return read
 
 
-def seconds(setting: Setting) -> float:
-    try:
-        number = float(setting.value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise setting.error("not a number of seconds", "Use a number from 0 up.")
-    return number
+def seconds(text: str) -> float | None:
+    """A number of seconds; nothing is None."""
+    if text and re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text) is None:
+        raise ValueError("Use a number of seconds from 0 up.")
+    return float(text) if text else None
 
 
-def endpoint(setting: Setting) -> tuple[str, int | None]:
+def workers(text: str) -> str:
+    """A number, or a word for as many as there are."""
+    if text not in {"auto", "gpu", "cpu"}:
+        try:
+            whole(1, MAX_WORKERS)(text)
+        except ValueError as error:
+            words = "or auto, gpu or cpu; XPUs are not supported yet."
+            raise ValueError(f"{str(error)[:-1]}, {words}") from None
+    return text
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """`2` as (2, 2), `1:4` as (1, 4)."""
+    if re.fullmatch(r"[1-9]\d{0,3}(:[1-9]\d{0,3})?", text) is None:
+        raise ValueError("Use a whole number from 1 to 9999, or MIN:MAX.")
+    least, _, most = text.partition(":")
+    return int(least), int(most or least)
+
+
+def endpoint(text: str) -> tuple[str, int | None] | None:
     """`host`, `host:port` or `[::1]:port` as host and port."""
-    match = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+))(?::(\d+))?", setting.value)
-    if match is None or int(match[3] or 0) >= 2**16:
-        raise setting.error("not HOST:PORT", "Write it as node0:29400, or [::1]:29400 for IPv6.")
-    return match[1] or match[2], int(match[3]) if match[3] else None
+    match = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
+    if text and (match is None or int(match[3] or 0) >= 2**16):
+        raise ValueError("Write it as HOST:PORT: node0:29400, or [::1]:29400 for IPv6.")
+    return (match[1] or match[2], int(match[3]) if match[3] else None) if match else None
 
 
-def rendezvous_conf(setting: Setting) -> dict[str, float]:
+def rendezvous_conf(text: str) -> dict[str, float]:
     """`join_timeout=60,is_host=1` as numbers, without what only torchrun's backends know."""
     found: dict[str, float] = {}
-    for pair in filter(str.strip, setting.value.split(",")):
-        key, _, text = (part.strip() for part in pair.partition("="))
-        if not text:
-            advice = "Write it as join_timeout=60,is_host=1."
-            raise setting.error(f"not complete: {key!r} has no value", advice)
+    for pair in filter(str.strip, text.split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not value:
+            raise ValueError(f"{key} has no value: write it as join_timeout=60,is_host=1.")
         if key == "is_host":
-            found[key] = text.lower() in {"1", "true", "yes", "t", "y"}
+            found[key] = value.lower() in {"1", "true", "yes", "t", "y"}
         elif key in {"join_timeout", "timeout", "last_call_timeout"}:
-            found[key] = seconds(Setting(text, setting.source, f"{key} in {setting.name}"))
+            found[key] = seconds(value) or 0.0
     return found
 
 
 def streams(text: str) -> dict[int, int]:
     """`3` as {-1: 3} (all local ranks), `0:3,1:2` as {0: 3, 1: 2}."""
+    if re.fullmatch(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*", text) is None:
+        raise ValueError("Use 0 none, 1 stdout, 2 stderr or 3 both; by local rank as in 0:3,1:2.")
     pairs = [("-1:" + part).split(":")[-2:] for part in text.split(",")]
     return {int(rank): int(which) for rank, which in pairs}
 
 
-def words(setting: Setting) -> tuple[str, ...]:
+def local_ranks(text: str) -> frozenset[int] | None:
+    if text and re.fullmatch(r"\d{1,6}(,\d{1,6})*", text) is None:
+        raise ValueError("Write it as 0,1,2.")
+    return frozenset(map(int, text.split(","))) if text else None
+
+
+def words(text: str) -> tuple[str, ...]:
     """Words between commas; a doubled comma stands for one."""
-    parts = re.split(r"(?<!,),(?!,)", setting.value)
+    parts = re.split(r"(?<!,),(?!,)", text)
     return tuple(part.replace(",,", ",") for part in parts if part)
 
 
-def signals(setting: Setting) -> tuple[signal.Signals, ...]:
+def signals(text: str) -> tuple[signal.Signals, ...]:
     possible = {s.name: s for s in signal.Signals if s not in {signal.SIGKILL, signal.SIGSTOP}}
-    names = setting.value.replace(",", " ").split()
+    names = text.replace(",", " ").split()
     if unknown := [name for name in names if name not in possible]:
-        problem = f"not possible: {unknown[0]} is not a signal that a process can handle"
-        raise setting.error(problem, "Write names such as SIGTERM,SIGUSR1.")
+        raise ValueError(
+            f"{unknown[0]} is not a signal that a process can handle: write SIGTERM,SIGUSR1."
+        )
     return tuple(possible[name] for name in names)
 
 
-read_streams = matching(
-    r"[0-3]|\d+:[0-3](,\d+:[0-3])*",
-    "Use 0 none, 1 stdout, 2 stderr or 3 both; by local rank as in 0:3,1:2.",
-    streams,
-)
-
-
-def refuse(problem: str, advice: str) -> NoReturn:
-    raise SettingError(problem, advice=advice)
-
-
-def flag(usage: str, help: str, read: Reader | None = None, **more: Any) -> Any:
+def flag(usage: str, help: str, reader: Reader = str, **more: str) -> Any:
     """Declare a field of `LaunchOptions` that is also a flag."""
-    made = Flag(usage, help, read, **more)
-    default = made.value(made.setting(None, {}))
-    return field(default_factory=lambda: default, metadata={"flag": made})
+    made = Flag(usage, help, reader, **more)
+    return field(
+        default_factory=lambda: made.read(made.default, "default"), metadata={"flag": made}
+    )
+
+
+def refuse(is_wrong: object, problem: str, advice: str) -> None:
+    if is_wrong:
+        raise SettingError(problem, advice=advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,16 +198,14 @@ class LaunchOptions:
     nproc_per_node: str = flag(
         "--nproc-per-node --workers N",
         "how many workers to start here: a number, or auto, gpu or cpu for as many as there are",
-        matching(
-            r"[1-9]\d*|auto|gpu|cpu",
-            "Pass a whole number from 1 up, or auto, gpu or cpu; XPUs are not supported yet.",
-        ),
+        workers,
         default="1",
+        group="workers",
     )
     threads: int | None = flag(
         "--threads N",
         "CPU threads per worker; by default OMP_NUM_THREADS, else the cores divided among them",
-        optional(whole(1)),
+        whole(1),
         tells="OMP_NUM_THREADS",
     )
     as_torch: bool = flag(
@@ -221,26 +220,23 @@ class LaunchOptions:
         "--numa-binding MODE",
         "bind each worker to the CPUs near its GPU: node, socket, exclusive or core-complex",
         matching(
-            "|node|socket|exclusive|core-complex", "Use node, socket, exclusive or core-complex."
+            "|node|socket|exclusive|core-complex", "Use node, socket, exclusive, core-complex."
         ),
     )
     role: str = flag("--role NAME", "a name for the workers", default="default", tells="ROLE_NAME")
 
-    module: bool = flag("--module -m", "run a module, as `python -m` does")
+    module: bool = flag("--module -m", "run a module, as `python -m` does", group="program")
     no_python: bool = flag("--no-python", "run a program that is not a Python script")
 
     nnodes: tuple[int, int] = flag(
         "--nnodes N",
         "how many machines take part, or MIN:MAX",
-        matching(
-            r"[1-9]\d*(:[1-9]\d*)?",
-            "Pass a whole number from 1 up, or MIN:MAX.",
-            lambda text: (int(text.partition(":")[0]), int(text.rpartition(":")[2])),
-        ),
+        nodes,
         default="1",
+        group="several machines",
     )
     node_rank: int | None = flag(
-        "--node-rank R", "this machine's number, from 0 (static rendezvous)", optional(whole(0))
+        "--node-rank R", "this machine's number, from 0 (static rendezvous)", whole(0)
     )
     master_addr: str = flag(
         "--master-addr ADDR", "the address of machine 0 (static rendezvous); 127.0.0.1 by default"
@@ -248,7 +244,7 @@ class LaunchOptions:
     master_port: int | None = flag(
         "--master-port PORT",
         "the port on machine 0 (static rendezvous); 29500, on a single machine a free one",
-        optional(whole(0, 2**16 - 1)),
+        whole(0, 2**16 - 1),
     )
     rdzv_backend: str = flag(
         "--rdzv-backend NAME",
@@ -257,9 +253,7 @@ class LaunchOptions:
         default="static",
     )
     rdzv_endpoint: tuple[str, int | None] | None = flag(
-        "--rdzv-endpoint HOST:PORT",
-        "where they meet: an address of one of the machines",
-        optional(endpoint),
+        "--rdzv-endpoint HOST:PORT", "where they meet: an address of one of the machines", endpoint
     )
     rdzv_id: str = flag(
         "--rdzv-id ID",
@@ -285,13 +279,13 @@ class LaunchOptions:
         whole(0),
         default="0",
         tells="TORCHELASTIC_MAX_RESTARTS",
+        group="failures and signals",
     )
     shutdown_timeout: float | None = flag(
         "--shutdown-timeout S",
         "seconds between asking workers to end and killing them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT); "
         f"by default {SHUTDOWN_TIMEOUT_S:g} after a failure, {SIGNAL_TIMEOUT_S:g} after a signal",
-        optional(seconds),
-        variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
+        seconds,
     )
     signals_to_handle: tuple[signal.Signals, ...] = flag(
         "--signals-to-handle NAMES",
@@ -306,7 +300,7 @@ class LaunchOptions:
         default="0.1",
     )
 
-    no_label: bool = flag("--no-label", "do not put `[rank N]` before each line")
+    no_label: bool = flag("--no-label", "do not put `[rank N]` before each line", group="output")
     quiet: bool = flag(
         "--quiet",
         "of a run, say only what is wrong: no bar, no table (PACELINE_PROGRESS=quiet)",
@@ -325,25 +319,19 @@ class LaunchOptions:
         "--redirects -r STREAMS",
         "send streams to log files instead of the console: 0 none, 1 stdout, 2 stderr, 3 both, "
         "for all workers or by local rank as in 0:3,1:2",
-        read_streams,
+        streams,
         default="0",
     )
     tee: Mapping[int, int] = flag(
         "--tee -t STREAMS",
         "send streams to log files as well as the console, in the same form",
-        read_streams,
+        streams,
         default="0",
     )
     local_ranks_filter: frozenset[int] | None = flag(
         "--local-ranks-filter RANKS",
         "show only these local ranks on the console, separated by commas",
-        optional(
-            matching(
-                r"\d+(,\d+)*",
-                "Write it as 0,1,2.",
-                lambda text: frozenset(map(int, text.split(","))),
-            )
-        ),
+        local_ranks,
     )
     duplicate_stdout_filters: tuple[str, ...] = flag(
         "--duplicate-stdout-filters WORDS",
@@ -357,24 +345,29 @@ class LaunchOptions:
     timeline: str = flag(
         "--timeline FOLDER",
         "record what every worker does when, for `paceline timeline FOLDER`",
-        lambda setting: os.path.abspath(setting.value) if setting.value else "",
+        lambda text: os.path.abspath(text) if text else "",
         tells="PACELINE_TIMELINE",
+        group="watching the training",
     )
     trace_step: int | None = flag(
         "--trace-step N",
         "record this step of a paceline.Run stage by stage, for `paceline trace RUN`",
-        optional(whole(1)),
+        whole(1),
         tells="PACELINE_TRACE_STEP",
     )
     stall_after: float | None = flag(
         "--stall-after S",
         "seconds of standstill after which a worker says where it is and whom it waits for; 0 for "
         "never; by default PACELINE_STALL_S, else 120",
-        optional(seconds),
+        seconds,
         tells="PACELINE_STALL_S",
     )
 
-    run_path: bool = flag("--run-path", "a script always runs in the interpreter that prepared it")
+    run_path: bool = flag(
+        "--run-path",
+        "a script always runs in the interpreter that prepared it",
+        group="accepted as torchrun does, without effect here",
+    )
     start_method: str = flag(
         "--start-method NAME", "workers are fresh processes, whichever is named", default="spawn"
     )
@@ -386,40 +379,31 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; of several reasons, the first is told."""
         least, most = self.nnodes
-        nodes = str(most) if least == most else f"{least}:{most}"
+        said = f"--nnodes is {most if least == most else f'{least}:{most}'}"
         is_numbered = self.rdzv_backend == "static"
-        has_address = self.rdzv_endpoint is not None or (is_numbered and bool(self.master_addr))
-        if self.module and self.no_python:
-            refuse("--module and --no-python contradict each other.", "Drop one of the two.")
-        if self.quiet and self.json:
-            refuse("--quiet and --json contradict each other.", "Drop one of the two.")
-        if least > most:
-            refuse(f"--nnodes is {nodes}, which is impossible.", "MIN is not above MAX.")
-        if self.standalone and most > 1:
-            refuse(f"--standalone means one machine, but --nnodes is {nodes}.", "Drop one of them.")
-        if most > 1 and not has_address:
-            refuse(
-                f"--nnodes is {nodes}, but nothing says where the machines meet.",
-                "Pass --master-addr, the address of the first one, on all machines."
-                if is_numbered
-                else "Pass --rdzv-endpoint HOST:PORT, an address of one of them, on all machines.",
-            )
-        if is_numbered and (self.node_rank or 0) >= most:
-            refuse(
-                f"--node-rank is {self.node_rank}, but there are {most} machines.",
-                f"Machines are numbered from 0 to {most - 1}; set --nnodes as well.",
-            )
-        if is_numbered and most > 1 and self.node_rank is None:
-            refuse(
-                f"--nnodes is {nodes}, but nothing says which of them this machine is.",
-                "Pass --node-rank, a different one on each machine, or use --rdzv-backend c10d "
-                "--rdzv-endpoint HOST:PORT, which numbers them.",
-            )
-        if is_numbered and least < most:
-            refuse(
-                f"--nnodes is {nodes}, but with --node-rank the number of machines is fixed.",
-                "Pass one number, or use --rdzv-backend c10d.",
-            )
+        has_address = self.rdzv_endpoint is not None or (is_numbered and self.master_addr)
+        drop = "Drop one of the two."
+        refuse(self.module and self.no_python, "--module and --no-python contradict.", drop)
+        refuse(self.quiet and self.json, "--quiet and --json contradict.", drop)
+        refuse(least > most, f"{said}, which is impossible.", "MIN is not above MAX.")
+        refuse(self.standalone and most > 1, f"--standalone means one machine, but {said}.", drop)
+        refuse(
+            most > 1 and not has_address,
+            f"{said}, but nothing says where the machines meet.",
+            "Pass --master-addr, or --rdzv-endpoint HOST:PORT with --rdzv-backend c10d: an address "
+            "of the first machine, the same on all.",
+        )
+        refuse(
+            is_numbered and (self.node_rank or 0) >= most,
+            f"--node-rank is {self.node_rank}, but {said}.",
+            f"Machines are numbered from 0 to {most - 1}; set --nnodes as well.",
+        )
+        refuse(
+            is_numbered and most > 1 and (self.node_rank is None or least < most),
+            f"{said}, but nothing says which of them this machine is, or how many there are.",
+            "Pass one number and a different --node-rank on each machine, or use --rdzv-backend "
+            "c10d --rdzv-endpoint HOST:PORT, which numbers them.",
+        )
 
     @property
     def kind(self) -> str:
@@ -464,38 +448,21 @@ class LaunchOptions:
 FLAGS: tuple[Flag, ...] = tuple(
     declared.metadata["flag"] for declared in fields(LaunchOptions) if declared.metadata
 )
-_TITLE_BY_FIRST = {
-    "nproc_per_node": "workers",
-    "module": "program",
-    "nnodes": "several machines",
-    "max_restarts": "failures and signals",
-    "no_label": "output",
-    "timeline": "watching the training",
-    "run_path": "accepted as torchrun does, without effect here",
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to a parser, leaving every default to `read_settings`."""
+    """Add all flags to a parser, leaving every default to `read_options`."""
     group: argparse._ActionsContainer = parser
     for flag in FLAGS:
-        if flag.dest in _TITLE_BY_FIRST:
-            group = parser.add_argument_group(_TITLE_BY_FIRST[flag.dest])
+        if flag.group:
+            group = parser.add_argument_group(flag.group)
+        default = f" (default: {flag.default})" if flag.default else ""
+        kind: dict[str, Any] = {"action": "store_const", "const": "1"}
         if flag.metavar:
-            default = f" (default: {flag.default})" if flag.default else ""
-            kind: dict[str, Any] = {"metavar": flag.metavar, "help": flag.help + default}
-        else:
-            kind = {"action": "store_const", "const": "1", "help": flag.help}
+            kind = {"metavar": flag.metavar}
         # As torchrun, also with underscores.
         both = [name for dashed in flag.names for name in (dashed, "--" + flag.dest)]
-        group.add_argument(*dict.fromkeys(both), dest=flag.dest, **kind)
-
-
-def read_settings(
-    given: Mapping[str, str | None], environ: Mapping[str, str]
-) -> dict[str, Setting]:
-    """Each flag's value as text and its source, by the flag's name in code."""
-    return {flag.dest: flag.setting(given.get(flag.dest), environ) for flag in FLAGS}
+        group.add_argument(*dict.fromkeys(both), dest=flag.dest, help=flag.help + default, **kind)
 
 
 def read_options(
@@ -505,6 +472,5 @@ def read_options(
     arguments: tuple[str, ...] = (),
 ) -> LaunchOptions:
     """Read and check all flags. The first impossible value is named in the error."""
-    settings = read_settings(given, environ)
-    values = {flag.dest: flag.value(settings[flag.dest]) for flag in FLAGS}
+    values = {flag.dest: flag.read(*flag.find(given, environ)) for flag in FLAGS}
     return LaunchOptions(program=program, arguments=arguments, **values)

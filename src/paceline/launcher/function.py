@@ -21,8 +21,9 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from paceline import env
@@ -30,8 +31,8 @@ from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import OrphanGuard, WorkerProcess, end_now, start_all
-from paceline.launcher.store import StoreSocket
+from paceline.launcher.process import WorkerProcess
+from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
 
@@ -60,7 +61,8 @@ def launch(
     )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        store = stack.enter_context(closing(StoreSocket()))
+        store = stack.enter_context(closing(StoreServer()))
+        forks = stack.enter_context(closing(_Forks(partial(fn, *args), store)))
         specs = plan_workers(
             options,
             store.first_place(workers),
@@ -70,8 +72,9 @@ def launch(
             cores=count_cores(),
             interface=env.loopback_interface(),
         )
-        forks = stack.enter_context(closing(_Forks(partial(fn, *args), specs, store)))
-        ending = Supervisor(*forks.start(), options, store=store).run()
+        specs = [replace(spec, takes_terminal=False) for spec in specs]
+        console = open_console(os.environ)
+        ending = Supervisor(specs, forks.start, options, console, store=store).run()
         if (first := ending.first_failure) is not None:
             raise WorkerError(
                 f"rank {first.rank} of {workers} failed: {first}",
@@ -82,64 +85,48 @@ def launch(
         return _read_results([_result_file(spec) for spec in specs])
 
 
-@dataclass(eq=False)
 class _Forks:
-    """The workers, forked from a thread of its own, which lives as long as they do.
+    """Forks workers from a thread of its own, which lives as long as they do.
 
     See Note [Forking from a fresh thread]. A fork inherits every descriptor, so a worker's pipes
-    are made just before it, and its ends of them closed here just after.
+    are made just before it, and its ends of them closed just after.
     """
 
-    call: Callable[[], object]
-    specs: list[WorkerSpec]
-    store: StoreSocket
-
-    def __post_init__(self) -> None:
-        self.console = open_console(os.environ)
-        self.ours = [self.store.linger_writer]
+    def __init__(self, call: Callable[[], object], store: StoreServer) -> None:
+        self.call = call
+        self.ours = [store.socket.fileno()]
         """What only the calling process may hold open."""
         self.processes: list[Any] = []
-        self.forked: Future[tuple[list[WorkerProcess], OrphanGuard]] = Future()
-        self.finished = threading.Event()
-        run = contextvars.copy_context().run
+        self.asked: SimpleQueue[tuple[WorkerSpec, Pipes, Future[WorkerProcess]] | None]
+        self.asked = SimpleQueue()
         self.thread = threading.Thread(
-            target=run, args=(self._fork_all,), name="paceline-launch", daemon=True
+            target=contextvars.copy_context().run, args=(self._fork_all,), name="paceline-launch"
         )
-
-    def start(self) -> tuple[list[WorkerProcess], OrphanGuard]:
-        """Fork them all, and their guard; on an interrupt, end those that were forked."""
         self.thread.start()
-        try:
-            return self.forked.result()
-        except BaseException:
-            if self.forked.exception() is None:
-                workers, guard = self.forked.result()
-                end_now(workers)
-                for worker in workers:
-                    worker.close()
-                guard.close()
-            raise
+
+    def start(self, spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        forked: Future[WorkerProcess] = Future()
+        self.asked.put((spec, pipes, forked))
+        return forked.result()
 
     def close(self) -> None:
-        self.finished.set()
-        if self.thread.is_alive():
-            self.thread.join()
+        self.asked.put(None)
+        self.thread.join()
         for process in self.processes:  # multiprocessing forgets the workers
-            if process.is_alive():  # an interrupt came before anybody supervised them
+            if process.is_alive():  # an interrupt came before anybody supervised it
                 process.kill()
             process.join()
             process.close()
 
     def _fork_all(self) -> None:
-        try:
-            self.forked.set_result(start_all(self.specs, self._fork))
-        except BaseException as error:
-            self.forked.set_exception(error)
-        self.finished.wait()
+        while (asked := self.asked.get()) is not None:
+            spec, pipes, forked = asked
+            try:
+                forked.set_result(self._fork(spec, pipes))
+            except BaseException as error:
+                forked.set_exception(error)
 
-    def _fork(self, spec: WorkerSpec) -> WorkerProcess:
-        spec = replace(spec, takes_terminal=False)
-        pipes = Pipes(spec, self.console)
+    def _fork(self, spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
         self.ours += pipes.ours
         process = multiprocessing.get_context("fork").Process(
             target=self._work, args=(spec, pipes, os.getpid()), name=f"rank {spec.rank}"
@@ -148,8 +135,6 @@ class _Forks:
             # Python 3.12 warns of forks among threads; the Note says why this one works.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
-        pipes.close_theirs()
-        self.store.shut()  # rank 0, which is the first, has it now
         self.processes.append(process)
         poll = partial(getattr, process, "exitcode")
         return WorkerProcess(spec.rank, process.pid or -1, poll, spec.error_file, pipes)
@@ -164,13 +149,9 @@ class _Forks:
         os.environ.update({**spec.environment, **pipes.variables})
         if "OMP_NUM_THREADS" in os.environ:  # torch read it when the parent imported it
             sys.modules["torch"].set_num_threads(env.read_int(os.environ, "OMP_NUM_THREADS"))
-        serving = self.store.instructions if spec.rank == 0 else {}
-        worker = Worker(Instructions(parent=parent, status_fd=pipes.status_writer, **serving))
+        worker = Worker(Instructions(parent=parent, status_fd=pipes.status_writer))
         worker.prepare()
-        try:
-            sys.exit(worker.call(lambda: _write_result(_result_file(spec), self.call())))
-        finally:
-            worker.linger()
+        sys.exit(worker.call(lambda: _write_result(_result_file(spec), self.call())))
 
 
 def _settle_in(pipes: Pipes) -> None:

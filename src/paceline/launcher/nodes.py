@@ -1,8 +1,8 @@
-"""Several machines: they meet at one store, get their ranks, and end together.
+"""Several machines: their launchers meet at one store, number themselves, and end together.
 
-Each machine's launcher joins the store at the given address; here, and only here, a launcher
-imports torch. With `--node-rank` the machines bring their numbers; otherwise they are numbered as
-they arrive. The first attempt's workers share that store, later attempts get a fresh one.
+The launcher that owns the address given serves the store, for the launchers and for the workers of
+all machines. With `--node-rank` the machines bring their numbers; otherwise they are numbered as
+they arrive.
 
     arrive -> everybody is there -> run -> done or failed, told to all -> leave, the host last
 """
@@ -18,15 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from paceline.comm.sockets import listen
-from paceline.env import Placement, is_loopback
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.env import LOOPBACK, Placement, is_loopback
+from paceline.errors import PeerError, UsageError
 from paceline.launcher.flags import LaunchOptions
-from paceline.launcher.process import Ending, report, signal_name
+from paceline.launcher.process import Ending, signal_name
 from paceline.launcher.run import LocalRun, say
-from paceline.launcher.store import open_store
+from paceline.launcher.store import StoreClient, StoreServer
 from paceline.launcher.supervise import SignalInbox
 
 JOIN_TIMEOUT_S = 600.0
@@ -36,8 +34,8 @@ BEAT_S = 1.0
 SILENCE_S = 30.0
 LEAVE_S = 5.0
 _LOOK_S = 0.05
-_NOTICE_S = 10.0
-HOST_IS_GONE = "The launcher at {}, where all machines meet, is gone."
+_NOTICE_S = 4.0
+_EVERYWHERE = "0.0.0.0"
 _NOT_OURS = {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
 
 
@@ -55,15 +53,11 @@ def run_with_others(run: LocalRun) -> int:
     except Interrupted as interrupted:
         stopped = Ending(workers=(), signal=interrupted.args[0])
         rendezvous.tell_failure(stopped)
-        say(report(stopped))
+        say(str(stopped))
         return stopped.exit_code
-    except PacelineError:
-        raise
-    except RuntimeError as error:  # what torch's store raises
-        raise PeerError(
-            HOST_IS_GONE.format(rendezvous.endpoint),
-            advice="See what it printed; it is the one that serves the store.",
-        ) from error
+    except OSError as error:
+        advice = "See what it printed; it is the one that serves the store."
+        raise PeerError(rendezvous.host_is_gone, advice=advice) from error
     finally:
         rendezvous.close()
 
@@ -85,10 +79,11 @@ class Rendezvous:
 
     def __init__(self, options: LaunchOptions, run_id: str, inbox: SignalInbox) -> None:
         self.inbox = inbox
-        self.prefix = f"paceline/{run_id}"
+        self.prefix = f"launchers/{run_id}"
         self.host, self.port = options.meeting_point
         self.endpoint = f"{self.host}:{self.port}"
-        self.nnodes = options.nnodes
+        self.host_is_gone = f"The launcher at {self.endpoint}, where all machines meet, is gone."
+        self.least, self.most = options.nnodes
         conf = options.rdzv_conf
         self.number = options.node_rank if options.rdzv_backend == "static" else None
         """This machine's number; None where machines are numbered as they arrive."""
@@ -100,18 +95,22 @@ class Rendezvous:
         self.attempt = 0
         self.node = -1
         self.sizes: list[int] = []
-        self.is_host = False
         self.is_over = False
         """A machine was told to stop, so nobody restarts."""
         self.beat_at_s = 0.0
         self.heard: tuple[int, float] = (-1, 0.0)
-        self.store: Any = None
-        self.worker_store: Any = None
+        self.server: StoreServer | None = None
+        self.client: StoreClient | None = None
+
+    @property
+    def store(self) -> StoreClient:
+        assert self.client is not None, "arrive() comes first"
+        return self.client
 
     def arrive(self, local_size: int) -> int:
         """Take a number, and wait until everybody has one; the number of workers on all."""
         self._connect()
-        _, most = self.nnodes
+        most = self.most
         if self.number is None:
             self.node = self.store.add("arrived", 1) - 1
         else:
@@ -139,14 +138,13 @@ class Rendezvous:
         self.attempt = attempt
         self.deadline_s = time.monotonic() + self.join_timeout_s
         self.heard = (-1, 0.0)
-        port = self.port
-        if attempt > 0:
-            if self.is_host:
-                self.store.set(f"port/{attempt}", str(self._open_worker_store()))
-            port = int(self._get(f"port/{attempt}", "the machine where all meet"))
         self.store.set(f"ready/{attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
             self._get(f"ready/{attempt}/{node}", f"machine {node}")
+        if self.server is not None:  # the last attempt's workers have ended everywhere
+            self.server.clear(keep=self.prefix)
+            self.store.set(f"begin/{attempt}", "1")
+        self._get(f"begin/{attempt}", "the machine where all meet")
         return Placement(
             rank=sum(self.sizes[: self.node]),
             size=sum(self.sizes),
@@ -154,20 +152,20 @@ class Rendezvous:
             node=self.node,
             nodes=len(self.sizes),
             master_addr=self.host,
-            master_port=port,
+            master_port=self.port,
         )
 
     def look(self) -> str:
         """Why this machine should end its workers; empty while all is well elsewhere."""
         try:
-            if self.store.check([f"failed/{self.attempt}"]):
+            if self.store.has(f"failed/{self.attempt}"):
                 said = json.loads(self.store.get(f"failed/{self.attempt}"))
                 self.is_over = bool(said["is_over"])
                 return str(said["text"])
             return self._listen_to_neighbour()
-        except RuntimeError:
+        except OSError:
             self.is_over = True
-            return HOST_IS_GONE.format(self.endpoint)
+            return self.host_is_gone
 
     def tell_failure(self, ending: Ending) -> None:
         """Tell the others why this machine's workers ended, unless they told us."""
@@ -179,20 +177,20 @@ class Rendezvous:
             text = f"Rank {first.rank} on machine {self.node} failed: {first}."
         else:
             return
-        if self.store is None:  # nobody was there yet
+        if self.client is None:  # nobody was there yet
             return
         said = json.dumps({"text": text, "is_over": self.is_over})
         try:
             # The first to tell is the one to believe.
-            self.store.compare_set(f"failed/{self.attempt}", "", said)
-        except RuntimeError:
+            self.store.set_first(f"failed/{self.attempt}", said)
+        except OSError:
             self.is_over = True
 
     def wait_for_the_others(self) -> str:
         """Wait until all machines have finished; why not, if one fails after all."""
         self.store.set(f"done/{self.attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
-            while not self.store.check([f"done/{self.attempt}/{node}"]):
+            while not self.store.has(f"done/{self.attempt}/{node}"):
                 if reason := self.look():
                     return reason
                 self._pause(_LOOK_S)
@@ -200,49 +198,50 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave. The host stays a moment, so that the others can still read why."""
-        with contextlib.suppress(RuntimeError):
-            left = self.store.add("left", 1) if self.store is not None else 0
+        with contextlib.suppress(OSError):
+            left = self.store.add("left", 1) if self.client is not None else 0
             deadline_s = time.monotonic() + LEAVE_S
-            while self.is_host and left < len(self.sizes) and time.monotonic() < deadline_s:
+            while self.server and left < len(self.sizes) and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 left = self.store.add("left", 0)
-        self.store = self.worker_store = None
+        for end in (self.client, self.server):
+            if end is not None:
+                end.close()
 
     def _connect(self) -> None:
-        """Join the store, or serve it if this machine is the host."""
-        server = self._listen()
-        self.is_host = server is not None
-        if server is None:
-            self._wait_until(self._somebody_listens, 0.2)
-        import torch.distributed as dist
-
+        """Serve the store if this machine is the host, and join it."""
+        self.server = self._listen()
+        host = self.host
+        if self.server is None:
+            self._wait_until(self._nobody_listens, 0.2)
+        else:
+            self.server.start()
+            host = LOOPBACK if self.server.host == _EVERYWHERE else self.server.host
         try:
-            listen_fd = -1 if server is None else server.detach()
-            store = open_store(self.host, self.port, listen_fd, STORE_TIMEOUT_S)
-        except RuntimeError as error:
+            self.client = StoreClient(host, self.port, self.prefix, STORE_TIMEOUT_S)
+        except OSError as error:
             raise PeerError(
                 f"What listens at {self.endpoint} does not answer as a store.",
                 advice="Another program may have that port; choose another one on all machines.",
             ) from error
-        self.store = dist.PrefixStore(self.prefix, store)  # type: ignore[attr-defined]
 
-    def _listen(self) -> socket.socket | None:
-        """The store's socket if this machine is the host: the one that owns the address."""
+    def _listen(self) -> StoreServer | None:
+        """The store if this machine is the host: the one that owns the address."""
         if self.must_host is not None and not self.must_host:
             return None
         try:
-            return listen(_bind_address(self.host), self.port)
+            return StoreServer(_bind_address(self.host), self.port)
         except UsageError as error:
             code = getattr(error.__cause__, "errno", None)
             if self.must_host or self.host in {socket.gethostname(), socket.getfqdn()}:
                 if code == errno.EADDRNOTAVAIL:  # behind an address that only others see
-                    return listen("0.0.0.0", self.port)
+                    return StoreServer(_EVERYWHERE, self.port)
                 raise
             if code not in _NOT_OURS and not isinstance(error.__cause__, socket.gaierror):
                 raise
             return None
 
-    def _somebody_listens(self) -> str:
+    def _nobody_listens(self) -> str:
         try:
             socket.create_connection((self.host, self.port), 2.0).close()
         except OSError as error:
@@ -251,23 +250,17 @@ class Rendezvous:
 
     def _close_registration(self) -> None:
         """As the first to arrive: begin when all are there, or enough and nobody comes any more."""
-        count, most = self.nnodes
-        self._wait_until(
-            lambda: "" if self.store.add("arrived", 0) >= count else f"{count} machines", _LOOK_S
-        )
-        last_call_s = time.monotonic() + self.last_call_s
-        while count < most and time.monotonic() < last_call_s:
+
+        def missing() -> str:
+            return "" if self.store.add("arrived", 0) >= self.least else f"{self.least} machines"
+
+        self._wait_until(missing, _LOOK_S)
+        count, last_call_s = self.least, time.monotonic() + self.last_call_s
+        while count < self.most and time.monotonic() < last_call_s:
             self._pause(_LOOK_S)
             if (now := self.store.add("arrived", 0)) > count:
                 count, last_call_s = now, time.monotonic() + self.last_call_s
-        self.store.set("closed", str(min(count, most)))
-
-    def _open_worker_store(self) -> int:
-        """A fresh store for an attempt's workers: addresses in the old one are stale."""
-        server = listen(_bind_address(self.host), 0)
-        port: int = server.getsockname()[1]
-        self.worker_store = open_store(self.host, port, server.detach(), STORE_TIMEOUT_S)
-        return port
+        self.store.set("closed", str(min(count, self.most)))
 
     def _listen_to_neighbour(self) -> str:
         """Say that we are alive, and check that the next machine says so too."""
@@ -284,19 +277,18 @@ class Rendezvous:
             return f"Machine {neighbour} has said nothing for {SILENCE_S:g} s."
         return ""
 
-    def _get(self, key: str, whom: str) -> bytes:
+    def _get(self, key: str, whom: str) -> str:
         """What somebody else writes, as soon as it is there."""
 
         def missing() -> str:
-            if self.store.check([key]):
+            if self.store.has(key):
                 return ""
-            if self.store.check([f"failed/{self.attempt}"]):
+            if self.store.has(f"failed/{self.attempt}"):
                 raise PeerError(self.look())
             return whom
 
         self._wait_until(missing, _LOOK_S)
-        value: bytes = self.store.get(key)
-        return value
+        return self.store.get(key)
 
     def _wait_until(self, missing: Callable[[], str], every_s: float) -> None:
         """Wait until nothing is missing any more; say now and then what is, and give up at last."""
@@ -312,7 +304,7 @@ class Rendezvous:
                 )
             if now_s > notice_at_s:
                 say(f"paceline: waiting at {self.endpoint} for {whom}.\n")
-                notice_at_s = now_s + _NOTICE_S
+                notice_at_s = now_s + 2 * _NOTICE_S
             self._pause(every_s)
 
     def _pause(self, seconds: float) -> None:
@@ -331,6 +323,6 @@ def _bind_address(host: str) -> str:
     if is_loopback(host):
         return host
     try:
-        return "0.0.0.0" if is_loopback(socket.gethostbyname(host)) else host
+        return _EVERYWHERE if is_loopback(socket.gethostbyname(host)) else host
     except OSError:
         return host

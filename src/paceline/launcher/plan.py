@@ -22,6 +22,8 @@ from paceline.launcher.flags import LaunchOptions
 
 WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 STDOUT, STDERR = 1, 2
+# A script without a launcher is not watched for standstill unless it asks.
+STALL_S = "120"
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
@@ -122,7 +124,7 @@ def _defaults(
     environ: Mapping[str, str], local_size: int, cores: int, interface: str | None
 ) -> dict[str, str]:
     """What workers get unless the user has set it."""
-    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **env.HUGE_PAGES}
+    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PACELINE_STALL_S": STALL_S, **env.HUGE_PAGES}
     if not env.has_malloc_settings(environ):
         found |= env.KEEP_FREED_MEMORY
     if local_size > 1:  # one worker alone is left to torch, which knows physical cores from logical

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.launcher.output import Pipes
-from paceline.launcher.plan import WorkerSpec
 
 MAX_ERROR_BYTES = 4 * 2**20
 _TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """A worker seen from the launcher: its process, its process group, its pipes."""
+    """A worker that runs: its process, its process group, its pipes."""
 
     rank: int
     pid: int
@@ -55,30 +54,11 @@ class WorkerProcess:
 
     def has_leftovers(self) -> bool:
         """Whether processes the worker started are still there, after it has ended itself."""
-        if not self.leads_group:
-            return False
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return False
-        return True
-
-
-def start_all(
-    specs: Iterable[WorkerSpec], start: Callable[[WorkerSpec], WorkerProcess]
-) -> tuple[list[WorkerProcess], OrphanGuard]:
-    """Start workers one by one, then their guard; if one cannot be started, end those that were."""
-    workers: list[WorkerProcess] = []
-    try:
-        for spec in specs:
-            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
-            workers.append(start(spec))
-        return workers, OrphanGuard([worker.pid for worker in workers if worker.leads_group])
-    except BaseException:
-        end_now(workers)
-        for worker in workers:
-            worker.close()
-        raise
+        return self.leads_group
 
 
 def end_now(workers: Iterable[WorkerProcess]) -> None:
@@ -190,6 +170,22 @@ class Ending:
             return 128 - first.exit_code
         return 0 if self.succeeded else 1
 
+    def __str__(self) -> str:
+        """What the launcher prints: the first real traceback, then a line per rank."""
+        first = self.first_failure
+        if self.signal is not None:
+            return f"paceline: ended by {signal_name(self.signal)}.\n"
+        if first is not None and first.traceback:
+            lines = [f"paceline: rank {first.rank} failed:", first.traceback.rstrip()]
+        elif first is not None:
+            lines = [f"paceline: rank {first.rank} failed: {first}."]
+        elif self.elsewhere:
+            lines = [f"paceline: {self.elsewhere}"]
+        else:
+            return ""
+        lines += [f"  rank {end.rank}: {end}" for end in self.workers if end is not first]
+        return "\n".join(lines) + "\n"
+
 
 def read_error(path: str) -> dict[str, Any]:
     """What a worker, or torch's `@record` in it, wrote about its error; nothing if it did not."""
@@ -207,7 +203,7 @@ def read_error(path: str) -> dict[str, Any]:
             "is_secondary": bool(data.get("is_secondary", False)),
         }
         return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 
@@ -216,20 +212,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "unknown"
-
-
-def report(ending: Ending) -> str:
-    """What the launcher prints after a failure: the first real traceback, then a line per rank."""
-    first = ending.first_failure
-    if ending.signal is not None:
-        return f"paceline: ended by {signal_name(ending.signal)}.\n"
-    if first is not None and first.traceback:
-        lines = [f"paceline: rank {first.rank} failed:", first.traceback.rstrip()]
-    elif first is not None:
-        lines = [f"paceline: rank {first.rank} failed: {first}."]
-    elif ending.elsewhere:
-        lines = [f"paceline: {ending.elsewhere}"]
-    else:
-        return ""
-    lines += [f"  rank {end.rank}: {end}" for end in ending.workers if end is not first]
-    return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """`paceline run`: from flags to workers, attempt by attempt.
 
-flags -> plan -> start -> supervise -> report
-           ^                             |
-           +--- while restarts are left -+
+flags -> plan -> supervise -> report
+           ^                     |
+           +--- restarts left ---+
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from functools import partial
 
 from paceline.comm.sockets import interface_towards
 from paceline.env import Placement, loopback_interface
@@ -32,14 +31,10 @@ from paceline.launcher.plan import (
     count_workers,
     plan_workers,
 )
-from paceline.launcher.process import Ending, WorkerProcess, report, start_all
-from paceline.launcher.store import SCRIPT_PATIENCE_S, StoreSocket
+from paceline.launcher.process import Ending, WorkerProcess
+from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import SignalInbox, Supervisor
 from paceline.launcher.worker import Instructions
-
-# A script without a launcher is not watched for standstill unless it asks.
-STALL_S = "120"
-STOPPING = "stopping, once more kills"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         run = LocalRun(options, stack)
         if options.is_single_node:
-            return run.run_attempts(run.run_alone, run.local_size)
+            return run.run_alone(stack)
         from paceline.launcher.nodes import run_with_others
 
         return run_with_others(run)
@@ -76,28 +71,28 @@ def main(args: argparse.Namespace) -> int:
 
 def check_program(options: LaunchOptions) -> None:
     """Find out, before anything starts, that there is nothing to start."""
-    name = options.program
-    if options.kind == "program":
-        if shutil.which(name) is None:
-            raise UsageError(
-                f"There is no program {name!r}.",
-                advice="Check the spelling, or drop --no-python if it is a Python script.",
-            )
-    elif options.kind == "module":
-        top = name.partition(".")[0]
-        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if found is None and top not in sys.builtin_module_names:
-            raise UsageError(
-                f"There is no module {top!r}.",
-                advice="Install it, or start in the folder that holds it; drop -m for a file.",
-            )
-    elif not os.path.exists(name):
+    name, top = options.program, options.program.partition(".")[0]
+    if options.kind == "program" and shutil.which(name) is None:
+        raise UsageError(
+            f"There is no program {name!r}.",
+            advice="Check the spelling, or drop --no-python if it is a Python script.",
+        )
+    find_spec = importlib.machinery.PathFinder.find_spec
+    is_built_in = top in sys.builtin_module_names
+    places = [os.getcwd(), *sys.path]
+    if options.kind == "module" and not is_built_in and find_spec(top, places) is None:
+        raise UsageError(
+            f"There is no module {top!r}.",
+            advice="Install it, or start in the folder that holds it; drop -m for a file.",
+        )
+    if options.kind == "script" and not os.path.exists(name):
         raise UsageError(
             f"There is no script {name!r}.",
             where=f"Looked for it in {os.getcwd()}.",
             advice="Check the path. The launcher's own flags come before the script.",
         )
-    elif os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+    main_file = os.path.join(name, "__main__.py")
+    if options.kind == "script" and os.path.isdir(name) and not os.path.exists(main_file):
         raise UsageError(
             f"{name!r} is a folder without a __main__.py.",
             advice="Name a script in it, or use -m for a package.",
@@ -119,6 +114,16 @@ class LocalRun:
             self.folder = _make_log_folder(options.log_dir, self.run_id)
             say(f"paceline: log files are in {self.folder}\n")
 
+    def run_alone(self, stack: ExitStack) -> int:
+        """Run workers that are all on this machine; the exit code."""
+        store = stack.enter_context(closing(StoreServer(*self.options.meeting_point)))
+
+        def run_attempt(attempt: int) -> Ending:
+            store.clear()
+            return self.run(store.first_place(self.local_size), attempt, store=store)
+
+        return self.run_attempts(run_attempt, self.local_size)
+
     def run_attempts(
         self,
         run_attempt: Callable[[int], Ending],
@@ -129,7 +134,7 @@ class LocalRun:
         restarts = self.options.max_restarts
         for attempt in range(restarts + 1):
             ending = run_attempt(attempt)
-            say(report(ending))
+            say(str(ending))
             self.inbox.read()
             # Not after a signal, even one that came while a failure ended.
             if ending.succeeded or self.inbox.seen or is_over() or attempt == restarts:
@@ -140,18 +145,12 @@ class LocalRun:
             )
         return ending.exit_code
 
-    def run_alone(self, attempt: int) -> Ending:
-        """Run one attempt whose workers are all on this machine."""
-        patience_s = 0.0 if self.options.kind == "program" else SCRIPT_PATIENCE_S
-        with closing(StoreSocket(*self.options.meeting_point, patience_s)) as store:
-            return self.run(store.first_place(self.local_size), attempt, store=store)
-
     def run(
         self,
         first: Placement,
         attempt: int,
         *,
-        store: StoreSocket | None = None,
+        store: StoreServer | None = None,
         look_elsewhere: Callable[[], str] | None = None,
     ) -> Ending:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
@@ -161,35 +160,29 @@ class LocalRun:
             first,
             run_id=self.run_id,
             folder=os.path.join(self.folder, f"attempt_{attempt}"),
-            environ={"PACELINE_STALL_S": STALL_S, **os.environ},
+            environ=os.environ,
             cores=count_cores(),
             interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,
         )
         return Supervisor(
-            *start_all(specs, partial(self._start, store)),
+            specs,
+            self._start,
             self.options,
-            inbox=self.inbox,
-            on_stopping=self._show_stopping,
+            self.console,
             store=store,
+            inbox=self.inbox,
             look_elsewhere=look_elsewhere,
         ).run()
 
-    def _show_stopping(self) -> None:
-        if self.console.screen is not None:
-            self.console.screen.note(STOPPING)
-
-    def _start(self, store: StoreSocket | None, spec: WorkerSpec) -> WorkerProcess:
+    def _start(self, spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
         """Start a worker as a program of its own."""
-        pipes = Pipes(spec, self.console)
-        serving = store.instructions if store is not None and spec.rank == 0 else {}
         instructions = Instructions(
             parent=os.getpid(),
             kind=self.options.kind,
             as_torch=self.options.as_torch,
             numa=self.options.numa_binding,
             status_fd=pipes.status_writer,
-            **serving,
         )
         on_terminal = os.isatty(0)
         leads_group = not (spec.takes_terminal and on_terminal)
@@ -197,7 +190,7 @@ class LocalRun:
             process = subprocess.Popen(
                 spec.argv,
                 env={**spec.environment, **pipes.variables, **instructions.as_variable()},
-                pass_fds=[*pipes.theirs, *instructions.fds],
+                pass_fds=pipes.theirs,
                 # Many workers cannot share a keyboard: one that reads it would be stopped.
                 stdin=subprocess.DEVNULL if on_terminal and not spec.takes_terminal else None,
                 stdout=pipes.streams[STDOUT],
@@ -205,12 +198,10 @@ class LocalRun:
                 process_group=0 if leads_group else None,
             )
         except OSError as error:
-            pipes.close()
             raise UsageError(
                 f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
                 advice="PYTHON_EXEC chooses the interpreter, if it is set.",
             ) from error
-        pipes.close_theirs()
         return WorkerProcess(
             spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
         )

@@ -1,7 +1,7 @@
-"""Supervision: the worker processes of this machine, until the last of them has ended.
+"""Supervision: starts the worker processes of this machine and watches until the last has ended.
 
-One loop, one thread, no polling: exits, output, failures, signals and the first caller of the
-store all arrive as file descriptors that become readable.
+One loop, one thread, no polling: exits, output, failures and signals all arrive as file
+descriptors that become readable.
 
     running --(a worker fails, a signal, another machine fails)--> ending --(timeout)--> killed
 
@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any
 
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
-from paceline.launcher.output import Source
+from paceline.launcher.output import Console, Pipes, Source
+from paceline.launcher.plan import WorkerSpec
 from paceline.launcher.process import (
     Ending,
     OrphanGuard,
@@ -33,8 +34,8 @@ from paceline.launcher.process import (
     end_now,
     read_error,
 )
-from paceline.launcher.store import StoreSocket
-from paceline.launcher.worker import FAILED, SERVING
+from paceline.launcher.store import StoreServer
+from paceline.launcher.worker import FAILED
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
@@ -42,32 +43,35 @@ BLAME_PATIENCE_S = 0.2
 DRAIN_S = 0.25
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
+STOPPING = "stopping, once more kills"
 # A signal that comes just before the wait does not end it, and not every kernel tells of exits.
 _LONGEST_WAIT_S = 0.2
 
 
 @dataclass(eq=False)
 class Supervisor:
-    """Passes on output and waits for everybody's end; ends everybody when one fails.
+    """Starts workers, passes on output and waits for everybody's end; ends all when one fails.
 
-    After a signal to the launcher workers have longer to end, and a second signal kills.
-    `store` is released when only the first worker is left, which may serve it for the others.
+    `start` makes a process of a spec and its pipes. After a signal to the launcher workers have
+    longer to end, and a second signal kills. `store` is served from when the workers run.
     `look_elsewhere` says why to end here too because of other machines, or nothing.
     """
 
-    workers: list[WorkerProcess]
-    guard: OrphanGuard
+    specs: list[WorkerSpec]
+    start: Callable[[WorkerSpec, Pipes], WorkerProcess]
     options: LaunchOptions
+    console: Console
+    store: StoreServer | None = None
     inbox: SignalInbox | None = None
-    on_stopping: Callable[[], object] = lambda: None
-    store: StoreSocket | None = None
     look_elsewhere: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
+        self.workers: list[WorkerProcess] = []
         self.alive: list[WorkerProcess] = []
         self.sources: list[Source] = []
         self.ends: dict[int, WorkerEnd] = {}
+        self.guard: OrphanGuard | None = None
         self.signal: int | None = None
         self.elsewhere = ""
         self.ending_since_ns = 0
@@ -75,7 +79,7 @@ class Supervisor:
 
     def run(self) -> Ending:
         try:
-            self._begin()
+            self._start_all()
             while self.alive:
                 self._turn()
             self._sweep()
@@ -87,23 +91,36 @@ class Supervisor:
         ends = tuple(self.ends[worker.rank] for worker in self.workers)
         return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere)
 
-    def _begin(self) -> None:
-        for worker in self.workers:
-            self._watch(worker)
+    def _start_all(self) -> None:
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
-        if self.store is not None and self.store.fileno() >= 0:
-            self._listen(self.store.fileno(), self.on_first_caller)
-        self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
-        self._release_the_last()
+        for spec in self.specs:
+            self.on_signal()
+            if self.signal is not None:
+                break
+            self._start_one(spec)
+        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
+        if self.store is not None:
+            self.store.start()
+        if self.look_elsewhere is not None:
+            self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
 
-    def _watch(self, worker: WorkerProcess) -> None:
+    def _start_one(self, spec: WorkerSpec) -> None:
+        os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
+        pipes = Pipes(spec, self.console)
+        try:
+            worker = self.start(spec, pipes)
+        except BaseException:
+            pipes.close()
+            raise
+        pipes.close_theirs()
+        self.workers.append(worker)
         self.alive.append(worker)
-        self._listen(worker.pipes.status_fd, partial(self.on_status, worker))
+        self._listen(pipes.status_fd, partial(self.on_status, worker))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
             worker.pidfd = os.pidfd_open(worker.pid)
             self._listen(worker.pidfd, partial(self.on_exit, worker))
-        for source in worker.pipes.sources:
+        for source in pipes.sources:
             self.sources.append(source)
             os.set_blocking(source.fd, False)
             self._listen(source.fd, partial(self.on_output, source))
@@ -136,15 +153,10 @@ class Supervisor:
             source.close()
 
     def on_status(self, worker: WorkerProcess) -> None:
-        """A worker says that it has failed, or that it serves the store."""
+        """A worker says that it has failed."""
         words = os.read(worker.pipes.status_fd, 64)
         if not words:
             self.selector.unregister(worker.pipes.status_fd)
-        if SERVING in words and self.store is not None:
-            self.timers.pop("store", None)
-            with contextlib.suppress(KeyError, ValueError):  # somebody has called already
-                self.selector.unregister(self.store.fileno())
-            self.store.shut()
         if FAILED in words and not worker.failed_ns:
             worker.failed_ns = time.monotonic_ns()
             self.on_failure(read_error(worker.error_file).get("is_secondary", False))
@@ -168,7 +180,6 @@ class Supervisor:
         )
         if end.failed:
             self.on_failure(end.is_secondary)
-        self._release_the_last()
 
     def on_failure(self, is_secondary: bool) -> None:
         if not is_secondary:
@@ -181,15 +192,10 @@ class Supervisor:
             if not self.ending_since_ns:
                 self.signal = number
                 self.end_all(number)
-                self.on_stopping()
+                if self.console.screen is not None:
+                    self.console.screen.note(STOPPING)
             elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
                 self.kill_all()  # somebody presses Ctrl-C again
-
-    def on_first_caller(self) -> None:
-        """Somebody calls the store. Unless rank 0 answers soon, the launcher must."""
-        assert self.store is not None
-        self.selector.unregister(self.store.fileno())
-        self._after(self.store.patience_s, "store", self.store.serve)
 
     def on_look_due(self) -> None:
         if self.look_elsewhere is not None and not self.ending_since_ns:
@@ -219,11 +225,6 @@ class Supervisor:
             if worker in self.alive or worker.has_leftovers():
                 worker.send(signal.SIGKILL)
 
-    def _release_the_last(self) -> None:
-        """Let the first worker go once nobody needs the store it serves."""
-        if self.store is not None and self.alive == self.workers[:1]:
-            self.store.release()
-
     def _sweep(self) -> None:
         """End what the workers started and left behind, then read the last output."""
         left = [worker for worker in self.workers if worker.has_leftovers()]
@@ -246,7 +247,8 @@ class Supervisor:
         for worker in self.workers:
             worker.close()
         self.selector.close()
-        self.guard.close()
+        if self.guard is not None:
+            self.guard.close()
 
     def _listen(self, fd: int, act: Callable[[], None]) -> None:
         self.selector.register(fd, selectors.EVENT_READ, act)

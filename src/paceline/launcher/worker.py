@@ -5,8 +5,6 @@ the standard library and starts in milliseconds. In particular torch waits for t
 import it: scripts set variables such as `OMP_NUM_THREADS` before they do.
 
     die with the launcher -> wait for torch to be imported -> the user's code -> say what failed
-                                      |
-                                      +-> rank 0 serves the store; --as-torch swaps the classes
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
-FAILED, SERVING = b"!", b"s"
+FAILED = b"!"
 
 _PR_SET_PDEATHSIG = 1
 # What Gloo, NCCL and the store say when the real trouble is another rank's.
@@ -55,13 +53,7 @@ class Instructions:
     kind: str = "script"
     """`script`, `module` or `program`: what the first argument names."""
     status_fd: int = -1
-    """Where one byte tells the launcher at once that this worker failed, or serves the store."""
-    listen_fd: int = -1
-    """The store's listening socket; only rank 0 of a single machine has it."""
-    claim_fd: int = -1
-    """Whoever reads the one byte in this pipe serves the store."""
-    linger_fd: int = -1
-    """Ends with the last other worker: until then the one that serves the store stays."""
+    """Where one byte tells the launcher at once that this worker failed."""
     as_torch: bool = False
     numa: str = ""
 
@@ -69,12 +61,6 @@ class Instructions:
     def take(cls) -> Instructions:
         """Read them and remove them, so that the user's own children do not see them."""
         return cls(**json.loads(os.environ.pop(VARIABLE)))
-
-    @property
-    def fds(self) -> list[int]:
-        """The descriptors among them that the worker inherits."""
-        known = (self.status_fd, self.listen_fd, self.claim_fd, self.linger_fd)
-        return [fd for fd in known if fd >= 0]
 
     def as_variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -84,8 +70,7 @@ def main(arguments: list[str]) -> int:
     """Run the user's program as if Python had been started with it."""
     instructions = Instructions.take()
     die_with(instructions.parent)
-    for fd in instructions.fds:
-        os.set_inheritable(fd, False)
+    os.set_inheritable(instructions.status_fd, False)
     if instructions.kind == "program":
         os.execvp(arguments[0], arguments)
     worker = Worker(instructions)
@@ -113,8 +98,6 @@ class Worker:
         self.instructions = instructions
         self.pid = os.getpid()
         self.store_port = int(os.environ.get("MASTER_PORT", "0"))
-        self.store: Any = None
-        self.failed = False
 
     def prepare(self) -> None:
         """Everything that must be in place before the user's code runs."""
@@ -122,8 +105,6 @@ class Worker:
         # Hooks of the user's that call the one before them must not print the traceback either:
         # the launcher prints it, once.
         sys.excepthook = self.excepthook
-        # Registered first, so it runs last.
-        atexit.register(self.linger)
         when_imported("torch", self.on_torch_imported)
         when_imported("multiprocessing.spawn", self.on_spawning_imported)
 
@@ -131,14 +112,12 @@ class Worker:
         """Run the user's code; its exit code, with what failed in the error file."""
         try:
             user_code()
-        except SystemExit as stop:
-            self.failed = stop.code not in (None, 0)
+        except SystemExit:
             raise
         except BaseException as error:
             if os.getpid() != self.pid:  # a child the user forked came back here
                 traceback.print_exception(_without_launcher_frames(error))
                 return 1
-            self.failed = True
             self.record(_without_launcher_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -153,19 +132,13 @@ class Worker:
             write_error(path, error)
         else:
             traceback.print_exception(error)
-        self.tell(FAILED)
-
-    def tell(self, word: bytes) -> None:
-        if self.instructions.status_fd >= 0:
-            with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
-                os.write(self.instructions.status_fd, word)
+        with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
+            os.write(self.instructions.status_fd, FAILED)
 
     def on_torch_imported(self) -> None:
         """Do what needs torch, at the moment the user's code has imported it."""
         if self.instructions.numa:
             _bind_to_numa_node(self.instructions.numa, int(os.environ["LOCAL_RANK"]))
-        if self.instructions.listen_fd >= 0 and os.getpid() == self.pid:
-            self.serve_store()
         from paceline.launcher.as_torch import prepare_torch
 
         prepare_torch(self.store_port, self.instructions.as_torch)
@@ -174,26 +147,6 @@ class Worker:
         from paceline.launcher.as_torch import prepare_spawning
 
         prepare_spawning(self.store_port, self.instructions.as_torch)
-
-    def serve_store(self) -> None:
-        """Serve the store all workers meet at, on the loopback socket the launcher bound."""
-        import torch.distributed as dist
-
-        from paceline.launcher.store import open_store
-
-        listen_fd = self.instructions.listen_fd
-        if dist.is_available() and os.read(self.instructions.claim_fd, 1):
-            self.store = open_store(os.environ["MASTER_ADDR"], self.store_port, listen_fd)
-            self.tell(SERVING)
-        else:
-            os.close(listen_fd)
-
-    def linger(self) -> None:
-        """Keep serving the store until the other workers have ended."""
-        fd = self.instructions.linger_fd
-        if self.store is not None and not self.failed and fd >= 0 and os.getpid() == self.pid:
-            with contextlib.suppress(OSError, KeyboardInterrupt):
-                os.read(fd, 1)
 
 
 def run_script(path: str, arguments: list[str]) -> None:
