@@ -21,7 +21,7 @@ from typing import Any
 from paceline import __version__, env
 from paceline.errors import PacelineError, check_whole
 from paceline.launcher import count_cores, launch
-from paceline.launcher.flags import FLAGS
+from paceline.launcher.flags import FLAGS, MAX_WORKERS
 from paceline.observe.units import bytes_text, table_lines
 
 TEST_TIMEOUT_S = 60
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the findings; 1 if the check failed."""
-    check_whole("--workers", args.workers, or_none=True)
+    check_whole("--workers", args.workers, or_none=True, most=MAX_WORKERS)
     given = {} if args.workers is None else {"nproc_per_node": str(args.workers)}
     findings: dict[str, Any] = {}
     if not args.no_test:

@@ -11,12 +11,15 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import SettingError
 
 LOOPBACK = "127.0.0.1"
 SCREEN_VARIABLE = "PACELINE_SCREEN"
+FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
+"""Names a file that is there once a worker has failed, before the others are asked to end."""
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -256,6 +259,17 @@ def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenO
         return None
     is_ours = stdout >= 0 and offer[SCREEN_VARIABLE] == environ[SCREEN_VARIABLE]
     return ScreenOffer(int(fd), mark) if is_ours else None
+
+
+def note_failure(environ: Mapping[str, str]) -> None:
+    """As a launcher, let workers know that one of them has failed."""
+    with suppress(OSError), open(environ[FAILURE_VARIABLE], "wb"):
+        pass
+
+
+def has_failed_peer(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher ends this worker because another one has failed."""
+    return os.path.exists(environ.get(FAILURE_VARIABLE, ""))
 
 
 def loopback_interface() -> str | None:

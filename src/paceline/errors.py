@@ -101,11 +101,14 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def check_whole(name: str, value: object, least: int = 1, or_none: bool = False) -> None:
-    """Refuse an argument that is not a whole number of 64 bits from `least` up."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+def check_whole(
+    name: str, value: object, least: int = 1, or_none: bool = False, most: int = 2**63 - 1
+) -> None:
+    """Refuse an argument that is not a whole number from `least` up, or above `most`."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     if not is_whole and not (or_none and value is None):
-        advice = f"Pass a whole number from {least} up{', or None' if or_none else ''}."
+        upto = "up" if most == 2**63 - 1 else f"to {most}"
+        advice = f"Pass a whole number from {least} {upto}{', or None' if or_none else ''}."
         raise UsageError(f"{name} is {value!r:.100}.", advice=advice)
 
 

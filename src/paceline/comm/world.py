@@ -95,6 +95,7 @@ def init_process_group(
     give_way_at_exit()
     if dist.is_initialized():
         return current_world()
+    _check_backend(backend)
     place = env.read_placement()
     explicit = init_method is not None or store is not None
     if not explicit and (world_size, rank) != (-1, -1):
@@ -124,6 +125,18 @@ def init_process_group(
         env.keep_gloo_on_loopback()
     dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
     return replace(current_world(), device=device, source=source, owns_group=True)
+
+
+def _check_backend(backend: object) -> None:
+    """Refuse what torch would answer with an assertion, or only while it connects."""
+    parts = backend.split(",") if isinstance(backend, str) else [] if backend is None else [""]
+    for name in [part.rpartition(":")[2].strip().lower() for part in parts]:
+        is_known = name in dist.Backend.backend_list
+        if not is_known or not getattr(dist, f"is_{name}_available", lambda: True)():
+            raise UsageError(
+                f"backend is {backend!r:.80}, which this torch does not have.",
+                advice='Leave it out, or pass "gloo", "nccl" or "cpu:gloo,cuda:nccl".',
+            )
 
 
 _groups = count()

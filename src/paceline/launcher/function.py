@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -28,10 +27,10 @@ from typing import Any, TypeVar
 
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError, check_whole
-from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, LaunchOptions
+from paceline.launcher.flags import MAX_WORKERS, SHUTDOWN_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
-from paceline.launcher.process import WorkerProcess
+from paceline.launcher.process import WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.worker import Instructions, Worker, die_with
@@ -60,7 +59,7 @@ def launch(
         program="", threads=threads, no_label=not label, shutdown_timeout=shutdown_timeout_s
     )
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+        folder = stack.enter_context(private_folder())
         store = stack.enter_context(closing(StoreServer()))
         forks = stack.enter_context(closing(_Forks(partial(fn, *args), store)))
         specs = plan_workers(
@@ -211,7 +210,7 @@ def _check(fn: object, workers: int, threads: int | None) -> None:
             f"launch() got {fn!r}, which cannot be called.",
             advice="Pass the function itself: launch(train, workers=2).",
         )
-    check_whole("launch(): workers", workers)
+    check_whole("launch(): workers", workers, most=MAX_WORKERS)
     check_whole("launch(): threads", threads, or_none=True)
     if "fork" not in multiprocessing.get_all_start_methods():
         raise UsageError(

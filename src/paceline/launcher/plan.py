@@ -93,6 +93,7 @@ def plan_workers(
             "TORCHELASTIC_RUN_ID": run_id,
             "TORCHELASTIC_ERROR_FILE": error_file,
             "PACELINE_RUN_ID": run_id,
+            env.FAILURE_VARIABLE: os.path.join(folder, "failed"),
         }
         if options.virtual_local_rank:
             visible = _visible_device(environ, local_rank)

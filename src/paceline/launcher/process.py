@@ -7,18 +7,24 @@ traceback worth reading is that of the first real failure, so it is printed alon
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.launcher.output import Pipes
 
 MAX_ERROR_BYTES = 4 * 2**20
+_FOLDER_PREFIX = "paceline-run-"
 _TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
 
@@ -37,6 +43,23 @@ class WorkerProcess:
     failed_ns: int = 0
     """When it said that it had failed, though it may take long to end; 0 while it has not."""
     pidfd: int = -1
+    beats: bool = False
+    """Whether it has ever said that it is alive, so that silence means something."""
+    looks_stopped: int = 0
+    looks_silent: int = 0
+    """For how many looks in a row it was stopped, or silent."""
+    accused: str = ""
+    """Why the launcher killed it, alone of all."""
+
+    def look(self) -> None:
+        """Note whether it is stopped or silent. Traced by a debugger, it is neither."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:  # not Linux, or just gone
+            state = b"?"
+        self.looks_stopped = self.looks_stopped + 1 if state == b"T" else 0
+        self.looks_silent = self.looks_silent + 1 if self.beats and state != b"t" else 0
 
     def send(self, number: int) -> None:
         """Signal the worker and everything it has started."""
@@ -61,6 +84,41 @@ class WorkerProcess:
         return self.leads_group
 
 
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder for this launcher alone, locked while it lives; what killed ones left is removed."""
+    for left in glob.glob(os.path.join(tempfile.gettempdir(), f"{_FOLDER_PREFIX}*")):
+        with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
+            lock = _lock(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+        with contextlib.suppress(OSError):  # somebody took it for left before it was locked
+            lock = _lock(folder)
+            if os.path.exists(folder):
+                break
+            os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: str) -> int:
+    """A descriptor that locks a folder of this user's until it is closed, or its process ends."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError(folder)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def end_now(workers: Iterable[WorkerProcess]) -> None:
     """Kill workers without asking, and wait until they are gone."""
     for worker in workers:
@@ -71,45 +129,27 @@ def end_now(workers: Iterable[WorkerProcess]) -> None:
 
 
 class OrphanGuard:
-    """A forked process that outlives a killed launcher just long enough to clean up.
+    """A process that outlives a killed launcher just long enough to clean up.
 
     The kernel kills workers whose launcher dies, but not what those workers have started. The guard
     waits for the end of a pipe that only the launcher holds open, and kills their process groups.
+    It is not a fork: handlers that run around one would swallow an interrupt.
     """
 
     def __init__(self, groups: list[int]) -> None:
-        reader, self.writer = os.pipe()
-        with warnings.catch_warnings():
-            # Python warns of threads at a fork; this child touches no lock of theirs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _wait_and_kill(reader, groups)
-            finally:
-                os._exit(0)
-        os.close(reader)
+        script = """trap '' INT QUIT HUP TERM; read -r _; kill -s KILL -- "$@" """
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", script, "paceline-guard", *(f"-{group}" for group in groups)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,  # a signal to the launcher's group is not for it
+        )
 
     def close(self) -> None:
         """Dismiss it: the workers have ended."""
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # somebody was faster
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.writer)
-
-
-def _wait_and_kill(reader: int, groups: list[int]) -> None:
-    os.setpgid(0, 0)  # a signal to the launcher's group is not for us
-    for number in (*_TERMINAL_SIGNALS, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    for name in os.listdir("/dev/fd"):  # no pipe must stay open because of us
-        if int(name) != reader:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-    os.read(reader, 1)
-    for group in groups:
-        with contextlib.suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
+        self.process.kill()
+        self.process.communicate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +178,8 @@ class WorkerEnd:
             return self.summary.partition("\n")[0]
         if self.exit_code < 0:
             return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
+        if self.exit_code > 128:
+            return f"stopped by {signal_name(self.exit_code - 128)} (exit code {self.exit_code})"
         return f"exit code {self.exit_code}" if self.exit_code else "finished"
 
 
@@ -166,8 +208,8 @@ class Ending:
         if self.signal is not None:
             return 128 + self.signal
         first = self.first_failure
-        if first is not None and not first.summary and first.exit_code < 0:
-            return 128 - first.exit_code
+        if first is not None and not first.summary and not 0 <= first.exit_code <= 128:
+            return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
         return 0 if self.succeeded else 1
 
     def __str__(self) -> str:

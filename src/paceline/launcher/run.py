@@ -31,7 +31,7 @@ from paceline.launcher.plan import (
     count_workers,
     plan_workers,
 )
-from paceline.launcher.process import Ending, WorkerProcess
+from paceline.launcher.process import Ending, WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import SignalInbox, Supervisor
 from paceline.launcher.worker import Instructions
@@ -107,7 +107,7 @@ class LocalRun:
         self.local_size = count_workers(options.nproc_per_node)
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
-        self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+        self.folder = stack.enter_context(private_folder())
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
         self.console = open_console(os.environ)
         if options.writes_logs:

@@ -23,6 +23,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from paceline import env
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Console, Pipes, Source
 from paceline.launcher.plan import WorkerSpec
@@ -35,7 +36,7 @@ from paceline.launcher.process import (
     read_error,
 )
 from paceline.launcher.store import StoreServer
-from paceline.launcher.worker import FAILED
+from paceline.launcher.worker import ALIVE, BEATS, FAILED
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
@@ -44,6 +45,11 @@ DRAIN_S = 0.25
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
+# In a stall window workers are looked at `BEATS` times; one that was stopped, or silent, at so many
+# of them is ended. They are counted, not timed: a launcher that was stopped itself blames nobody.
+MOST_LOOKS = 6
+# Under load a process may be silent for a while without being at fault.
+LEAST_SILENCE_S = 5.0
 # A signal that comes just before the wait does not end it, and not every kernel tells of exits.
 _LONGEST_WAIT_S = 0.2
 
@@ -76,6 +82,7 @@ class Supervisor:
         self.elsewhere = ""
         self.ending_since_ns = 0
         self.timers: dict[str, tuple[float, Callable[[], None]]] = {}
+        self.stall_s = env.read_observation(self.specs[0].environment).stall_s
 
     def run(self) -> Ending:
         try:
@@ -103,7 +110,9 @@ class Supervisor:
         if self.store is not None:
             self.store.start()
         if self.look_elsewhere is not None:
-            self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
+            self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
+        if self.stall_s:
+            self._after(self.stall_s / BEATS, "look", self.on_look)
 
     def _start_one(self, spec: WorkerSpec) -> None:
         os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
@@ -153,8 +162,9 @@ class Supervisor:
             source.close()
 
     def on_status(self, worker: WorkerProcess) -> None:
-        """A worker says that it has failed."""
+        """A worker says that it is alive, or that it has failed."""
         words = os.read(worker.pipes.status_fd, 64)
+        worker.looks_silent, worker.beats = 0, ALIVE in words and not worker.failed_ns
         if not words:
             self.selector.unregister(worker.pipes.status_fd)
         if FAILED in words and not worker.failed_ns:
@@ -169,8 +179,11 @@ class Supervisor:
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
         error = read_error(worker.error_file)
+        if worker.accused:
+            error = {"summary": worker.accused}
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
-        by_itself = bool(worker.failed_ns) or failed_before or not self.ending_since_ns
+        is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
+        by_itself = is_cause or failed_before
         noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
         end = self.ends[worker.rank] = WorkerEnd(
             rank=worker.rank,
@@ -197,18 +210,38 @@ class Supervisor:
             elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
                 self.kill_all()  # somebody presses Ctrl-C again
 
-    def on_look_due(self) -> None:
+    def on_look(self) -> None:
+        """End workers that are stopped or silent: the others would wait for them for good."""
+        look_s = self.stall_s / BEATS
+        most_silent = max(MOST_LOOKS, LEAST_SILENCE_S / look_s)
+        for worker in self.alive if not self.ending_since_ns else ():
+            worker.look()
+            if worker.looks_stopped >= MOST_LOOKS:
+                seconds = worker.looks_stopped * look_s
+                worker.accused = (
+                    f"stopped by a signal for {seconds:.3g} s, so the launcher ended it"
+                )
+            elif worker.looks_silent >= most_silent:
+                seconds = worker.looks_silent * look_s
+                worker.accused = f"silent for {seconds:.3g} s, so the launcher ended it"
+            if worker.accused:
+                worker.send(signal.SIGKILL)
+        self._after(look_s, "look", self.on_look)
+
+    def on_look_elsewhere(self) -> None:
         if self.look_elsewhere is not None and not self.ending_since_ns:
             self.elsewhere = self.look_elsewhere()
             if self.elsewhere:
                 self.end_all()
-            self._after(self.options.monitor_interval, "elsewhere", self.on_look_due)
+            self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
 
     def end_all(self, number: int = signal.SIGTERM) -> None:
         """Ask every worker to end; kill those that have not after the timeout."""
         if self.ending_since_ns:
             return
         self.ending_since_ns = time.monotonic_ns()
+        if self.signal is None:
+            env.note_failure(self.specs[0].environment)
         for worker in self.alive:
             if not worker.failed_ns:  # one that has failed is ending by itself
                 worker.send(number)

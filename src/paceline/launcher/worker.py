@@ -32,7 +32,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
-FAILED = b"!"
+FAILED, ALIVE = b"!", b"."
+BEATS = 8
+"""How often in a stall window (PACELINE_STALL_S) a worker that has imported torch says so."""
 
 _PR_SET_PDEATHSIG = 1
 # What Gloo, NCCL and the store say when the real trouble is another rank's.
@@ -53,7 +55,7 @@ class Instructions:
     kind: str = "script"
     """`script`, `module` or `program`: what the first argument names."""
     status_fd: int = -1
-    """Where one byte tells the launcher at once that this worker failed."""
+    """Where one byte tells the launcher at once that this worker failed, or that it is alive."""
     as_torch: bool = False
     numa: str = ""
 
@@ -98,6 +100,7 @@ class Worker:
         self.instructions = instructions
         self.pid = os.getpid()
         self.store_port = int(os.environ.get("MASTER_PORT", "0"))
+        self.beat_s = float(os.environ.get("PACELINE_STALL_S", "0")) / BEATS
 
     def prepare(self) -> None:
         """Everything that must be in place before the user's code runs."""
@@ -132,11 +135,22 @@ class Worker:
             write_error(path, error)
         else:
             traceback.print_exception(error)
+        self.tell(FAILED)
+
+    def tell(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
-            os.write(self.instructions.status_fd, FAILED)
+            os.write(self.instructions.status_fd, word)
+
+    def beat(self) -> None:
+        """Say now and then that this process still runs, whatever the user's code waits for."""
+        pause = threading.Event()
+        while not pause.wait(self.beat_s):
+            self.tell(ALIVE)
 
     def on_torch_imported(self) -> None:
         """Do what needs torch, at the moment the user's code has imported it."""
+        if self.beat_s and os.getpid() == self.pid:
+            threading.Thread(target=self.beat, name="paceline alive", daemon=True).start()
         if self.instructions.numa:
             _bind_to_numa_node(self.instructions.numa, int(os.environ["LOCAL_RANK"]))
         from paceline.launcher.as_torch import prepare_torch

@@ -19,6 +19,7 @@ from paceline.data.foreign import Generators
 from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import DesyncError, UsageError
+from paceline.observe.run_folder import RunFolder, last_recorded_step
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
@@ -112,6 +113,7 @@ class StepContext:
         self.lines = config.opening_lines(world, device, shards, plan, position)
         """What is said when the loop begins."""
         self.lines += self.watching.lines
+        self.lines += _lines_on_repeated_steps(folder, position.step)
         members.follow(self.on_generation)
 
     def to_device(self, batch: Any) -> Any:
@@ -184,6 +186,17 @@ def _wrap(
         )
     model.broadcast_buffers = False  # a run looks after buffers shard by shard
     return model
+
+
+def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
+    """Which steps are done again, because the run ended before they were in a checkpoint."""
+    last = 0 if folder is None else last_recorded_step(folder)
+    if last > step:
+        steps = f"Step {last} is" if last == step + 1 else f"Steps {step + 1} to {last} are"
+        return [f"{steps} done again: the last start ended before they were saved."]
+    if folder is None and env.read_attempt() > 0:
+        return ["All steps are done again: without a folder nothing was saved before the restart."]
+    return []
 
 
 def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:

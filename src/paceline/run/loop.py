@@ -240,6 +240,7 @@ class Run:
                 context.buffers.adopt()
             if requests.terminate or requests.interrupt:
                 number = signal.SIGTERM if requests.terminate else signal.SIGINT
+                number = context.stop.signal or number
         saving = context.saving
         if saving.is_on:
             if number or saving.is_due(step.number, step.ends_epoch, self._scores):

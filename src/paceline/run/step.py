@@ -199,6 +199,8 @@ class Step:
                     self._finish()
                     self.state = "applied"
             else:
+                if isinstance(error, Exception):
+                    error.add_note(f"In step {self.number} of the run.")
                 self._around.__exit__(kind, error, frames)
         finally:
             if self.state != "applied":

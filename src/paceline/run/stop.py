@@ -1,7 +1,7 @@
 """How a run stops: signals ask for it, the workers agree on the step, loaders live until then.
 
-The first Ctrl-C or SIGTERM asks the run to stop after a step, the second ends it at once. It
-reaches one worker or all of them, at different steps; all must leave after the same one. So now
+The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after a step, the second ends it at once.
+It reaches one worker or all of them, at different steps; all must leave after the same one. So now
 and then, in the same steps everywhere, they add up what each one wants. How often follows from
 numbers that are themselves agreed on: about ten times a second, and never every step of a fast
 training.
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline import comm
+from paceline import comm, env
 from paceline.comm.membership import Membership
 from paceline.run.buffers import Buffers
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_PRESS_S = 0.5
 """A terminal and a launcher may both pass one Ctrl-C on; so soon after the first it is the same."""
 PERIOD_S = 0.1
@@ -70,9 +70,9 @@ class StopRequest:
         now_s = time.monotonic()
         if not self.signal:
             self.signal, self._since_s = number, now_s
-            self._say(
-                f"{name_signal(number)}: finishing the step and saving; once more ends it at once."
-            )
+            if not env.has_failed_peer():  # else there is no step to finish
+                name = name_signal(number)
+                self._say(f"{name}: finishing the step and saving; once more ends it at once.")
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:
             self.ignore()
             # Nobody's handler: whatever hangs, this ends it, with the right exit code.
@@ -86,7 +86,7 @@ class Requests(NamedTuple):
     interrupt: float = 0.0
     """How many were asked to stop by SIGINT."""
     terminate: float = 0.0
-    """How many were asked to stop by SIGTERM."""
+    """How many were asked to stop by another signal."""
     buffers: float = 0.0
     """How many have seen a buffer change that nobody thought would."""
 
@@ -143,9 +143,8 @@ class Vote:
         """What this worker wants."""
         number = self._request.signal
         has_news = self._buffers is not None and self._buffers.has_news
-        return Requests(
-            float(number == signal.SIGINT), float(number == signal.SIGTERM), float(has_news)
-        )
+        is_interrupt = number == signal.SIGINT
+        return Requests(float(is_interrupt), float(number and not is_interrupt), float(has_news))
 
     def _begin_anew(self) -> None:
         """Another generation has not begun to vote."""
@@ -205,3 +204,4 @@ def _begin_loader(is_held: c_byte, training: int, _number: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_terminate)
+    signal.signal(signal.SIGHUP, on_terminate)
