@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.errors import UsageError, WorkerError
+from paceline.launcher import supervise
 
 if sys.platform != "linux":
     pytest.skip("needs fork", allow_module_level=True)
@@ -150,6 +152,54 @@ def test_a_killed_worker_ends_all() -> None:
     assert time.monotonic() - begin < SOON_S
 
 
+@pytest.mark.parametrize(
+    ("stand_still", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), "stopped by a signal"),
+        (lambda: ctypes.PyDLL(None).sleep(60), "silent"),  # and no other thread can speak
+    ],
+)
+def test_a_rank_0_that_stands_still_hangs_nobody_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, stand_still: Callable[[], object], words: str
+) -> None:
+    monkeypatch.setenv("PACELINE_STALL_S", "1.6")
+    monkeypatch.setattr(supervise, "LEAST_SILENCE_S", 1.0)
+
+    def body() -> None:
+        with paceline.init_process_group() as world:
+            if world.rank == 0:
+                stand_still()
+            paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    with pytest.raises(WorkerError, match=f"rank 0 of 2 failed: {words} for"):
+        paceline.launch(body, workers=2)
+
+
+def test_a_crashed_step_is_named_and_its_survivors_do_not_say_that_they_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        world = paceline.init_process_group()
+        net = torch.nn.Linear(2, 1)
+        data = torch.utils.data.TensorDataset(torch.ones(64, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        run = paceline.Run(net, optimizer, data, global_batch=4, epochs=1, folder=tmp_path / "run")
+        for step in run:
+            with step:
+                for (x,) in step.batches():
+                    step.backward(run.model(x).square().mean())
+                if step.number == 3:
+                    if world.rank == 1:
+                        raise ValueError("boom")
+                    time.sleep(60)
+
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed: ValueError: boom") as caught:
+        paceline.launch(body, workers=2)
+    assert "In step 3 of the run." in str(caught.value)
+    shown = capsys.readouterr()
+    assert "finishing the step" not in shown.out + shown.err
+
+
 def test_leaving_with_zero_is_no_failure_and_with_another_code_is_one() -> None:
     assert paceline.launch(lambda: sys.exit(0), workers=2) == [None, None]
     with pytest.raises(WorkerError, match="exit code 3"):
@@ -233,7 +283,7 @@ def is_running(pid: str) -> bool:
     return state != "Z"
 
 
-@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2", 4097, 10**20])
 def test_an_impossible_number_of_workers_is_refused(workers: object) -> None:
     with pytest.raises(UsageError, match="workers is"):
         paceline.launch(print, workers=workers)  # type: ignore[arg-type]

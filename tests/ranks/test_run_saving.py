@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import Rows, mlp, train
+from runs import Rows, Told, mlp, train
 from torch.nn import functional as F
 
 from paceline.checkpoint.directory import list_entries, open_checkpoint
 from paceline.comm.world import World
 from paceline.errors import UsageError
 from paceline.observe.run_folder import RunFolder, read_events
-from paceline.run import Run, RunOptions
+from paceline.run import Run, RunOptions, Sink
 from paceline.testing import run_ranks
 
 
-def make_run(world: World | None, folder: Path, **options: Any) -> Run:
+def make_run(
+    world: World | None, folder: Path | None, *, sinks: Sequence[Sink] = (), **options: Any
+) -> Run:
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return Run(
@@ -31,6 +33,7 @@ def make_run(world: World | None, folder: Path, **options: Any) -> Run:
         folder=folder,
         shards=2,
         world=world,
+        sinks=sinks,
         options=RunOptions(**{"progress": "quiet", **options}),
     )
 
@@ -167,6 +170,33 @@ class Unsavable:
         return {"fn": len}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_run_that_ended_between_checkpoints_says_which_steps_are_done_again(
+    tmp_path: Path,
+) -> None:
+    for step in (run := make_run(None, tmp_path, checkpoint_every=2)):
+        advance(run, step)
+        if step.number == 5:
+            break
+    told = Told()
+    run = make_run(None, tmp_path, checkpoint_every=2, sinks=[told])
+    for step in run:
+        advance(run, step)
+    ((_, first, lines),) = told.of("start")
+    assert first == 4
+    assert "Step 5 is done again: the last start ended before it was saved." in lines
+
+
+def test_a_restart_without_a_folder_says_that_all_is_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    told = Told()
+    for step in (run := make_run(None, None, sinks=[told])):
+        advance(run, step)
+    ((_, _, lines),) = told.of("start")
+    assert any(line.startswith("All steps are done again") for line in lines)
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:

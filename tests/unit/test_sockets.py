@@ -11,9 +11,9 @@ import pytest
 
 from paceline.comm import world
 from paceline.comm.sockets import interface_towards, is_served, listen
-from paceline.comm.world import _wait_until_served
+from paceline.comm.world import _wait_until_served, init_process_group
 from paceline.env import Placement
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 
 
 def test_a_port_is_served_from_listening_to_closing() -> None:
@@ -102,3 +102,9 @@ def test_a_store_that_never_answers_is_said_long_before_the_error(
         with pytest.raises(PeerError, match="found no store"):
             world._connect(place, timedelta(seconds=1))
     assert "still waits for the store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["foo", "", "cpu:foo", "gloo,cuda:", 3])
+def test_a_backend_that_torch_does_not_have_is_refused_by_name(backend: object) -> None:
+    with pytest.raises(UsageError, match=r"backend is .*which this torch does not have"):
+        init_process_group(backend)  # type: ignore[arg-type]

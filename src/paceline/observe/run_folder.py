@@ -221,14 +221,14 @@ def stream_events(folder: RunFolder, rank: int) -> Iterator[Event | None]:
 
 
 def last_recorded_step(folder: RunFolder) -> int:
-    """The last step that rank 0 has recorded, in a checkpoint or not; 0 if there is none."""
+    """The last step that rank 0 has applied, saved or not, as far as it says; 0 for none."""
     try:
         with open_plain(folder.events_of(0)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
             events = [parse_event(line) for line in file.readlines()]
     except (OSError, WireError):
         return 0
-    steps = [event.get("step") for event in events if event and event["kind"] == "step"]
+    steps = [event.get("step") for event in events if event and event["kind"] in ("step", "stop")]
     return next((step for step in reversed(steps) if type(step) is int), 0)
 
 

@@ -192,8 +192,10 @@ def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
     """Which steps are done again, because the run ended before they were in a checkpoint."""
     last = 0 if folder is None else last_recorded_step(folder)
     if last > step:
-        steps = f"Step {last} is" if last == step + 1 else f"Steps {step + 1} to {last} are"
-        return [f"{steps} done again: the last start ended before they were saved."]
+        which, they = f"Steps {step + 1} to {last} are", "they were"
+        if last == step + 1:
+            which, they = f"Step {last} is", "it was"
+        return [f"{which} done again: the last start ended before {they} saved."]
     if folder is None and env.read_attempt() > 0:
         return ["All steps are done again: without a folder nothing was saved before the restart."]
     return []

@@ -1,0 +1,118 @@
+"""Starting, watching and ending processes: here they are not workers but `sleep`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from paceline.env import FAILURE_VARIABLE, Placement
+from paceline.launcher.flags import LaunchOptions
+from paceline.launcher.output import Console, Pipes
+from paceline.launcher.plan import WorkerSpec, plan_workers
+from paceline.launcher.process import WorkerProcess, private_folder
+from paceline.launcher.supervise import SignalInbox, Supervisor
+
+if sys.platform != "linux":
+    pytest.skip("reads /proc", allow_module_level=True)
+
+
+class Sleepers:
+    """Starts `sleep` for a worker, and remembers whom it started."""
+
+    def __init__(self, folder: Path, size: int, stall_s: float = 0.0) -> None:
+        self.options = LaunchOptions(program="sleep", stall_after=stall_s)
+        first = Placement(size=size, local_size=size, master_addr="127.0.0.1", master_port=1)
+        self.specs = plan_workers(
+            self.options, first, run_id="r", folder=str(folder), environ=os.environ, cores=1
+        )
+        self.started: list[WorkerProcess] = []
+
+    def start(self, spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        process = subprocess.Popen(["sleep", "60"], process_group=0)
+        worker = WorkerProcess(spec.rank, process.pid, process.poll, spec.error_file, pipes)
+        self.started.append(worker)
+        return worker
+
+    def supervisor(self, inbox: SignalInbox | None = None) -> Supervisor:
+        console = Console({1: lambda data: None, 2: lambda data: None})
+        return Supervisor(self.specs, self.start, self.options, console, inbox=inbox)
+
+
+def test_a_signal_ends_the_start_of_many_workers(tmp_path: Path) -> None:
+    sleepers = Sleepers(tmp_path, 50)
+
+    def start_and_signal(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        if spec.rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sleepers.start(spec, pipes)
+
+    with closing(SignalInbox([signal.SIGTERM])) as inbox:
+        supervisor = sleepers.supervisor(inbox)
+        supervisor.start = start_and_signal
+        ending = supervisor.run()
+    assert len(sleepers.started) == 3
+    assert (ending.signal, ending.exit_code) == (signal.SIGTERM, 143)
+    assert all(worker.poll() is not None for worker in sleepers.started)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_worker_is_named_and_ended_within_the_stall_window(
+    tmp_path: Path, stopped: int
+) -> None:
+    sleepers = Sleepers(tmp_path, 3, stall_s=0.8)
+    supervisor = sleepers.supervisor()
+    begin_s = time.monotonic()
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        worker = sleepers.start(spec, pipes)
+        if spec.rank == stopped:
+            os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    supervisor.start = start
+    ending = supervisor.run()
+    assert time.monotonic() - begin_s < 3
+    first = ending.first_failure
+    assert first is not None
+    assert first.rank == stopped
+    assert str(ending).startswith(f"paceline: rank {stopped} failed: stopped by a signal for 0.6 s")
+    assert ending.exit_code == 1
+    assert Path(sleepers.specs[0].environment[FAILURE_VARIABLE]).exists(), "the others can know why"
+
+
+def test_only_workers_that_have_ever_spoken_can_be_silent(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        pipes = Pipes(Sleepers(tmp_path, 1).specs[0], Console({}))
+        worker = WorkerProcess(0, process.pid, process.poll, "", pipes)
+        for _ in range(3):
+            worker.look()
+        assert (worker.looks_stopped, worker.looks_silent) == (0, 0)
+        worker.beats = True
+        worker.look()
+        worker.look()
+        assert (worker.looks_stopped, worker.looks_silent) == (0, 2)
+        process.kill()
+        worker.close()
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, logs = tmp_path / "paceline-run-left", tmp_path / "paceline-logs-kept"
+    (left / "attempt_0").mkdir(parents=True)
+    logs.mkdir()
+    (tmp_path / "paceline-run-link").symlink_to(logs)
+    with private_folder() as first, private_folder() as second:
+        assert not left.exists()
+        assert Path(first).is_dir(), "its launcher lives"
+        assert Path(second).stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in tmp_path.iterdir()) == [logs.name, "paceline-run-link"]
