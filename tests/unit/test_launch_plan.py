@@ -92,6 +92,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "PACELINE_RUN_ID": "r1",
         "PACELINE_STORE_PORT": "4567",
         "PACELINE_STALL_S": "120",
+        "PACELINE_FAILED_FILE": "/logs/attempt_1/failed",
         "OMP_NUM_THREADS": "4",
         "GLOO_SOCKET_IFNAME": "lo",
         "MALLOC_MMAP_THRESHOLD_": "33554432",

@@ -87,11 +87,6 @@ class WorkerProcess:
 @contextmanager
 def private_folder() -> Iterator[str]:
     """A folder for this launcher alone, locked while it lives; what killed ones left is removed."""
-    for left in glob.glob(os.path.join(tempfile.gettempdir(), f"{_FOLDER_PREFIX}*")):
-        with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
-            lock = _lock(left)
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         with contextlib.suppress(OSError):  # somebody took it for left before it was locked
@@ -99,6 +94,11 @@ def private_folder() -> Iterator[str]:
             if os.path.exists(folder):
                 break
             os.close(lock)
+    for left in glob.glob(os.path.join(os.path.dirname(folder), f"{_FOLDER_PREFIX}*")):
+        with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
+            dead = _lock(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(dead)
     try:
         yield folder
     finally:
