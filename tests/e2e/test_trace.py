@@ -256,8 +256,31 @@ def test_a_folder_without_recorded_steps_says_so(
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "step4.json").write_text("{}")
     assert main(["trace", str(tmp_path), "--step", "5"]) == 2
-    assert "It has 4." in capsys.readouterr().err
+    assert "It has 1, from 4 to 4." in capsys.readouterr().err
     assert main(["trace", str(tmp_path)]) == 2
+    assert "is not a recorded step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"schema": 1, "step": {"9" * 400}}}',
+        f'{{"schema": {"9" * 5000}}}',
+        "[" * 100_000,
+        '{"schema": 1, "engine": NaN}',
+        '{"schema": 1, "engine": "DataParallel", "engine": 1}',
+        f'{{"schema": 1, "{"x" * 2_000_000}": 1}}',
+        f'{{"schema": 1, "workers": [{"1," * 2_000_000}1]}}',
+        "{}\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+    ],
+    ids=range(8),
+)
+def test_a_file_that_nobody_of_ours_wrote_is_refused_in_a_sentence(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step1.json"
+    path.write_text(text)
+    assert main(["trace", str(path)]) == 2
     assert "is not a recorded step" in capsys.readouterr().err
 
 

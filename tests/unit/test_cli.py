@@ -94,6 +94,7 @@ SURFACE = {
         "--weight",
         "--predict",
         "--values --no-values",
+        "--step-by-step",
         "--step",
         "--folder",
         "--json",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.explain.trace.command import show
+from paceline.comm.documents import parse_json
+from paceline.explain.trace.command import Screen
 from paceline.explain.trace.drawing import TextBox, connect, draw, paint, side_by_side
 from paceline.record import schema
 from paceline.record.stages import (
@@ -104,9 +108,52 @@ def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("workers", [-1, 0, 10**12])
+@pytest.mark.parametrize("workers", [-1, 0, 10**12, 2**64 - 1])
 def test_a_number_of_workers_that_cannot_be_right_is_drawn_at_once(workers: int) -> None:
     assert max(map(len, text_of(replace(DDP, workers=workers)).splitlines())) <= 80
+
+
+def giant(change: Any) -> Trace:
+    """What a reader gets of a file that is as large as one may be, and was changed."""
+    document = json.loads(json.dumps(schema.to_json(DDP)))
+    change(document)
+    return schema.from_json(parse_json(json.dumps(document).encode(), "a file"))
+
+
+LONG = "name " * 10_000
+PART = {"title": "x", "worker": None, "tensors": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(stages=[{"name": "a", "title": "b", "text": "c"}] * 10_000),
+        lambda d: d["stages"][3].update(parts=[PART] * 10_000),
+        lambda d: d["stages"][3].update(parts=[{**PART, "worker": 0}] * 10_000),
+        lambda d: d["stages"][3].update(parts=[{**PART, "worker": 2**63}] * 9),
+        lambda d: d["stages"][3].update(title=LONG, text=LONG, name=LONG, seconds=1e300),
+        lambda d: d["stages"][3]["parts"][0].update(title=LONG, device=LONG, text=LONG),
+        lambda d: d["stages"][3]["parts"][0]["tensors"][0].update(shape=[2**63] * 50_000),
+        lambda d: d["stages"][3]["parts"][0]["tensors"][0].update(dtype=LONG, name=LONG),
+        lambda d: d["model"].update(name=LONG, parameters=2**63),
+        lambda d: d.update(times=LONG, workers=2**63, batch_rows=-(2**63)),
+        lambda d: d["sample"].update(index=2**63, stops=d["sample"]["stops"] * 2_000),
+        lambda d: d["weight"].update(index=[2**63] * 50_000),
+        lambda d: d["weight"]["stops"][0].update(by_worker=[1e300] * 50_000),
+        lambda d: d["training"].update(
+            epochs=[{"epoch": 2**63, "loss": 1e300, "seconds": 1e300}] * 10_000
+        ),
+        lambda d: d["check"].update(text=LONG, reason="\x1b[2J" + LONG),
+    ],
+)
+def test_giant_counts_and_texts_of_a_file_are_drawn_at_once_and_cut(change: Any) -> None:
+    trace = giant(change)
+    begin_s = time.process_time()
+    lines = draw(trace)
+    assert time.process_time() - begin_s < 2
+    assert len(lines) < 20_000
+    assert max(map(len, lines)) <= 80
+    assert all(map(str.isprintable, lines))
 
 
 def test_three_boxes_side_by_side_cut_no_word_off() -> None:
@@ -218,6 +265,11 @@ def test_whatever_is_in_it_the_picture_is_not_wider_than_it_may_be(
         assert not plain or line.isascii()
 
 
+def show(trace: Trace, stream: IO[str]) -> None:
+    screen = Screen(stream)
+    screen.show(draw(trace, width=screen.width, plain=screen.is_plain))
+
+
 class Terminal(io.StringIO):
     encoding = "utf-8"
 
@@ -255,6 +307,31 @@ def test_a_terminal_is_used_as_wide_as_it_is(columns: int, monkeypatch: pytest.M
     show(DDP, terminal)
     widest = max(map(len, terminal.getvalue().splitlines()))
     assert columns - 2 <= widest <= columns
+
+
+def test_step_by_step_waits_for_enter_after_each_stage_until_nobody_presses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdin", Terminal("\n\n"))
+    screen = Screen(terminal, waits=True)
+    shown: list[str] = []
+    monkeypatch.setattr(
+        "builtins.input",
+        lambda words: shown.append(terminal.getvalue()) or sys.stdin.readline() or stop(),
+    )
+    screen.show(draw(DDP))
+    assert "INPUT DATA" not in shown[0]
+    assert "INPUT DATA" in shown[1]
+    assert "SAMPLER" not in shown[1]
+    assert "SAMPLER" in shown[2]
+    assert "UPDATE" not in shown[2]
+    assert len(shown) == 3  # then the input has ended, and the rest is shown at once
+    assert "UPDATE" in terminal.getvalue()
+
+
+def stop() -> None:
+    raise EOFError
 
 
 @pytest.mark.parametrize(("encoding", "can"), [("utf-8", True), ("ascii", False), ("cp437", False)])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from paceline.ddp.wrapper import bare
-from paceline.observe.units import bytes_text, count_text, list_text, shape_text
+from paceline.observe.units import bytes_text, count_text, list_text
 from paceline.record import facts
 from paceline.record.hooks import ForwardPass, StepRecording, fill, join, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
@@ -100,13 +100,14 @@ def _rank_sentences(
     of = "" if total is None else f" of {total:,}"
     taken = [index for each in ranks for index in set(each.indices or [])]
     is_mean = all(each.loss_weight is not None for each in ranks)
+    why = f": {rec.why_passes}" if rec.why_passes else ""
     return {
         "sampler": f"Picks {count_text(sum(sum(each.rows) for each in ranks), 'row')}{of} for this "
         "step and deals them out: "
         + ("no row goes" if len(taken) == len(set(taken)) else "some rows go")
         + " to two workers.",
         "batch": "Every worker loads its own rows into its own memory"
-        + (f", in {len(most)} passes of {list_text(most)} rows." if most[1:] else "."),
+        + (f", in {len(most)} passes of {list_text(most)} rows{why}." if most[1:] else "."),
         "forward": "Every worker runs its own copy of the model on its own rows, all at the same "
         "time.",
         "loss": "How wrong each worker's predictions are, as one number"
@@ -272,8 +273,7 @@ def _stages(
         return stages
     data = rec.dataset.tensors[0] if isinstance(rec.dataset, TensorDataset) else rec.dataset
     known = facts.tree("inputs", data if isinstance(data, Tensor) else None, values=rec.values)
-    shape = f", {shape_text(known[0].shape)}" if known else ""
-    text = f"The dataset: {count_text(rows, 'row')}{shape}."
+    text = f"The dataset has {count_text(rows, 'row')}."
     part = Part(title="dataset", tensors=known)
     return [Stage(name="data", title="input data", text=text, parts=[part]), *stages]
 

@@ -87,6 +87,8 @@ class StepRecording:
     trace: Trace | None = None
     indices: list[int] | None = None
     """Which rows of the dataset this process has."""
+    why_passes: str = ""
+    """Why a worker's rows go through the model in several passes, where they do."""
     loss: Tensor | None = None
     """The sum of all losses."""
     loss_weight: float | None = None

@@ -217,6 +217,8 @@ class Trace:
     has_values: bool = False
     seconds: float = 0.0
     """The recorded step as a whole, without the check."""
+    times: str = ""
+    """How times were measured, in a sentence; empty where they are those of this step alone."""
     stages: list[Stage] = field(default_factory=list)
     sample: Sample | None = None
     weight: Weight | None = None

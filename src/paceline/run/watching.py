@@ -109,6 +109,7 @@ class Watching:
         with record.record_step(
             model, self._config.optimizer, step=number, dataset=self._dataset
         ) as recording:
+            recording.why_passes = "one for each shard, so any number of workers computes the same"
             if self._dataset is not None:
                 recording.note_batch(indices)
             yield recording

@@ -11,18 +11,19 @@ import json
 import shutil
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from paceline import env
 from paceline.errors import UsageError, WireError
-from paceline.explain.trace.drawing import WIDTH, draw, paint
+from paceline.explain.trace.drawing import WIDTH, draw, paint, title_of
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.units import list_text
 from paceline.record import schema
 from paceline.record.stages import Trace
 
 NARROWEST, WIDEST = 40, 160
+ENGINES = {"dp": "DataParallel", "ddp": "DistributedDataParallel"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=["dp", "ddp"],
+        choices=[*ENGINES],
         default="ddp",
         help="DataParallel: one process with replicas; DistributedDataParallel: a process for "
         "each worker (default: ddp)",
@@ -71,36 +72,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep values of data, weights and outputs; --no-values keeps shapes and statistics "
         "(default: values of the built-in model only)",
     )
+    parser.add_argument(
+        "--step-by-step", action="store_true", help="on a terminal, wait for Enter after each stage"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the picture")
     parser.add_argument("--ascii", action="store_true", help="draw without characters beyond ASCII")
 
 
 def main(args: argparse.Namespace) -> int:
     """Record or read a step, and show it; 1 if it is not the same as one process."""
-    trace = _find(args.recorded, args.step) if args.recorded else _record(args)
+    screen = Screen(sys.stdout, is_plain=args.ascii, waits=args.step_by_step)
+    if args.recorded:
+        trace = _find(args.recorded, args.step)
+    else:
+        _check(args)
+        if not args.json:  # the first line at once: importing torch takes a second, or several
+            screen.show([title_of(ENGINES[args.engine])])
+        trace = _record(args)
     if args.json:
         print(json.dumps(schema.to_json(trace), allow_nan=False))
     else:
-        show(trace, sys.stdout, is_plain=args.ascii)
+        lines = draw(trace, width=screen.width, plain=screen.is_plain)
+        screen.show(lines if args.recorded else lines[1:])
     check = trace.check
     return 1 if check is not None and False in (check.is_same, check.is_equal_on_all) else 0
 
 
-def show(trace: Trace, stream: IO[str], *, is_plain: bool = False) -> None:
-    """Draw a step: as wide as a terminal, with colours there, in ASCII where it has no lines."""
-    width, is_terminal = WIDTH, stream.isatty()
-    if is_terminal:
-        width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns))
+class Screen:
+    """Where a step is shown: as wide as a terminal, with colours there, in ASCII if need be."""
+
+    def __init__(self, stream: IO[str], *, is_plain: bool = False, waits: bool = False) -> None:
+        self._stream = stream
+        is_terminal = stream.isatty()
+        columns = shutil.get_terminal_size().columns if is_terminal else WIDTH
+        self.width = max(NARROWEST, min(WIDEST, columns))
+        self._has_colour = is_terminal and env.read_terminal().has_colour
+        self._waits = waits and is_terminal and sys.stdin.isatty()
+        try:
+            "┌─▼●✓".encode(getattr(stream, "encoding", None) or "ascii")
+            self.is_plain = is_plain
+        except (UnicodeEncodeError, LookupError):
+            self.is_plain = True
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Print lines; an empty one ends a stage: there wait for Enter, if that was asked for."""
+        for line in lines:
+            if not line and self._waits:
+                self._waits = bool(_ask("    Enter: the next stage. "))
+            else:
+                print(paint(line) if self._has_colour else line, file=self._stream, flush=True)
+
+
+def _ask(words: str) -> bool:
+    """Wait for Enter; False where nobody is there to press it."""
     try:
-        "┌─▼●✓".encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        is_plain = True
-    has_colour = is_terminal and env.read_terminal().has_colour
-    for line in draw(trace, width=width, plain=is_plain):
-        print(paint(line) if has_colour else line, file=stream)
+        input(words)
+    except EOFError:
+        print()
+        return False
+    return True
 
 
-def _record(args: argparse.Namespace) -> Trace:
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what can be refused before the work; settle what depends on other flags."""
     if args.step is not None:
         raise UsageError("--step chooses among recorded steps.", advice="Name a run folder too.")
     if not 0 <= args.seed < 2**32:
@@ -108,7 +142,10 @@ def _record(args: argparse.Namespace) -> Trace:
     if args.values is None:
         args.values = args.model is None
     if args.folder is not None:
-        RunFolder(args.folder).create()  # a name that is refused is refused before the work
+        RunFolder(args.folder).create()
+
+
+def _record(args: argparse.Namespace) -> Trace:
     with warnings.catch_warnings():
         # torch without NumPy says so once; nothing here needs it.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -131,7 +168,7 @@ def _find(place: str, step: int | None) -> Trace:
         if not steps or (step is not None and step not in steps):
             raise UsageError(
                 f"{place} has no recorded step{'' if step is None else f' {step}'}.",
-                f"It has {list_text(steps)}." if steps else "",
+                f"It has {len(steps):,}, from {steps[0]} to {steps[-1]}." if steps else "",
                 f"Record one with paceline run --trace-step N, or paceline trace --folder {place}.",
             )
         path = folder.pipeline_of(steps[-1] if step is None else step)

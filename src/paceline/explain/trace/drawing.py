@@ -11,7 +11,8 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from paceline.observe.units import (
     bytes_text,
@@ -29,7 +30,8 @@ GAP = 2
 LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
 the followed sample's are drawn."""
-MOST_BUCKETS = 5
+MOST_BUCKETS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 1000, 8, 1000
+"""How much is drawn of what could be anything in a file: a list, a shape, a text."""
 DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
 """Where a tensor is told by its dtype and size; elsewhere by its name."""
 
@@ -70,6 +72,7 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
 
     An empty line stands before every part.
     """
+    trace = _bounded(trace)
     lines = [*_heading(trace, width)]
     shown, lanes = _shown_workers(trace, width), 0
     for number, stage in enumerate(trace.stages, start=1):
@@ -81,18 +84,25 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
         lines += ["", *_training(trace.training, width)]
     if trace.prediction is not None:
         lines += ["", *_prediction(trace.prediction, width)]
-    return [_fit(line, width, plain) for line in lines]
+    if plain:
+        lines = [line.translate(_PLAIN).encode("ascii", "replace").decode() for line in lines]
+    return [_cut(line.rstrip(), width) for line in lines]
+
+
+def title_of(engine: str) -> str:
+    """The first line, which is known before the step is recorded."""
+    return f"One batch on its way through {engine}"
 
 
 def _heading(trace: Trace, width: int) -> Iterator[str]:
     who = f"{count_text(trace.workers, 'worker')}, each a process with its own copy of the model"
     if trace.engine == "DataParallel":
         who = f"One process with {count_text(trace.workers, 'replica')} of the model"
-    yield from _wrap(f"One batch on its way through {trace.engine}", width)
+    yield title_of(trace.engine)
     yield from _wrap(
         f"{who}. Step {trace.step} of a real training: {count_text(trace.batch_rows, 'row')}, "
         f"model {trace.model.name} with {trace.model.parameters:,} weights, "
-        f"{seconds_text(trace.seconds)} in all.",
+        f"{seconds_text(trace.seconds)} in all. {trace.times or 'Times are those of this step.'}",
         width,
     )
     if trace.sample is not None:
@@ -103,11 +113,11 @@ def _heading(trace: Trace, width: int) -> Iterator[str]:
 
 def _shown_workers(trace: Trace, width: int) -> list[int]:
     """Which workers get a box of their own: first, last, the followed sample's, and what fits."""
-    everyone = range(max(1, trace.workers))
-    lanes = max(1, min((width - MARGIN) // LANE, len(everyone)))
+    size = max(1, trace.workers)
+    lanes = min(most_boxes(width), size)
     stops = trace.sample.stops if trace.sample else []
-    owners = [s.worker for s in stops if s.worker is not None and s.worker in everyone]
-    wanted = dict.fromkeys([*owners[:1], 0, everyone[-1], *everyone[:lanes]])
+    owners = [s.worker for s in stops if s.worker is not None and 0 <= s.worker < size]
+    wanted = dict.fromkeys([*owners[:1], 0, size - 1, *range(lanes)])
     return sorted(list(wanted)[:lanes])
 
 
@@ -140,6 +150,7 @@ def _boxes(trace: Trace, stage: Stage, shown: Sequence[int], width: int) -> list
         room = slots(len(shown), width)[0][1] - 4
         lines = _bucket_lines(parts, trace.weight, room)
         return [TextBox(f"worker {worker}", lines) for worker in shown if lines]
+    parts = parts[: most_boxes(width)]
     return [_box(trace, stage, part, slots(len(parts), width)[0][1] - 4) for part in parts]
 
 
@@ -147,9 +158,9 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> TextBox:
     lines = [line for facts in part.tensors[:2] for line in _tensor(facts, stage, room)]
     if len(part.tensors) > 2:
         lines.append(f"and {count_text(len(part.tensors) - 2, 'tensor')} more")
-    lines += textwrap.wrap(part.text, room)
+    lines += _wrap(part.text, room)
     for mark in _marks(trace, stage, part):
-        lines += textwrap.wrap(mark, room, subsequent_indent="  ")
+        lines += _wrap(mark, room, "  ", "")
     if part.worker is None:
         return TextBox(part.title, lines)
     title = part.title
@@ -164,16 +175,14 @@ def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
         return [f"model, {bytes_text(facts.bytes)}"]
     if facts.name == "loss" and facts.first:
         return [f"loss {facts.first[0]:.6g}"]
-    what = f"{facts.dtype}, {bytes_text(facts.bytes)}"
-    lines = textwrap.wrap(
-        f"{shape_text(facts.shape)} {what if stage.name in DATA_STAGES else facts.name}", room
-    )
+    what = f"{facts.dtype}, {bytes_text(facts.bytes)}" if stage.name in DATA_STAGES else facts.name
+    lines = _wrap(f"{shape_text(facts.shape[:MOST_EXTENTS])} {what}", room)
     if facts.first:
         values = " ".join(map(short_number, facts.first))
         lines.append(textwrap.shorten(f"{values} ...", room, placeholder=" ..."))
     elif facts.stats is not None:
         low, mean, high = map(short_number, (facts.stats.min, facts.stats.mean, facts.stats.max))
-        lines += textwrap.wrap(f"{low} to {high}, mean {mean}", room)
+        lines += _wrap(f"{low} to {high}, mean {mean}", room)
     return lines
 
 
@@ -199,13 +208,11 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
     lines: list[str] = []
     for part in parts[:MOST_BUCKETS]:
         lines.append(f"{part.title}  {bytes_text(sum(facts.bytes for facts in part.tensors))}")
-        lines += textwrap.wrap(part.text, room) if len(parts) <= 2 else []
+        lines += _wrap(part.text, room) if len(parts) <= 2 else []
     if len(parts) > MOST_BUCKETS:
         lines.append(f"... to {parts[-1].title}")
     if weight is not None and weight.position is not None:
-        lines += textwrap.wrap(
-            f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}", room
-        )
+        lines += _wrap(f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}", room)
     return lines
 
 
@@ -218,29 +225,29 @@ def _conclusions(trace: Trace, width: int) -> Iterator[str]:
             if stop.by_worker
         ]
         if told:
-            yield from _wrap(
-                f"Weight {_name_of(trace.weight)}: {', '.join(told)}.", width, mark=WEIGHT
+            yield from _marked(
+                WEIGHT, f"Weight {_name_of(trace.weight)}: {', '.join(told)}.", width
             )
     check = trace.check
     if check is None:
         return
     marks = {True: GOOD, False: BAD, None: "-"}
     reason = f" ({check.reason})" if check.reason else ""
-    yield from _wrap(check.text + reason, width, mark=marks[check.is_same])
+    yield from _marked(marks[check.is_same], check.text + reason, width)
     if check.is_equal_on_all is not None:
         equal = "equal to the last bit" if check.is_equal_on_all else "NOT EQUAL"
         said = f"the {trace.workers} workers' weights are {equal}"
-        yield from _wrap(said, width, mark=marks[check.is_equal_on_all])
+        yield from _marked(marks[check.is_equal_on_all], said, width)
 
 
 def _training(training: Training, width: int) -> Iterator[str]:
     """The table of epochs, an observation beside each, and one below."""
-    rows = [["epoch", "loss", "accuracy", "unseen", "seconds"]]
+    rows = [["epoch", "loss", "accuracy", "unseen", "time"]]
     for each in training.epochs:
         accuracy = "-" if each.accuracy is None else f"{each.accuracy:.1%}"
         unseen = "-" if each.evaluation_loss is None else short_number(each.evaluation_loss)
         loss = short_number(each.loss)
-        rows.append([str(each.epoch), loss, accuracy, unseen, f"{each.seconds:.3f}"])
+        rows.append([str(each.epoch), loss, accuracy, unseen, seconds_text(each.seconds)])
     said = ["what it says", *(epoch.observation for epoch in training.epochs)]
     yield "Training"
     for line, words in zip(table_lines(rows, ">"), said, strict=True):
@@ -258,11 +265,15 @@ def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
         numbers = ["-"] * 4  # too few numbers to hide them in statistics
         if (stats := facts.stats) is not None:
             numbers = [*map(short_number, (stats.min, stats.mean, stats.max)), f"{stats.zeros:.0%}"]
-        rows.append([name[-28:], _cut(shape_text(facts.shape), 16), *numbers])
+        rows.append([name[-28:], _cut(shape_text(facts.shape[:MOST_EXTENTS]), 16), *numbers])
     yield f"Prediction for sample {prediction.index:,}, layer by layer"
     yield from (f"  {line}" for line in table_lines(rows, "<<>"))
     if prediction.answer is not None:
         yield from _wrap(f"Answer: {prediction.answer.text}.", width, "  ")
+
+
+def most_boxes(width: int) -> int:
+    return max(1, (width - MARGIN) // LANE)
 
 
 def slots(number: int, width: int) -> list[tuple[int, int]]:
@@ -306,19 +317,20 @@ def connect(before: int, after: int, width: int) -> str:
     return " " * left + "".join(marks.values())
 
 
-def _wrap(text: str, width: int, indent: str = "", first: str = "", mark: str = "") -> list[str]:
-    """Text wrapped to a width; `first`, or a mark, takes the place of the first line's indent."""
-    if mark:
-        # In ASCII some marks take two characters.
-        first, indent, width = f"{mark} ", "  ", width - 1
-    width = max(width, len(indent) + 10)
+def _wrap(text: str, width: int, indent: str = "", first: str | None = None) -> list[str]:
+    """Text wrapped to a width; `first` takes the place of the first line's indent."""
     return textwrap.wrap(
         text,
-        width,
-        initial_indent=first or indent,
+        max(width, len(indent) + 10),
+        initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_on_hyphens=False,
     )
+
+
+def _marked(mark: str, text: str, width: int) -> list[str]:
+    """Text behind a mark, which takes two characters in ASCII."""
+    return _wrap(text, width - 1, "  ", f"{mark} ")
 
 
 def short_number(number: float) -> str:
@@ -338,12 +350,17 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
 
 
-def _fit(text: str, width: int, plain: bool) -> str:
-    """The line as a terminal may get it: names in it come from a file, and could be anything."""
-    text = "".join(char if _takes_one_place(char) else "?" for char in text)
-    if plain:
-        text = text.translate(_PLAIN).encode("ascii", "replace").decode()
-    return _cut(text.rstrip(), width)
+def _bounded(value: Any) -> Any:
+    """The value with clean and short texts, and short lists: it may come from anybody's file."""
+    if isinstance(value, str):
+        text = value[:MOST_LETTERS]
+        is_clean = text.isascii() and text.isprintable()
+        return text if is_clean else "".join(c if _takes_one_place(c) else "?" for c in text)
+    if isinstance(value, list):
+        return [_bounded(each) for each in value[:MOST_ITEMS]]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _bounded(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 def _takes_one_place(char: str) -> bool:

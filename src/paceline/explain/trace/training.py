@@ -31,6 +31,7 @@ from paceline.errors import UsageError, check_whole
 from paceline.explain.trace.prediction import observe, trace_prediction
 from paceline.explain.trace.task import Task
 from paceline.launcher import launch
+from paceline.observe.units import seconds_text
 from paceline.record.facts import find_weight
 from paceline.record.hooks import StepRecording, trained_parameters
 from paceline.record.schema import from_json, to_json
@@ -38,6 +39,8 @@ from paceline.record.stages import Epoch, Prediction, Trace
 from paceline.record.step import record_step
 
 FIRST_STEPS, TIMED_STEPS = 3, 7
+BUSY = 2
+"""A step that takes so many times as long as another was kept waiting by something else."""
 
 
 def trace_task(task: Task, options: Namespace) -> Trace:
@@ -277,9 +280,14 @@ def with_median_times(trace: Trace, timed: Sequence[Trace]) -> Trace:
             replace(part, seconds=median_of(p.seconds for p in alike))
             for part, *alike in zip(stage.parts, *(each.parts for each in same), strict=True)
         ]
-        slowest = [p.seconds for p in parts if p.seconds is not None]
-        seconds = median_of(each.seconds for each in same)
-        if trace.engine == "DistributedDataParallel" and slowest:
-            seconds = max(slowest)
-        stages.append(replace(stage, parts=parts, seconds=seconds))
-    return replace(trace, stages=stages, seconds=median(each.seconds for each in timed))
+        took = median_of(each.seconds for each in same)
+        if trace.engine == "DistributedDataParallel":  # the slowest worker's
+            took = max((p.seconds for p in parts if p.seconds is not None), default=took)
+        stages.append(replace(stage, parts=parts, seconds=took))
+    seconds = sorted(each.seconds for each in timed)
+    rough = ": a busy machine, so take them as rough" if seconds[-1] > BUSY * seconds[0] else ""
+    times = (
+        f"Times are medians of {len(timed)} steps, of {seconds_text(seconds[0])} to "
+        f"{seconds_text(seconds[-1])}{rough}."
+    )
+    return replace(trace, stages=stages, seconds=median(seconds), times=times)
