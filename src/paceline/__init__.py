@@ -28,6 +28,7 @@ _HOME_BY_NAME = {
     "launch": "paceline.launcher",
     "load_weights": "paceline.checkpoint",
     "record_step": "paceline.record",
+    "seed_everything": "paceline.data.foreign",
     "spans": "paceline.observe",
     "speedup": "paceline.explain.scaling",
 }
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.data import DistributedBatchSampler as DistributedBatchSampler
     from paceline.data import DistributedSampler as DistributedSampler
     from paceline.data import EpochNotSetWarning as EpochNotSetWarning
+    from paceline.data.foreign import seed_everything as seed_everything
     from paceline.ddp import DDPOptions as DDPOptions
     from paceline.ddp import DistributedDataParallel as DistributedDataParallel
     from paceline.ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -41,6 +41,7 @@ NAMES_BY_MODULE = {
         "launch",
         "load_weights",
         "record_step",
+        "seed_everything",
         "spans",
         "speedup",
     ],

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from typing import Any
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
+from paceline.data.foreign import Generators
 from paceline.errors import UsageError
 from paceline.run.plan import Plan, shards_of
 
@@ -85,3 +91,22 @@ def test_impossible_numbers_are_refused_with_advice(
     with pytest.raises(UsageError, match=message) as raised:
         Plan(**{**numbers, **changed})  # type: ignore[arg-type]
     assert raised.value.advice
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**40])
+def test_one_call_seeds_initial_weights_and_every_shared_generator(seed: int) -> None:
+    with Generators().kept():
+        drawn = []
+        for _ in range(2):
+            paceline.seed_everything(seed)
+            weight = torch.nn.Linear(3, 2).weight.tolist()
+            drawn.append([weight, random.random(), float(numpy.random.rand())])
+        paceline.seed_everything(seed + 1)
+        assert drawn[0] == drawn[1]
+        assert torch.nn.Linear(3, 2).weight.tolist() != drawn[0][0]
+
+
+@pytest.mark.parametrize("seed", [1.5, "0", True, None, 2**64])
+def test_what_is_not_a_seed_is_refused(seed: Any) -> None:
+    with pytest.raises(UsageError, match="seed is"):
+        paceline.seed_everything(seed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -190,3 +190,23 @@ class Generators:
             yield
         finally:
             self.restore(state)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on all devices, Python's `random` and NumPy, as `Run(seed=)` does not before it.
+
+    Called first in a program, on every worker alike, it makes the initial weights, and whatever
+    else is drawn before the run, a function of the seed.
+    """
+    check_seed(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+
+
+def check_seed(seed: Any) -> None:
+    if type(seed) is not int or abs(seed) >= 2**63:
+        raise UsageError(f"seed is {seed!r:.40}.", advice="Pass a whole number.")

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 import paceline
 from paceline.comm.world import World
+from paceline.data.foreign import check_seed
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, read_info
@@ -146,8 +147,7 @@ class RunConfig:
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
         check_whole("workers", self.workers, 0)
-        if type(self.seed) is not int or abs(self.seed) >= 2**63:
-            raise UsageError(f"seed is {self.seed!r:.40}.", advice="Pass a whole number.")
+        check_seed(self.seed)
         check_sinks(self.sinks)
 
     @property
