@@ -11,16 +11,22 @@ import torch
 from runs import Rows, Told, mlp, train
 from torch.nn import functional as F
 
+from paceline import DDPOptions
 from paceline.checkpoint.directory import list_entries, open_checkpoint
 from paceline.comm.world import World
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import RunFolder, read_events
 from paceline.run import Run, RunOptions, Sink
 from paceline.testing import run_ranks
 
 
 def make_run(
-    world: World | None, folder: Path | None, *, sinks: Sequence[Sink] = (), **options: Any
+    world: World | None,
+    folder: Path | None,
+    *,
+    sinks: Sequence[Sink] = (),
+    ddp: DDPOptions | None = None,
+    **options: Any,
 ) -> Run:
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -34,6 +40,7 @@ def make_run(
         shards=2,
         world=world,
         sinks=sinks,
+        ddp=ddp,
         options=RunOptions(**{"progress": "quiet", **options}),
     )
 
@@ -142,6 +149,68 @@ def test_a_run_that_has_nothing_left_to_do_can_be_saved(size: int, tmp_path: Pat
         return run.step
 
     assert run_ranks(size, body) == [8] * size
+
+
+@pytest.mark.filterwarnings("ignore::paceline.checkpoint.CheckpointWarning")
+@pytest.mark.parametrize(
+    ("size", "transport"), [(1, "auto"), (2, "c10d"), (2, "shared_memory"), (3, "auto")]
+)
+def test_a_disk_that_fills_up_does_not_stop_training_and_the_end_says_what_is_lost(
+    size: int, transport: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    sink = Told()
+
+    def body(world: World) -> None:
+        ddp = DDPOptions(transport=transport)
+        run = make_run(world, tmp_path / "run", sinks=[sink], ddp=ddp, checkpoint_every=1)
+
+        def go_through() -> None:
+            for step in run:
+                advance(run, step)
+                if step.number == 3 and world.rank == 0:
+                    run._context.saving.take_finished(wait=True)
+                    folder.rename(tmp_path / "elsewhere")
+                    folder.touch()  # as good as a disk that is full
+
+        with pytest.raises(CheckpointError) as raised:
+            go_through()
+        assert run.step == 8
+        text = str(raised.value)
+        assert "finished, but the last 6 steps are not saved" in text
+        assert "checkpoint of step 8" in text
+        with pytest.raises(CheckpointError, match="the last 6 steps are not saved"):
+            run.save()
+        if world.rank == 0:
+            folder.unlink()
+            (tmp_path / "elsewhere").rename(folder)
+        run.save()
+
+    run_ranks(size, body)
+    ((step, status, reason),) = sink.of("stop")
+    assert (step, status) == (8, "finished")
+    assert "the last 6 steps are not saved" in reason
+    assert sorted(entry.step for entry in list_entries(folder)) == [1, 2, 8]
+    assert not list(folder.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
+def test_after_a_resume_errors_name_the_step_of_the_run(transport: str, tmp_path: Path) -> None:
+    def body(world: World, last: int, fault: int) -> None:
+        ddp = DDPOptions(transport=transport)
+        run = make_run(world, tmp_path / "run", ddp=ddp)
+        for step in run:
+            if step.number == fault and world.rank == 1:
+                raise KeyError("lost")
+            advance(run, step)
+            if step.number == last:
+                run.save()
+                break
+
+    run_ranks(2, body, 3, 0)
+    error, fault = run_ranks(2, body, 0, 6, return_exceptions=True)
+    assert isinstance(fault, KeyError)
+    assert "Step 6:" in str(error), error
 
 
 def test_a_loop_that_is_left_says_what_is_not_saved(

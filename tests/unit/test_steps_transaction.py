@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -381,6 +382,29 @@ def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(UsageError, match="needs a metric"):
         Run(net, optimizer, Rows(), global_batch=8, epochs=1, scheduler=plateau)
+
+
+def go_through(run: Run, factor_of: Callable[[int], float]) -> None:
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                step.backward(F.cross_entropy(run.model(x), y) * factor_of(step.number))
+
+
+@pytest.mark.parametrize(("folder", "says"), [(None, False), ("run", True)])
+def test_an_error_speaks_of_checkpoints_only_where_there_are_any(
+    folder: str | None, says: bool, tmp_path: Path
+) -> None:
+    run = make(mlp(), folder=folder and tmp_path / folder)
+    with pytest.raises(NotFiniteError, match="as it was after step 0") as raised:
+        go_through(run, lambda _: float("nan"))
+    assert ("checkpoint" in str(raised.value)) == says
+
+
+def test_an_error_of_the_users_names_the_step_of_the_run() -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        go_through(make(mlp()), lambda step: 1 / (3 - step))
+    assert raised.value.__notes__ == ["This was in step 3 of the run."]
 
 
 @pytest.mark.parametrize(

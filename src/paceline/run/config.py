@@ -154,6 +154,11 @@ class RunConfig:
     def collate_fn(self) -> Collate:
         return self.options.collate_fn or default_collate
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.folder is not None and self.options.checkpoint_every != 0
+
     def open_folder(self, rank: int) -> RunFolder | None:
         if self.folder is None:
             return None

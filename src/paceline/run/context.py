@@ -50,7 +50,9 @@ class StepContext:
         members.word_device = comm.word_device(world.group, device)
         finite = None
         if options.check_finite != "off":
-            finite = FiniteCheck(named, members, options.check_finite == "all")
+            finite = FiniteCheck(
+                named, members, is_complete=options.check_finite == "all", is_saved=config.is_saved
+            )
         self.update = make_update(
             [param for _, param in named],
             config.optimizer,
@@ -61,7 +63,7 @@ class StepContext:
         )
         self.state = RunState(module, self.update, config.state or {})
         folder = config.open_folder(world.rank)
-        self.saving = Saving(folder, options, members)
+        self.saving = Saving(folder, config, members)
         state, before = self.saving.find() or (None, None)
         self.shards = shards = config.shards or (before or {}).get("shards") or world.size
         check_batch(config.global_batch, shards)

@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.observe import stopwatch
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.context import StepContext
 from paceline.run.evaluation import Score, evaluate
 from paceline.run.metrics import gather, means
 from paceline.run.plan import Position
-from paceline.run.sinks import Message, Sink, StepReport, Summary
+from paceline.run.sinks import ALL_APPLIED, Message, Sink, StepReport, Summary
 from paceline.run.step import Step
 from paceline.run.stop import name_signal
 
@@ -159,6 +159,10 @@ class Run:
         if self._open is not None and self._open.state == "applied":
             self._report(self._open)
         self._save()
+        if not self._is_running:
+            self._report_checkpoints(wait=True)
+            if lost := self._context.saving.find_lost(self.step):
+                raise _not_saved(f"over, but {lost}")
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -167,7 +171,7 @@ class Run:
 
     def _walk(self) -> Iterator[Step]:
         context, members = self._context, self.membership
-        status, reason, number = "failed", "an error", 0
+        status, reason, number, lost = "failed", "an error", 0, ""
         context.saving.begin()
         self._is_running = True
         self._epoch_s = time.perf_counter()
@@ -190,7 +194,7 @@ class Run:
                         status, reason = "stopped", f"stopped by {name_signal(number)}"
                         # A launcher that sees one worker leave would end the one that writes.
                         self._report_checkpoints(wait=True)
-                        gather(members, {}, "Leaving together")
+                        lost = context.saving.find_lost(self.step)
                         break
                 elif step.state == "failed":
                     generation = -1
@@ -205,7 +209,11 @@ class Run:
                     portions = context.loader.portions(self._position)
             else:
                 context.update.finish()
-                status, reason = "finished", "all steps are applied"
+                self._report_checkpoints(wait=True)
+                lost = context.saving.find_lost(self.step)
+                status, reason = "finished", ALL_APPLIED
+            if lost:
+                reason = f"{status}, but {lost}"
         except GeneratorExit:
             if self._open is None or self._open.state != "failed":
                 status, reason = "stopped", "the loop was left"
@@ -217,6 +225,8 @@ class Run:
                 self._end(status, reason, is_complete=status == "finished" or number > 0)
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
+        if lost:
+            raise _not_saved(reason)
 
     def _on_step_end(self, step: Step) -> None:
         if step.state == "failed":
@@ -305,10 +315,11 @@ class Run:
     def _say_what_is_not_saved(self) -> None:
         """The loop is left by the user, perhaps by one worker alone: this is no time to save."""
         saving = self._context.saving
-        if saving.is_on and saving.saved_step != self.step:
+        self._report_checkpoints(wait=True)
+        if saving.is_on and saving.written_step != self.step:
             newest = "there is no checkpoint"
-            if saving.saved_step is not None:
-                newest = f"the newest checkpoint is that of step {saving.saved_step}"
+            if saving.written_step is not None:
+                newest = f"the newest checkpoint is that of step {saving.written_step}"
             self.message(
                 f"The loop was left after step {self.step}, and {newest}. Call run.save() on every "
                 "worker before leaving it, to continue from there.",
@@ -334,3 +345,11 @@ class Run:
                 f"run.{what}() was called inside step {self._open.number}.",
                 advice="Call it between two steps: after the `with` block, in the same loop.",
             )
+
+
+def _not_saved(reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"The run is {reason}",
+        advice="Make room and call run.save() on every worker, or start again: the run continues "
+        "from its newest checkpoint.",
+    )

@@ -22,6 +22,8 @@ from paceline.run.metrics import Sums, means
 
 INFO_PERIOD_S = 2.0
 """How old the step in `run.json` may be."""
+ALL_APPLIED = "all steps are applied"
+"""The reason of an end that needs no reason."""
 METHODS = ("start", "step", "epoch", "evaluation", "message", "checkpoint", "stop")
 
 
@@ -102,12 +104,12 @@ class FolderSink:
         self._folder, self._is_first, self._info = folder, rank == 0, info
         self._events = EventWriter(folder, rank)
         self._info_due_s = 0.0
-        self._has_failed = False
+        self._has_failed = self._is_over = False
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
         facts = {"pid": os.getpid(), "host": info.host, "device": info.device}
         self._events.write("start", size=info.workers, step=step, **facts)
-        self._info = info
+        self._info, self._is_over = info, False
         self._update(status="running", step=step)
 
     def step(self, report: StepReport) -> None:
@@ -140,12 +142,15 @@ class FolderSink:
 
     def stop(self, step: int, status: str, reason: str) -> None:
         self._events.write("stop", step=step, reason=reason)
-        self._events.close()  # another event opens it again
+        self._events.close()
+        self._is_over = True
         self._update(status=status, step=step)
 
     def _write_first(self, kind: str, **facts: Any) -> None:
         if self._is_first:
             self._events.write(kind, **facts)
+        if self._is_over:  # an evaluation or a save after the loop
+            self._events.close()
 
     def _update(self, **changes: Any) -> None:
         """Change `run.json`; a disk that is full now may have room later."""
@@ -200,7 +205,7 @@ class TerminalSink:
         """Saving is nothing to look at."""
 
     def stop(self, step: int, status: str, reason: str) -> None:
-        lines = ["" if status == "finished" else reason, self._advice]
+        lines = ["" if reason == ALL_APPLIED else reason, self._advice]
         self._progress.finish(status, lines=[line for line in lines if line])
 
 

@@ -23,7 +23,7 @@ from paceline.comm.membership import Membership
 from paceline.ddp.checks import broadcast_tensors
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import RunFolder, read_info
-from paceline.run.config import RunOptions
+from paceline.run.config import RunConfig
 from paceline.run.metrics import Sums, gather
 from paceline.run.plan import Position
 from paceline.update import Update
@@ -113,13 +113,13 @@ def _load(part: Any, state: Any, words: str) -> None:
 class Saving:
     """The checkpoints of one run, seen by one worker."""
 
-    def __init__(
-        self, folder: RunFolder | None, options: RunOptions, membership: Membership
-    ) -> None:
-        self.is_on = folder is not None and options.checkpoint_every != 0
+    def __init__(self, folder: RunFolder | None, config: RunConfig, membership: Membership) -> None:
+        self.is_on = config.is_saved
         self.saved_step: int | None = None
-        """How far the run in the newest checkpoint is, known to every worker."""
-        self._folder, self._options, self._membership = folder, options, membership
+        """The step of the last save, known to every worker; whether it reached the disk, ..."""
+        self.written_step: int | None = None
+        """... is known to rank 0: how far the run in the newest checkpoint is."""
+        self._folder, self._options, self._membership = folder, config.options, membership
         self._has_metric = False
         self._lock: FolderLock | None = None
         self._checkpoints: Checkpoints | None = None
@@ -157,7 +157,7 @@ class Saving:
         if problem is not None:
             raise problem
         if found is not None:
-            self.saved_step = position_in(found[0]).step
+            self.saved_step = self.written_step = position_in(found[0]).step
         return found
 
     def begin(self) -> None:
@@ -223,7 +223,26 @@ class Saving:
             return []
         if wait:
             self._checkpoints.close()
-        return self._checkpoints.take_finished()
+        finished = self._checkpoints.take_finished()
+        for written in finished:
+            self.written_step = written.step
+        return finished
+
+    def find_lost(self, step: int) -> str:
+        """What to say of steps that no checkpoint holds, although the last save was to hold all.
+
+        A collective, and all workers get the same; empty where nothing is lost.
+        """
+        mine = ""
+        if self.is_on and self._checkpoints is not None and self._membership.rank == 0:
+            lost = step - (self.written_step or 0)
+            mine = f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
+        if self._membership.size > 1:
+            group, device = self._membership.group, self._membership.word_device
+            mine = comm.exchange(group, mine, device, "Asking what is saved")[0]
+        if mine:
+            self.saved_step = None  # so that another save tries again
+        return mine
 
 
 class FolderLock:

@@ -71,9 +71,15 @@ class FiniteCheck:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, Parameter]], membership: Membership, is_complete: bool
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        membership: Membership,
+        *,
+        is_complete: bool,
+        is_saved: bool,
     ) -> None:
         """`is_complete` looks at every element; see Note [What is looked at]."""
+        self._is_saved = is_saved
         self._named, self._membership, self._is_complete = named, membership, is_complete
         self._is_late = bool(named) and named[0][1].device.type != "cpu"
         self._pending: tuple[HostCopy, int, Sequence[Loss]] | None = None
@@ -134,7 +140,8 @@ class FiniteCheck:
             what = "Asking whose loss is not finite"
             everyone = comm.exchange(members.group, mine, members.word_device, what)
         before = "one of the steps before" if self._is_late else f"step {step - 1}"
-        state = f"The model is as it was after {before}; the last checkpoint is good."
+        state = f"The model is as it was after {before}"
+        state += "; the last checkpoint is good." if self._is_saved else "."
         for rank, theirs in enumerate(everyone):
             if theirs:
                 number, value, samples = theirs[0]
