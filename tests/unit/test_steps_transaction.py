@@ -401,12 +401,6 @@ def test_an_error_speaks_of_checkpoints_only_where_there_are_any(
     assert ("checkpoint" in str(raised.value)) == says
 
 
-def test_an_error_of_the_users_names_the_step_of_the_run() -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        go_through(make(mlp()), lambda step: 1 / (3 - step))
-    assert raised.value.__notes__ == ["This was in step 3 of the run."]
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

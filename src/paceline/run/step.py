@@ -202,8 +202,6 @@ class Step:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
                 self._around.__exit__(kind, error, frames)
-                if isinstance(error, Exception) and f"Step {self.number}:" not in str(error):
-                    error.add_note(f"This was in step {self.number} of the run.")
         finally:
             if self.state != "applied":
                 self._put_back()
