@@ -12,7 +12,7 @@ from paceline import DDPOptions
 from paceline.errors import UsageError
 from paceline.transport import check_transport
 from paceline.transport.flat import ALIGNMENT, slices
-from paceline.transport.segment import LINE_BYTES, SegmentMap, has_room
+from paceline.transport.segment import KINDS, LINE_BYTES, SegmentMap, has_room
 from paceline.transport.select import group_by_host
 from paceline.transport.shared_buckets import plan_chunks, plan_slices
 
@@ -40,10 +40,12 @@ def test_no_two_buckets_overlap_and_all_lie_inside(ranks: int, sizes: list[int])
 @given(RANKS, SIZES)
 def test_no_two_ranks_write_to_the_same_cache_line_of_words(ranks: int, sizes: list[int]) -> None:
     places = SegmentMap(ranks, tuple(sizes))
-    kinds = (places.ready_word, places.summed_word, places.copied_word, places.weight_word)
     lines = [
-        {(row(rank) + number) * 8 // LINE_BYTES for number in range(max(1, len(sizes)))}
-        for row in kinds
+        {
+            (places.row(kind, rank) + number) * 8 // LINE_BYTES
+            for number in range(max(1, len(sizes)))
+        }
+        for kind in range(KINDS)
         for rank in range(ranks)
     ] + [{places.status_word(rank) * 8 // LINE_BYTES} for rank in range(ranks)]
     assert sum(map(len, lines)) == len(set().union(*lines))

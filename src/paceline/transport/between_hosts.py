@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from paceline.transport.c10d import C10d
 from paceline.transport.flat import Flat
 from paceline.transport.interface import Reduction
 from paceline.transport.peers import WORDS_EVERY_S, Peers
-from paceline.transport.segment import Hosts, Segment
-from paceline.transport.shared_buckets import Channel, SharedBuckets, SharedSum
+from paceline.transport.segment import COPIED, Hosts, Segment
+from paceline.transport.shared_buckets import Channel, SharedBuckets, SharedSum, Work
 from paceline.transport.shared_memory import SharedMemory
 
 
@@ -44,7 +44,7 @@ class BridgedBuckets(SharedBuckets):
         super().__init__(segment, flats, ranks, group, peers)
         self._leaders = leaders
         places = segment.places
-        self._copied = [places.copied_word(p) for p in range(len(ranks))]
+        self._copied = [places.row(COPIED, p) for p in range(len(ranks))]
         """The leader's says that the sum has arrived; the others' that they have taken it."""
         self._unsent: deque[tuple[int, str]] = deque()
         self._sent: deque[tuple[int, int, comm.Pending, str]] = deque()
@@ -53,9 +53,7 @@ class BridgedBuckets(SharedBuckets):
         """Which bucket, in which turn, was on its way when this leader last waited."""
         self._look_at_s = 0.0
 
-    def begin(
-        self, number: int, buffer: Tensor, work: Callable[[int], None], what: str
-    ) -> SharedSum:
+    def begin(self, number: int, buffer: Tensor, work: Work, what: str) -> SharedSum:
         if self.position == 0:
             self._unsent.append((number, what))
         return super().begin(number, buffer, work, what)
@@ -100,13 +98,8 @@ class BridgedBuckets(SharedBuckets):
         return self.has_arrived(number, turn)
 
     def missing(self, number: int, turn: int) -> list[int]:
-        late = super().missing(number, turn)
         waits_for = self._copied if self.position == 0 else self._copied[:1]
-        return late or [
-            rank
-            for rank, row in zip(self.ranks, waits_for, strict=False)
-            if self.words[row + number] < turn
-        ]
+        return super().missing(number, turn) or self._behind(waits_for, number, turn)
 
     def _look_abroad(self) -> None:
         """Raise if a rank of another host has given up, while its leader's connection stands.

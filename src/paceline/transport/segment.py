@@ -32,11 +32,11 @@ from paceline import comm
 from paceline.comm import Group
 from paceline.transport.flat import Flat, round_up
 
-LINE_BYTES = 64
-PAGE_BYTES = 4096
-WORD_BYTES = 8
+LINE_BYTES, PAGE_BYTES, WORD_BYTES = 64, 4096, 8
 NONCE_BYTES = 16
 
+READY, SUMMED, COPIED, WEIGHT, KINDS = range(5)
+"""Kinds of words: each rank has a row of every kind, with a word for every bucket."""
 ALIVE, LEFT, FAILED = 0, 1, 2
 """What a rank's status word says of it."""
 
@@ -66,41 +66,23 @@ class Hosts:
 
 @dataclass(frozen=True)
 class SegmentMap:
-    """Offsets in bytes for `ranks` ranks and buckets of the sizes given.
-
-    Whatever depends on all buckets is worked out once: there may be thousands.
-    """
+    """Where things lie for `ranks` ranks and buckets of the sizes given."""
 
     ranks: int
     buckets_bytes: tuple[int, ...]
 
-    @property
-    def _row_words(self) -> int:
-        """Words of one kind of one rank, filling whole cache lines."""
-        return round_up(max(1, len(self.buckets_bytes)) * WORD_BYTES, LINE_BYTES) // WORD_BYTES
-
     def status_word(self, rank: int) -> int:
-        return (LINE_BYTES + rank * LINE_BYTES) // WORD_BYTES
+        return (1 + rank) * LINE_BYTES // WORD_BYTES
 
-    def ready_word(self, rank: int) -> int:
-        """The first of a rank's ready words; bucket b's is b further on."""
-        return self._rows(0) + rank * self._row_words
-
-    def summed_word(self, rank: int) -> int:
-        return self._rows(1) + rank * self._row_words
-
-    def copied_word(self, rank: int) -> int:
-        return self._rows(2) + rank * self._row_words
-
-    def weight_word(self, rank: int) -> int:
-        return self._rows(3) + rank * self._row_words
-
-    def _rows(self, kind: int) -> int:
-        return LINE_BYTES * (1 + self.ranks) // WORD_BYTES + kind * self.ranks * self._row_words
+    def row(self, kind: int, rank: int) -> int:
+        """The first word of a rank's row, which fills whole cache lines; bucket b's is b on."""
+        row_bytes = round_up(max(1, len(self.buckets_bytes)) * WORD_BYTES, LINE_BYTES)
+        head_bytes = (1 + self.ranks) * LINE_BYTES
+        return (head_bytes + (kind * self.ranks + rank) * row_bytes) // WORD_BYTES
 
     @cached_property
     def control_bytes(self) -> int:
-        return round_up(self._rows(4) * WORD_BYTES, PAGE_BYTES)
+        return round_up(self.row(KINDS, 0) * WORD_BYTES, PAGE_BYTES)
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -123,7 +105,7 @@ class SegmentMap:
 
     @property
     def total_bytes(self) -> int:
-        return self.control_bytes + 2 * self.ranks * self._rank_bytes
+        return self.used_bytes + self.ranks * self._rank_bytes
 
 
 class Segment:
@@ -228,7 +210,7 @@ def has_room(needed_bytes: int, available_bytes: Sequence[int]) -> bool:
     return all(2 * needed_bytes <= available for available in available_bytes)
 
 
-# Of each version of control groups: the limit, what is used, and how much of that is files in the
+# By version of control groups: the limit, what is used, and how much of that is files in the
 # cache, which are given up when memory is needed.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -236,39 +218,27 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 def available_bytes(root: Path = Path("/")) -> list[int]:
     """What every limit that can be read leaves; none where nothing can be read."""
-    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
-    found = [] if kilobytes is None else [kilobytes * 1024]
-    groups = root / "sys/fs/cgroup"
+    free_kb = _field(root / "proc/meminfo", "MemAvailable:")
+    found = [free_kb * 1024] if free_kb is not None else []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found += _left_on_the_way(groups, path, *_VERSION_2)
-        elif "memory" in controllers.split(","):
-            found += _left_on_the_way(groups / "memory", path, *_VERSION_1)
-    return found
-
-
-def _left_on_the_way(top: Path, path: str, limit: str, used: str, cached: str) -> list[int]:
-    """What a control group leaves, and each around it: all their limits hold."""
-    found = []
-    own = top / path.lstrip("/")
-    for group in (own, *own.parents):
-        allowed, taken = _read(group / limit).strip(), _read(group / used).strip()
-        if allowed.isdigit() and taken.isdigit():
-            spare = _field(group / "memory.stat", cached) or 0
-            found.append(max(0, int(allowed) - int(taken) + spare))
-        if group == top:
-            break
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        limit, used, cached = _VERSION_1 if controllers else _VERSION_2
+        own = top / path.lstrip("/")
+        for group in (own, *own.parents):  # the limits of all groups around it hold too
+            allowed, taken = _read(group / limit).strip(), _read(group / used).strip()
+            if allowed.isdigit() and taken.isdigit() and group.is_relative_to(top):
+                spare = _field(group / "memory.stat", cached) or 0
+                found.append(max(0, int(allowed) - int(taken) + spare))
     return found
 
 
 def _field(path: Path, name: str) -> int | None:
     """The number behind a name, in a file with a line for each."""
-    for line in _read(path).splitlines():
-        key, *values = line.split()
-        if key == name:
-            return int(values[0])
-    return None
+    lines = (line.split() for line in _read(path).splitlines())
+    return next((int(words[1]) for words in lines if words[0] == name), None)
 
 
 def _read(path: Path) -> str:

@@ -27,7 +27,7 @@ from paceline.errors import DesyncError
 from paceline.transport.flat import Flat, slices
 from paceline.transport.interface import mean_factor
 from paceline.transport.peers import Peers
-from paceline.transport.segment import ALIVE, FAILED, Segment
+from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
 
 SLOT_BYTES = 2**20
 SLOTS = 2
@@ -41,6 +41,8 @@ CHUNK_NUMEL = 65_536
 
 Chunk = tuple[tuple[Tensor, ...], bool]
 """One piece of every rank's bucket, and whether it holds gradients."""
+Work = Callable[[int], None]
+"""What a rank does for a bucket, by its number."""
 
 
 class SharedBuckets:
@@ -73,15 +75,14 @@ class SharedBuckets:
         places = segment.places
         positions = range(len(ranks))
         self._status = [places.status_word(p) for p in positions]
-        self.ready = [places.ready_word(p) for p in positions]
-        self.summed = [places.summed_word(p) for p in positions]
-        self._weight = [places.weight_word(p) for p in positions]
+        self.ready = [places.row(READY, p) for p in positions]
+        self.summed = [places.row(SUMMED, p) for p in positions]
+        self._weight = [places.row(WEIGHT, p) for p in positions]
         self.turns = [0] * len(flats)
         """By bucket, how often it was started."""
-        self._started: deque[tuple[int, Callable[[int], None]]] = deque()
+        self._started: deque[tuple[int, Work]] = deque()
         """Buckets that wait for this rank's part of the work, and what that is."""
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
-        self._spares: dict[int, Tensor] = {}
         self._wide = torch.empty(0, dtype=torch.float32)
         segment.leave_with(self, position)
 
@@ -93,9 +94,7 @@ class SharedBuckets:
         self.segment.weights[self._weight[self.position] + number] = weight
         return self.begin(number, buffer, self._average_slice, what)
 
-    def begin(
-        self, number: int, buffer: Tensor, work: Callable[[int], None], what: str
-    ) -> SharedSum:
+    def begin(self, number: int, buffer: Tensor, work: Work, what: str) -> SharedSum:
         """Give one bucket to all ranks, for `work` on it; it may lie in memory of its own."""
         if not self.has_arrived(number, self.turns[number]):
             self.fail()
@@ -103,19 +102,18 @@ class SharedBuckets:
                 f"{what} cannot start: an earlier one was given up before all ranks had summed it.",
                 advice="After an error in a backward pass that was not averaged, end the program.",
             )
-        self.turns[number] += 1
+        turn = self.turns[number] = self.turns[number] + 1
         # The home itself may have moved: sharing a gradient with another process does that.
         is_private = buffer.data_ptr() != self._addresses[number]
         if is_private:
             self.spare(number).copy_(buffer)
-        self.words[self.ready[self.position] + number] = 2 * self.turns[number] + is_private
+        self.words[self.ready[self.position] + number] = 2 * turn + is_private
         self._started.append((number, work))
         try:
             self.advance()
         except BaseException:
             self.fail()
             raise
-        turn = self.turns[number]
         return SharedSum(self, number, turn, buffer if is_private else None, what)
 
     def advance(self) -> None:
@@ -137,17 +135,13 @@ class SharedBuckets:
 
     def missing(self, number: int, turn: int) -> list[int]:
         """The ranks that a bucket waits for."""
+        not_ready = self._behind(self.ready, number, 2 * turn)
+        return not_ready or self._behind(self.summed, number, turn)
+
+    def _behind(self, rows: Sequence[int], number: int, least: int) -> list[int]:
+        """The ranks whose word for a bucket has not come that far."""
         words = self.words
-        late = [
-            rank
-            for rank, row in zip(self.ranks, self.ready, strict=True)
-            if words[row + number] // 2 < turn
-        ]
-        return late or [
-            rank
-            for rank, row in zip(self.ranks, self.summed, strict=True)
-            if words[row + number] < turn
-        ]
+        return [r for r, row in zip(self.ranks, rows, strict=False) if words[row + number] < least]
 
     def has_left(self, rank: int) -> bool:
         return self.words[self._status[self.ranks.index(rank)]] != ALIVE
@@ -155,11 +149,6 @@ class SharedBuckets:
     def fail(self) -> None:
         """Tell the others not to wait for this rank any more."""
         self.words[self._status[self.position]] = FAILED
-
-    def finish(self, number: int, turn: int, what: str) -> None:
-        """Wait for the whole bucket."""
-        is_done = partial(self.is_done, number, turn)
-        self.wait(is_done, partial(self.missing, number, turn), what)
 
     def wait(
         self, is_done: Callable[[], bool], missing: Callable[[], list[int]], what: str
@@ -174,9 +163,7 @@ class SharedBuckets:
 
     def spare(self, number: int) -> Tensor:
         """Where this rank's bucket is handed over while its home is still in use."""
-        if number not in self._spares:
-            self._spares[number] = self.bucket(self.position, number, is_spare=True)
-        return self._spares[number]
+        return self.bucket(self.position, number, is_spare=True)
 
     def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Where else than in the first rank's bucket the sum is to be written."""
@@ -278,7 +265,8 @@ class SharedSum:
         return self._buckets.has_arrived(self._number, self._turn)
 
     def wait(self) -> None:
-        self._buckets.finish(self._number, self._turn, self._what)
+        is_done = partial(self._buckets.is_done, self._number, self._turn)
+        self._buckets.wait(is_done, self.missing, self._what)
         if self._private is not None:
             self._private.copy_(self._buckets.spare(self._number))
             self._private = None
@@ -298,7 +286,7 @@ class Channel(SharedBuckets):
         self._written = [0] * SLOTS
         """By slot, the turn in which this rank last wrote into it."""
         self._others = [p for p in range(len(ranks)) if p != self.position]
-        self._met = [segment.places.copied_word(p) for p in range(len(ranks))]
+        self._met = [segment.places.row(COPIED, p) for p in range(len(ranks))]
         self._meetings = 0
         with _lock:
             _channels.add(self)
