@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.tables import print_table
 from paceline import DDPOptions, DistributedDataParallel, init_process_group
-from paceline.gradients.buffer import Words
+from paceline.gradients.plan import CONTROL_WORDS
 
 
 class Given(torch.autograd.Function):
@@ -46,9 +46,9 @@ class PretendTwo:
         return 2
 
     def allreduce(self, tensors: list[Tensor]) -> Any:
-        words = tensors[0][-len(Words()) :]
-        words[0] += 1  # what the other rank's trailer would add: its weight, and the same label
-        words[-1] *= 2
+        words = tensors[0][-CONTROL_WORDS:]
+        words[0] += 1  # what the other rank's trailer would add: its weight, the same label and
+        words[3:] *= 2  # the same fingerprint
         return self._group.allreduce(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:

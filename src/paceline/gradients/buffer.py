@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import DeviceError
-from paceline.gradients.plan import BucketPlan
+from paceline.gradients.plan import CONTROL_WORDS, BucketPlan
 from paceline.transport.flat import dense_layout
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
@@ -80,12 +80,12 @@ class Bucket:
         self.buffer = self.flat = self.trailer = _NO_MEMORY
         """The whole buffer, the part that holds gradients, and the rest; none before `fill`."""
         self._storage_uses = 0
+        self._geometry: list[Any] = []
         self._versions: list[int] | None = None
         self._is_plain = False
-        mean_numel = plan.numel / max(len(plan.slots), 1)
-        self._is_large = plan.device.type == "cpu" and mean_numel > _LARGE_NUMEL
-        is_worth_it = plan.nbytes >= _WORTH_GIVING_BACK_BYTES
-        self._is_new = plan.device.type == "cpu" and is_worth_it
+        is_cpu = plan.device.type == "cpu"
+        self._is_large = is_cpu and plan.numel > _LARGE_NUMEL * len(plan.slots)
+        self._is_new = is_cpu and plan.nbytes >= _WORTH_GIVING_BACK_BYTES
         """Whether its memory is used for the first time; see Note [The first fill]."""
 
     @property
@@ -97,7 +97,7 @@ class Bucket:
     def fill(self) -> list[int]:
         """Bring every local gradient into the buffer, scaled; list the unused parameters."""
         grads = [None if param is None else param.grad for param in self.params]
-        if self.buffer is _NO_MEMORY or (self.buffer is not self.home and self._is_home_free()):
+        if not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
@@ -110,21 +110,17 @@ class Bucket:
             return []
         if self._is_watched(grads):
             self._allocate()
-        views = self.views
-        in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
+        pairs = list(zip(grads, self.views, strict=True))
+        in_place = [view for grad, view in pairs if grad is view]
         if in_place and self.scale != 1.0:
             torch._foreach_mul_(in_place, self.scale)
-        pairs = [
-            (grad, view)
-            for grad, view in zip(grads, views, strict=True)
-            if grad is not None and grad is not view
-        ]
-        if pairs:
-            self._copy([grad for grad, _ in pairs], [view for _, view in pairs])
-        unused = [position for position, grad in enumerate(grads) if grad is None]
-        for position in unused:
-            views[position].zero_()
-        return [self.indices[position] for position in unused]
+        moved = [(grad, view) for grad, view in pairs if grad is not None and grad is not view]
+        if moved:
+            self._copy([grad for grad, _ in moved], [view for _, view in moved])
+        for grad, view in pairs:
+            if grad is None:
+                view.zero_()
+        return [index for index, grad in zip(self.indices, grads, strict=True) if grad is None]
 
     def _copy(self, grads: list[Any], views: list[Tensor]) -> None:
         scale = self.scale
@@ -146,20 +142,23 @@ class Bucket:
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
-        if self.buffer is _NO_MEMORY or self._is_watched([None] * len(self.views)):
+        if not self._is_intact() or self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
         self._is_plain = False
         return self.indices
 
-    def hand_out(self, used: Sequence[bool]) -> None:
+    def hand_out(self, used: Sequence[bool], is_untouched: bool = False) -> None:
         """Make the averages the parameters' gradients.
 
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
-        has one for each. A parameter without any keeps `grad is None`.
+        has one for each. A parameter without any keeps `grad is None`. `is_untouched` is the word
+        that nobody else's code has run since the bucket was filled.
         """
-        if self._is_plain:
+        if self._is_plain and is_untouched:
             return  # done already
+        if not self._is_intact():  # a hook of the caller's has rebound a gradient
+            self.views = self._make_views()
         try:
             self._hand_out(used)
         except RuntimeError as error:
@@ -187,7 +186,7 @@ class Bucket:
             if grad is view:
                 continue
             if grad is None:
-                if used[index]:
+                if not used or used[index]:
                     param.grad = view
             elif self._always_views or _are_unshared((grad,), held=1):
                 param.grad = view
@@ -202,7 +201,7 @@ class Bucket:
 
     def is_average_added_to(self) -> bool:
         """Whether gradients were added onto averages, and nobody zeroed these in between."""
-        if self._versions is None or not self.views:
+        if self._versions is None or not self._is_intact():
             return False
         return any(
             # One that was zeroed in place, and not used since, has changed once as well.
@@ -219,19 +218,14 @@ class Bucket:
 
     def _why_refused(self) -> DeviceError:
         """torch takes a gradient only in its parameter's dtype and on its device."""
-        moved = [
-            (name, param, view)
-            for name, param, view in zip(self.names, self.params, self.views, strict=True)
-            if param is not None and (param.dtype, param.device) != (view.dtype, view.device)
-        ]
-        if not moved:
-            return DeviceError("A parameter has changed since the model was wrapped.")
-        name, param, view = moved[0]
-        return DeviceError(
-            f"Parameter {name!r} is {param.dtype} on {param.device}, but was {view.dtype} on "
-            f"{view.device} when the model was wrapped.",
-            advice="Move or convert the model first, then wrap it.",
-        )
+        for name, param, view in zip(self.names, self.params, self.views, strict=True):
+            if param is not None and (param.dtype, param.device) != (view.dtype, view.device):
+                return DeviceError(
+                    f"Parameter {name!r} is {param.dtype} on {param.device}, but was {view.dtype} "
+                    f"on {view.device} when the model was wrapped.",
+                    advice="Move or convert the model first, then wrap it.",
+                )
+        return DeviceError("A parameter has changed since the model was wrapped.")
 
     def settle_in(self, home: Tensor | None) -> None:
         """Live in this memory from the next fill on, whenever nobody looks at it."""
@@ -250,14 +244,26 @@ class Bucket:
         else:
             self.buffer = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
         self.flat, self.trailer = self.buffer[: plan.numel], self.buffer[plan.numel :]
-        self.views = [
+        self.views = self._make_views()
+        self._geometry = _geometry(self.views)
+        self._versions = None
+        self._storage_uses = _storage_uses(self.buffer)
+
+    def _make_views(self) -> list[Tensor]:
+        return [
             # `data` is no view for autograd: it can be detached in place, and changing one gradient
             # does not make another one look changed.
             self.buffer[slot.start : slot.stop].as_strided(*layout).data
-            for slot, layout in zip(plan.slots, self._layouts, strict=True)
+            for slot, layout in zip(self.plan.slots, self._layouts, strict=True)
         ]
-        self._versions = None
-        self._storage_uses = _storage_uses(self.buffer)
+
+    def _is_intact(self) -> bool:
+        """Whether there is memory, and every view still is its place in it.
+
+        The views are what users have as `param.grad`, and `p.grad.data = ...`, `p.grad.set_(...)`
+        or `module._apply(...)` make such a tensor another one, without a trace in the object.
+        """
+        return self.buffer is not _NO_MEMORY and _geometry(self.views) == self._geometry
 
     def _is_unwatched(self) -> bool:
         """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
@@ -277,8 +283,17 @@ class Bucket:
         )
 
 
+def _geometry(views: Sequence[Tensor]) -> list[Any]:
+    """Where each tensor lies, and how: address, strides, number of elements."""
+    return [
+        *map(Tensor.data_ptr, views),
+        *map(Tensor.stride, views),
+        *map(Tensor.numel, views),
+    ]
+
+
 class Words(NamedTuple):
-    """The last elements of the trailer, after the flags."""
+    """The elements of the trailer after the flags."""
 
     weight: float = 1.0
     votes: float = 0.0
@@ -289,7 +304,7 @@ class Words(NamedTuple):
 class Trailer:
     """What ranks must agree on in a step, written behind the last bucket's gradients.
 
-        gradients of the last bucket ... | used_0 ... used_n-1 | weight | votes | aborts | label
+        gradients ... | used_0 ... used_n-1 | weight | votes | aborts | label | fingerprint
 
     Each element is a number whose sum over the ranks means something, so one message carries all:
 
@@ -298,24 +313,36 @@ class Trailer:
     - `votes`: how many ranks found a parameter that was frozen before and now wants gradients.
     - `aborts`: how many ranks broke off this backward half-way.
     - `label`: which model and step this is; all ranks must have sent the same.
+    - `fingerprint`: of some of the parameters; see `fingerprint`. Zeros in most steps.
     """
 
     def __init__(self, params: int, dtype: torch.dtype, device: torch.device) -> None:
         self._params = params
         # Nearly every trailer says "all used, weight 1, nothing else": one copy, prepared once.
-        self._plain = torch.tensor([1.0] * params + list(Words()), dtype=dtype, device=device)
+        plain = [1.0] * params + [*Words(), *[0.0] * (CONTROL_WORDS - len(Words()))]
+        self._plain = torch.tensor(plain, dtype=dtype, device=device)
 
-    def write(self, target: Tensor, unused: Sequence[int], words: Words) -> None:
+    def write(
+        self,
+        target: Tensor,
+        unused: Sequence[int],
+        words: Words,
+        fingerprint: Tensor | None = None,
+    ) -> None:
+        target.copy_(self._plain)
+        label = self._params + len(words) - 1
         if not unused and words == Words(label=words.label):
-            target.copy_(self._plain)
-            target[-1].fill_(words.label)
-            return
-        flags = [1.0] * self._params
-        for index in unused:
-            flags[index] = 0.0
-        target.copy_(torch.tensor([*flags, *words], dtype=target.dtype))
+            target[label].fill_(words.label)
+        else:
+            flags = [1.0] * self._params
+            for index in unused:
+                flags[index] = 0.0
+            target[: label + 1].copy_(torch.tensor([*flags, *words], dtype=target.dtype))
+        if fingerprint is not None:
+            target[label + 1 :].copy_(fingerprint)
 
     def words(self, source: Tensor) -> Tensor:
+        """The sums of the words, and of the fingerprints after them."""
         return source[self._params :]
 
     def used(self, source: Tensor) -> list[bool]:

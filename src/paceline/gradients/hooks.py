@@ -38,7 +38,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """The gradients as tensors of their parameters' shapes, views of the buffer."""
-        return list(self._bucket.views)
+        return [view.detach() for view in self._bucket.views]
 
     def is_last(self) -> bool:
         return self._is_last

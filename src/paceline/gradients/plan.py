@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.transport.flat import Flat
 
 MIB = 2**20
-CONTROL_WORDS = 4
-"""Elements of the trailer after the flags; `buffer.Words` says which."""
+CONTROL_WORDS = 4 + 13
+"""Elements of the trailer after the flags: `buffer.Words`, then `fingerprint.LENGTH` more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ def slices(length: int, count: int) -> list[tuple[int, int]]:
 def dense_layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a copy without gaps: the tensor's own order of dimensions if it has
     no gaps itself, else row by row."""
+    if tensor.is_contiguous():
+        return tensor.shape, tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]))[::-1]
     if tensor.detach().permute(order).is_contiguous():
         return tensor.shape, tensor.stride()
