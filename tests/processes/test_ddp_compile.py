@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from paceline import DistributedDataParallel, World
+from paceline.gradients.buffer import Bucket
+from paceline.gradients.reducer import Reducer
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -54,6 +57,30 @@ def check(results: list[dict[str, Any]]) -> None:
     assert_replicas_equal(results)
     got = {name.removeprefix("_orig_mod."): grad for name, grad in results[0].items()}
     torch.testing.assert_close(got, gradients(whole))
+
+
+def compiled_step(world: World) -> dict[str, Any]:
+    model = DistributedDataParallel(normed())
+
+    @torch.compile(backend="eager")
+    def step(rows: torch.Tensor) -> None:
+        model(rows).square().mean().backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        step(X[world.rank :: world.size])
+    inside = [Reducer._finish, Reducer._start_next, Bucket.fill, Reducer.on_output_grad]
+    compiled = [f for f in inside if eval_frame._debug_get_cache_entry_list(f.__code__)]
+    return {"gradients": gradients(model), "compiled": [f.__name__ for f in compiled]}
+
+
+def test_a_compiled_function_with_a_backward_does_not_compile_the_engine() -> None:
+    results = run_processes(2, compiled_step, timeout_s=100)
+    assert [rank.pop("compiled") for rank in results] == [[], []]
+    whole = normed()
+    whole(X).square().mean().backward()
+    torch.testing.assert_close(results[0]["gradients"], gradients(whole))
+    assert_replicas_equal([rank["gradients"] for rank in results])
 
 
 def test_a_compiled_wrapper_synchronises() -> None:

@@ -25,8 +25,9 @@ from paceline.comm.world import default_group
 from paceline.ddp import checks
 from paceline.ddp.torch_compat import LowPrecision, TorchSurface, UnevenInputs
 from paceline.ddp.wrapper import Wrapper
-from paceline.errors import UsageError, check_whole
+from paceline.errors import HookError, UsageError, check_whole
 from paceline.gradients import compress
+from paceline.gradients.backward import keep_out_of_graphs, refuse_distributed_autograd
 from paceline.gradients.hooks import Hook, check_hook
 from paceline.gradients.reducer import Reducer
 from paceline.observe import stopwatch
@@ -39,6 +40,10 @@ class DDPOptions:
 
     check_every: int = 0
     """Compare all replicas bit by bit after every so many synchronised steps; 0 means never."""
+
+    compare_parameters: bool = True
+    """Compare a fingerprint of some of the parameters in the trailers of gradients, so that one
+    that differs on any rank is an error within 100 steps."""
 
     transport: str | Transport = "auto"
     """How gradients travel: "shared_memory" between the ranks of a host, "c10d" through
@@ -56,6 +61,8 @@ class DDPOptions:
 
 
 DEFAULT_OPTIONS = DDPOptions()
+BUFFERS_APPEAR_STEPS = 3
+"""A model without buffers when it is wrapped is searched for some in its first steps."""
 
 
 class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
@@ -109,16 +116,18 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         membership = _pick_membership(process_group, device_mesh)
         group = membership.group
         named = checks.named_parameters(module)
-        problem = checks.find_problem(named, device_ids, output_device)
+        buffers = checks.named_buffers(module)
+        problem = checks.find_problem(named, buffers, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         stopwatch.begin(membership, device)  # a rank that is missing from now on is named
         number = 0
+        observer = stopwatch.begin(membership, device)  # first: waiting begins below
         if init_sync and group.size() > 1:
-            buffers = checks.named_buffers(module) if sync_buffers_now else []
-            description = checks.describe(named, buffers)
+            compared = buffers if sync_buffers_now else []
+            description = [] if problem else checks.describe(named, compared)
             transport = "" if isinstance(options.transport, str) else describe(options.transport)
             engine = [device.type, capacities, str(options.compression), transport]
             number = checks.verify_same_model(group, description, device, problem, engine)
@@ -142,12 +151,14 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._ddp_options = options
         self._bucket_capacities = capacities
         self._number = number
+        self.device_mesh = device_mesh
         self._low_precision = LowPrecision(mixed_precision, module) if mixed_precision else None
-        self._has_buffers = bool(checks.named_buffers(module))
+        self._has_buffers = False
         self._syncs_buffers_next = True
+        self._backwards_before = -1
         self.module = module
         self._build_transport()
-        self._build_reducer()
+        self._build_reducer(named, observer=observer)
         self._transport.get()
         if init_sync and group.size() > 1:
             self._copy_from(0, self._state(with_buffers=sync_buffers_now), "Copying rank 0's model")
@@ -241,7 +252,13 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""
         check_hook(hook)
+        if self._reducer.has_hook:
+            raise HookError(
+                "This model has a communication hook, or compression, already.",
+                advice="Register one hook, once; wrap the model again for another.",
+            )
         self._reducer.set_hook(hook, state)
+        self._reducer.compares = False  # the hook decides what ranks exchange, and when
         self._is_alone = self._is_plain = False
 
     def check_in_sync(self) -> None:
@@ -314,20 +331,21 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:  # the module has new parameters now, and they need hooks
             self._reducer.detach()
-            self._build_reducer(before=self._reducer)
+            self._build_reducer(checks.named_parameters(self.module), before=self._reducer)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         for name in ("membership", "_reducer", "_transport", "_compression"):
             del state[name]
+        state["device_mesh"] = None  # it holds the group
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["membership"] = Membership.of(default_group())
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build_transport()
-        self._build_reducer()
+        self._build_reducer(checks.named_parameters(self.module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         clone = type(self).__new__(type(self))
@@ -336,7 +354,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         shared = {"membership": self.membership, "_ddp_options": mine.pop("_ddp_options")}
         clone.__dict__ |= {**copy.deepcopy(mine, memo), **shared}
         clone._build_transport()
-        clone._build_reducer()
+        clone._build_reducer(checks.named_parameters(clone.module))
         return clone
 
     @property
@@ -371,10 +389,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self.__dict__["_transport"] = TransportChoice(self.membership, devices, wanted)
         self.membership.follow(self._on_generation)
 
-    def _build_reducer(self, before: Reducer | None = None) -> None:
+    def _build_reducer(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        before: Reducer | None = None,
+        observer: stopwatch.Observer | None = None,
+    ) -> None:
         sparse = checks.sparse_names(self.module)
         reducer = Reducer(
-            checks.named_parameters(self.module),
+            named,
             self.membership,
             self._transport,
             capacities_bytes=self._bucket_capacities,
@@ -385,10 +408,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             reducer.take_over(before)
         self.__dict__["_compression"] = self._compress(reducer)
         reducer.number = self._number
+        reducer.observer = observer or (before.observer if before else None)
+        reducer.compares &= self._ddp_options.compare_parameters
         self.__dict__["_reducer"] = reducer
         self._on_generation()
-        module = weakref.ref(self.module)
+        module, membership, device = weakref.ref(self.module), self.membership, self.device
         reducer.check_model = lambda known: checks.check_parameters_are_known(module(), known)
+        reducer.compare = lambda tensors, step: checks.check_in_sync(
+            membership.group, tensors, device, step
+        )
         if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:
@@ -418,7 +446,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def _before_forward(self) -> None:
         self._reducer.check_not_interrupted()
         watched = self._reducer.observer
-        is_joinable = self._join_config.enable
+        is_joinable = self._reducer.is_joined = self._join_config.enable
         will_broadcast = self._will_broadcast_buffers()
         if watched is not None and (is_joinable or will_broadcast):
             watched.forward_comes()
@@ -431,8 +459,21 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         if is_joinable:
             self._any_wants_sync(wants_sync)
         self.__dict__["_syncs_buffers_next"] = wants_sync
+        if wants_sync:
+            refuse_distributed_autograd()
+            self._check_model()
         if watched is not None:
             watched.forward_begins()
+
+    def _check_model(self) -> None:
+        """Raise if gradients would go to parameters without a hook of ours.
+
+        Such a backward passes unnoticed, so the sign is a forward pass since which there was none.
+        """
+        reducer = self._reducer
+        if reducer.backwards == self._backwards_before:
+            checks.check_parameters_are_known(self.module, reducer.parameters)
+        self.__dict__["_backwards_before"] = reducer.backwards
 
     def _state(self, with_buffers: bool) -> list[Tensor]:
         """What must be equal on all ranks, without its gradients' history."""
@@ -441,6 +482,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return [tensor.detach() for _, tensor in named]
 
     def _will_broadcast_buffers(self) -> bool:
+        if not self._has_buffers and self._reducer.steps < BUFFERS_APPEAR_STEPS:
+            self.__dict__["_has_buffers"] = any(m._buffers for m in checks.modules(self.module))
         return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
@@ -459,6 +502,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         def on_output_grad(_grad: Tensor) -> None:
             reducer.on_output_grad(wants_sync)
 
+        keep_out_of_graphs(on_output_grad)
         reducer.unmarked_wish = wants_sync
         for tensor in [output] if isinstance(output, Tensor) else tree.tensors(output):
             if tensor.grad_fn is not None:

@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 
+from paceline.errors import UsageError
 from paceline.transport import Reduction
 
 
@@ -33,8 +36,12 @@ class Backward:
     """Parameters in the order in which their gradients came."""
     in_flight: list[Reduction] = field(default_factory=list)
     """One entry for every bucket that has started, in order."""
+    early: int = 0
+    """How many buckets had started before its end."""
     unused: list[int] = field(default_factory=list)
     """Parameters without a gradient on this rank."""
+    versions: list[int] = field(default_factory=list)
+    """Of the parameters when it began, where that is to be compared at its end."""
     callback: weakref.ref[Callable[[], None]] | None = None
     """What autograd calls at the end."""
 
@@ -74,6 +81,7 @@ class BackwardFollower:
 
     def on_output_grad(self, wants_sync: bool) -> None:
         """An output of a forward pass received its gradient: this is the outermost backward."""
+        refuse_distributed_autograd()
         known = self.current or self._announced
         if known is None:
             self._announced = self._follow(wants_sync, _at_end)
@@ -100,6 +108,7 @@ class BackwardFollower:
             self._on_end(followed)
 
         # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
+        keep_out_of_graphs(at_end)
         followed.callback = weakref.ref(at_end, self._on_callback_freed)
         queue(at_end)
         return followed
@@ -122,6 +131,17 @@ class BackwardFollower:
             self.current, self.broken = None, self.current
 
 
+def keep_out_of_graphs(function: Callable[..., None]) -> None:
+    """Have the compiler run this function, and all that it calls, as they are.
+
+    Inside a compiled function autograd calls hooks where the compiler takes every call for a part
+    of the program. Unlike `torch.compiler.disable` this does not load the compiler.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
 def _at_end(callback: Callable[[], None]) -> None:
     """Have autograd call at the end of the backward that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -137,7 +157,27 @@ def _at_end_of_outermost(callback: Callable[[], None]) -> None:
     if node is None:
         _at_end(callback)
     else:
-        node.register_hook(lambda *_: _at_end(callback))
+        queue = lambda *_: _at_end(callback)  # noqa: E731
+        keep_out_of_graphs(queue)
+        node.register_hook(queue)
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise where `torch.distributed.autograd` has the gradients: no parameter hears of them."""
+    rpc: Any = sys.modules.get("torch.distributed.rpc")
+    if rpc is None or not rpc.is_available() or not rpc._is_current_rpc_agent_set():
+        return
+    autograd: Any = torch._C._distributed_autograd
+    try:
+        autograd._current_context()
+    except RuntimeError:  # there is none here; on its own threads a backward has none either
+        if int(autograd._get_debug_info()["num_current_backward_passes"]) == 0:
+            return
+    raise UsageError(
+        "A model that is trained data-parallel was called in a context of "
+        "torch.distributed.autograd, which keeps gradients to itself, not averaged.",
+        advice="Call it outside of the context, and loss.backward().",
+    )
 
 
 def _outermost_node() -> torch.autograd.graph.Node | None:

@@ -18,8 +18,9 @@ from torch.nn import Parameter
 from paceline import comm
 from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError
-from paceline.gradients.backward import Backward, BackwardFollower
+from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
 from paceline.gradients.buffer import Bucket, ParamRef, Words
+from paceline.gradients.fingerprint import LARGEST_SIZE, Fingerprint, is_different
 from paceline.gradients.hooks import Hook, HookCall
 from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
@@ -64,11 +65,18 @@ class Reducer(BackwardFollower):
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
         self.check_model: Callable[[Iterable[Parameter]], None] | None = None
         """Raises if the model has parameters that are not among those given."""
+        self.compare: Callable[[Sequence[tuple[str, Tensor]], int], None] | None = None
+        """Raises, on all ranks together, if any of the tensors differs between them."""
+        self.compares = True
+        """Whether fingerprints of the parameters are sent, and compared."""
+        self.is_joined = False
+        """Whether ranks may run out of inputs: they do not update their copies then."""
+        self._fingerprint: Fingerprint | None = None
         self.observer: Observer | None = None
         """Hears of every event, if anybody wants to know."""
         self.number = 0
         """The same on every rank, another for every model: see `_label`."""
-        params = [ParamRef(name, param) for name, param in named_params]
+        self._refs = params = [ParamRef(name, param) for name, param in named_params]
         self._sparse = [p for p in params if p.name in sparse_names and p.requires_grad]
         dense = [p for p in params if p.name not in sparse_names and p.requires_grad]
         self._frozen = [p for p in params if not p.requires_grad]
@@ -77,7 +85,6 @@ class Reducer(BackwardFollower):
         self._handles: list[Any] = []
         self.weight = LossWeight()
         self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
-        self._known_unused: set[int] = set()
         self._order_is_agreed = False
         membership.follow(self.on_generation)
 
@@ -91,15 +98,10 @@ class Reducer(BackwardFollower):
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer) and mine.issuperset(map(id, owner.parameters)):
                     owner.detach()
-        layout = self._layout
-        last = len(layout.buckets) - 1
-        for index, ref in enumerate(layout.params):
-            if not layout.is_learned or layout.bucket_of[index] != last:
-                self._attach_counted(index, ref)
-            else:
-                self._attach_uncounted(ref)
+        for index, ref in enumerate(self._layout.params):
+            self._hook_up(ref, self._counting_hook(index))
         for ref in self._sparse:
-            self._attach_uncounted(ref)
+            self._hook_up(ref, self._opening_hook())
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
@@ -108,7 +110,7 @@ class Reducer(BackwardFollower):
         self._handles = []
 
     def set_hook(self, hook: Hook, state: Any) -> None:
-        """Reduce through the caller's hook from now on."""
+        """Reduce through this hook from now on."""
         self._hook = (hook, state)
         self._layout.trailer_apart = True
         self._lay_out()
@@ -116,7 +118,7 @@ class Reducer(BackwardFollower):
     def take_over(self, before: Reducer) -> None:
         """Go on where another reducer of the same model stopped."""
         self.steps, self.backwards = before.steps, before.backwards
-        self.wants_sync = before.wants_sync
+        self.wants_sync, self.compares = before.wants_sync, before.compares
         if before._hook is not None:
             self.set_hook(*before._hook)
 
@@ -140,13 +142,17 @@ class Reducer(BackwardFollower):
             self.attach()
 
     @property
+    def has_hook(self) -> bool:
+        return self._hook is not None
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         return self._layout.buckets
 
     @property
     def parameters(self) -> Iterable[Parameter]:
         """Every parameter it knows of, frozen ones included."""
-        return self._alive([*self._layout.params, *self._sparse, *self._frozen])
+        return self._alive(self._refs)
 
     def _alive(self, refs: Sequence[ParamRef]) -> Iterator[Parameter]:
         return (param for param in (ref.get() for ref in refs) if param is not None)
@@ -172,8 +178,8 @@ class Reducer(BackwardFollower):
         """
         self.on_backward_ended(Backward(skips=False))
 
-    def _attach_counted(self, index: int, ref: ParamRef) -> None:
-        """Count this gradient for its bucket."""
+    def _counting_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Counts this gradient for its bucket."""
         reducer, layout = self, self._layout
 
         def on_grad_ready(_param: Tensor) -> None:
@@ -187,22 +193,23 @@ class Reducer(BackwardFollower):
             if left <= 0:
                 reducer._on_bucket_full(current, bucket, index)
 
-        self._hook_up(ref, on_grad_ready)
+        return on_grad_ready
 
-    def _attach_uncounted(self, ref: ParamRef) -> None:
-        """Only notice that a backward is running; this gradient waits for its end anyway."""
+    def _opening_hook(self) -> Callable[[Tensor], None]:
+        """Only notices that a backward is running; this gradient waits for its end anyway."""
         reducer = self
 
         def on_grad_ready(_param: Tensor) -> None:
             if reducer.current is None:
                 reducer.open()
 
-        self._hook_up(ref, on_grad_ready)
+        return on_grad_ready
 
     def _hook_up(self, ref: ParamRef, hook: Callable[[Tensor], None]) -> None:
         param = ref.get()
         if param is not None and param.requires_grad:
             hook.reducer = self  # type: ignore[attr-defined]
+            keep_out_of_graphs(hook)
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -211,7 +218,12 @@ class Reducer(BackwardFollower):
             self.observer.backward_begins()
         # While skipping no bucket is ever full, so the hooks need not ask.
         missing = self._layout.missing.copy() if wants_sync else self._layout.never_full()
-        return Backward(skips=not wants_sync, missing=missing)
+        versions = [] if self._layout.is_learned else self._versions()
+        return Backward(skips=not wants_sync, missing=missing, versions=versions)
+
+    def _versions(self) -> list[int]:
+        params = (ref.get() for ref in self._layout.params)
+        return [-1 if param is None else param._version for param in params]
 
     def open(self) -> Backward:
         self.check_not_interrupted()
@@ -219,6 +231,8 @@ class Reducer(BackwardFollower):
 
     def on_untouched_backward(self) -> bool:
         """Parameters that were frozen until now have no hooks yet, but may have gradients."""
+        if self.check_model is not None:
+            self.check_model(self.parameters)
         return any(ref.requires_grad and ref.has_grad for ref in self._frozen)
 
     def on_backward_ended(self, ended: Backward) -> None:
@@ -249,7 +263,8 @@ class Reducer(BackwardFollower):
         bucket = self._layout.buckets[number]
         current.unused += bucket.fill_zeros() if current.is_shadow else bucket.fill()
         if bucket.plan.trailer:
-            self._layout.trailer.write(bucket.trailer, current.unused, self._words(current))
+            words, fingerprint = self._words(current), self._fingerprint_words(current)
+            self._layout.trailer.write(bucket.trailer, current.unused, words, fingerprint)
         if self._hook is not None and current.in_flight and bucket.plan.device.type == "cpu":
             # Hooks may communicate again when their first sum has arrived. Gloo does that on two
             # threads in any order, so two buckets at once could block each other for good.
@@ -283,6 +298,14 @@ class Reducer(BackwardFollower):
             label=self._label(),
         )
 
+    def _fingerprint_words(self, current: Backward) -> Tensor | None:
+        if not self.compares or self.is_joined or current.is_shadow or self.size > LARGEST_SIZE:
+            return None
+        if self._fingerprint is None:
+            device = self._layout.buckets[-1].plan.device
+            self._fingerprint = Fingerprint(self._refs, device)
+        return self._fingerprint.words(self.steps)
+
     def _label(self) -> float:
         """Which model and which step this is, as a number small enough to be summed exactly."""
         return float(1 + self.number % 64 * 64 + self.steps % 64)
@@ -290,10 +313,12 @@ class Reducer(BackwardFollower):
     def _finish(self, current: Backward) -> None:
         """Backward has ended: start what has not started, wait for all, hand out averages."""
         try:
-            if not self._layout.is_learned:
+            is_first = not self._layout.is_learned
+            if is_first:
                 self._learn(current.ready)  # before anything is placed: memory is found only once
-            if self.weight.is_set and not current.is_shadow:
+            if (self.weight.is_set or is_first) and not current.is_shadow:
                 self._refuse_misuse(current)
+            current.early = len(current.in_flight)
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
             if self.observer is not None:
@@ -322,26 +347,31 @@ class Reducer(BackwardFollower):
         trailer = self._layout.buckets[-1].trailer
         words = self._layout.trailer.words(trailer)
         votes = 0.0
+        if trailer.is_cuda:
+            self._check_late_words(words)
         factor: float | Tensor
         if trailer.is_cuda and not current.unused and not self._frozen:
             # Nothing here needs the host to know, so the host does not wait for the device.
-            self._check_late_words(words)
             factor = self.size / words[0]
         else:
-            total, votes, aborts, labels = words.tolist()
+            total, votes, aborts, labels, *fingerprints = words.tolist()
             self._refuse_aborted(aborts)
             self._refuse_other_labels(labels)
+            if not trailer.is_cuda:
+                self._refuse_difference(fingerprints)
             factor = 1.0 if total == self.size else mean_factor(self.size, total)
         is_applied = self._hook is None and self._places and self._places.applies_weights
         if not is_applied and (isinstance(factor, Tensor) or factor != 1.0):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
-        if self.check_model is not None and self._is_time_to_check(current):
+        # A parameter that was replaced has no gradient; one that was added shows in the model only.
+        is_time_to_check = current.unused or self._syncs < 2 or self.steps % MODEL_CHECK_PERIOD == 0
+        if self.check_model is not None and is_time_to_check:
             self.check_model(self.parameters)
         if not current.is_shadow:
-            for bucket in self._layout.buckets:
-                bucket.hand_out(used)
+            for number, bucket in enumerate(self._layout.buckets):
+                bucket.hand_out(used, is_untouched=number >= current.early)
                 if self.weight.is_set:
                     bucket.remember_averages()
         if self._sparse:
@@ -351,13 +381,6 @@ class Reducer(BackwardFollower):
         for bucket in self._layout.buckets:
             if bucket.plan.device.type != "cpu":
                 bucket.release()
-
-    def _is_time_to_check(self, current: Backward) -> bool:
-        """A parameter that was replaced stops having gradients; one that was added only shows
-        in the model itself."""
-        has_new_unused = not self._known_unused.issuperset(current.unused)
-        self._known_unused.update(current.unused)
-        return has_new_unused or self._syncs < 2 or self.steps % MODEL_CHECK_PERIOD == 0
 
     def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
         for ref in self._sparse:
@@ -420,8 +443,6 @@ class Reducer(BackwardFollower):
             if self._layout.lay_out(agreed.tolist()):
                 self._places = None
         self._order_is_agreed = True
-        self.detach()
-        self.attach()
 
     def _abandon(self, broken: Backward) -> None:
         """Complete a backward that broke off here, so that the others can raise too."""
@@ -454,8 +475,9 @@ class Reducer(BackwardFollower):
             reduction.wait()
 
     def _refuse_misuse(self, current: Backward) -> None:
-        """Raise if weights were used wrongly here, after telling the others."""
+        """Raise if weights or hooks were used wrongly here, after telling the others."""
         try:
+            self._refuse_update(current)
             self.weight.refuse_mixture(self.steps)
             for bucket in self._layout.buckets[len(current.in_flight) :]:
                 self._refuse_second_average(bucket)
@@ -463,6 +485,22 @@ class Reducer(BackwardFollower):
             with suppress(PacelineError):  # the first error is the one to show
                 self._call_off(current)
             raise
+
+    def _refuse_update(self, current: Backward) -> None:
+        """Raise if a hook of the caller's has updated parameters with gradients of this rank."""
+        if current.versions and current.versions != self._versions():
+            changed = zip(self._layout.params, current.versions, self._versions(), strict=True)
+            name = next(ref.name for ref, before, now in changed if before != now)
+            raise UsageError(
+                f"Parameter {name!r} was updated inside backward, before gradients are averaged.",
+                advice="Call the optimizer's step() after backward instead.",
+            )
+
+    def _refuse_difference(self, sums: Sequence[float]) -> None:
+        """Look with all ranks for what differs, if fingerprints of the parameters did."""
+        if is_different(sums) and self.compare is not None:
+            found = ((ref.name, ref.get()) for ref in self._refs)
+            self.compare([(name, param) for name, param in found if param is not None], self.steps)
 
     def _refuse_aborted(self, aborts: float) -> None:
         if aborts:
@@ -488,7 +526,9 @@ class Reducer(BackwardFollower):
         if self._late_words is not None:
             host, arrived = self._late_words
             arrived.synchronize()
-            self._refuse_aborted(host[2].item())  # labels were already another step's
+            _, _, aborts, _, *fingerprints = host.tolist()  # labels were already another step's
+            self._refuse_aborted(aborts)
+            self._refuse_difference(fingerprints)
         host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
         host.copy_(words, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
