@@ -30,6 +30,7 @@ Group = Any
 """A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
 
 EXCHANGE_LIMIT_BYTES = 64 * 2**20
+_HEAD_BYTES = 1024
 
 _WORDS_KEY = "paceline/last-words/{rank}"
 _WORDS_LIMIT_CHARS = 2000
@@ -143,15 +144,24 @@ def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[
 def gather_bytes(
     group: Group, data: bytes, device: torch.device, what: str, limit: int = 2**31
 ) -> list[bytes]:
-    """The bytes of all ranks, in rank order."""
-    sizes = all_gather(group, torch.tensor([len(data)], device=device), what)
-    longest = int(max(size.item() for size in sizes))
+    """The bytes of all ranks, in rank order; in one message if they are few."""
+    framed = len(data).to_bytes(8, "little") + data
+    heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
+    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(sizes)
     if longest > limit:
         raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if longest > _HEAD_BYTES:
+        heads = _gather_padded(group, framed, longest, device, what)
+    return [head[8:size] for head, size in zip(heads, sizes, strict=True)]
+
+
+def _gather_padded(
+    group: Group, data: bytes, length: int, device: torch.device, what: str
+) -> list[bytes]:
+    padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
     parts = [part.cpu() for part in all_gather(group, padded.to(device), what)]
-    return [bytes(memory_of(part)[: int(n.item())]) for part, n in zip(parts, sizes, strict=True)]
+    return [bytes(memory_of(part)) for part in parts]
 
 
 def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:

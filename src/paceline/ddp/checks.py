@@ -6,6 +6,8 @@ are checked. A disagreement is found by all ranks together, so all of them raise
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
@@ -58,7 +60,7 @@ def verify_same_model(
     this model that is the same on every rank.
     """
     mine = {
-        "model": description,
+        "model": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
         "problem": [problem.what, problem.advice] if problem else None,
         "number": next(_numbers),
         "engine": engine,
@@ -70,10 +72,10 @@ def verify_same_model(
         if theirs["problem"]:
             what, advice = theirs["problem"]
             raise DesyncError(f"Rank {rank} cannot wrap its model: {what}", advice=advice)
-    first = everyone[0]["model"]
-    for rank, theirs in enumerate(everyone):
-        if theirs["model"] != first:
-            raise _difference(first, theirs["model"], rank)
+    if any(theirs["model"] != everyone[0]["model"] for theirs in everyone):
+        models = comm.exchange(group, description, device, "Comparing the models")
+        odd = next(rank for rank, model in enumerate(models) if model != models[0])
+        raise _difference(models[0], models[odd], odd)
     for rank, theirs in enumerate(everyone):
         if theirs["engine"] != everyone[0]["engine"]:
             raise DesyncError(

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import comm
 from paceline.comm import Membership
@@ -25,8 +24,7 @@ from paceline.errors import UsageError, check_whole
 
 __all__ = ["Compression", "PowerSGD", "hook", "parse"]
 
-_CASTS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-_NAMES = [*_CASTS, "powersgd"]
+_NAMES = ["bf16", "fp16", "powersgd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +122,8 @@ class Compression:
         return future.then(lambda done: done.value().mul_(scale))
 
     def _send(self, bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         group = self._membership.group
         if flat.is_complex():  # torch's hooks would lose the imaginary parts
             self.bytes_sent += flat.nbytes
@@ -135,7 +135,8 @@ class Compression:
             self.bytes_sent += flat.nbytes
             return default_hooks.allreduce_hook(group, bucket)
         self.bytes_sent += flat.numel() * 2
-        return _CASTS[str(self.spec)](group, bucket)
+        cast = getattr(default_hooks, f"{self.spec}_compress_hook")
+        return cast(group, bucket)  # type: ignore[no-any-return]
 
     def _send_low_rank(self, bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
