@@ -122,9 +122,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         capacities = _bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
-        stopwatch.begin(membership, device)  # a rank that is missing from now on is named
         number = 0
-        observer = stopwatch.begin(membership, device)  # first: waiting begins below
+        observer = stopwatch.begin(membership, device)  # who is missing below is named
         if init_sync and group.size() > 1:
             compared = buffers if sync_buffers_now else []
             description = [] if problem else checks.describe(named, compared)
