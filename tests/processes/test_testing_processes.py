@@ -196,7 +196,7 @@ def leave_a_thread(world: World) -> None:
 
 
 def test_a_process_that_cannot_end_after_its_result_is_reported() -> None:
-    with pytest.raises(WorkerError, match="It had finished, but its process did not end"):
+    with pytest.raises(WorkerError, match="had finished but did not end"):
         run_processes(1, leave_a_thread, timeout_s=1.5)
 
 

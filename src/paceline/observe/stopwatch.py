@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,16 +196,12 @@ class DeviceStopwatch(Stopwatch):
             super()._end_phase(round(self._exact_ns), phase, step, counts)
 
 
-class Awaitable(Protocol):
-    """A sum under way. It may have `is_completed()` and `missing()` too."""
-
-    def wait(self) -> None: ...
-
-
 class Observer:
     """One model's engine, observed.
 
     forward_begins, forward_ends, backward_begins, bucket_starts ..., wait_for, step_ends
+
+    A sum under way has `wait()`, and may have `is_completed()` and `missing()` too.
     """
 
     def __init__(self, membership: Membership, device: torch.device) -> None:
@@ -249,7 +245,7 @@ class Observer:
         """Nothing is sent: gradients accumulate, and the next thing is more data."""
         self.watch.enter(Phase.DATA)
 
-    def bucket_starts(self, number: int, in_flight: Sequence[Awaitable], buffer: Tensor) -> None:
+    def bucket_starts(self, number: int, in_flight: Sequence[Any], buffer: Tensor) -> None:
         """This rank's gradients of the bucket are ready; taken before the sum, which would wait."""
         recorder = spans.current
         if recorder is None:
@@ -264,7 +260,7 @@ class Observer:
         self._began_ns.append(now)
 
     def wait_for(
-        self, in_flight: Sequence[Awaitable], describe: Callable[[int], str], *, is_shadow: bool
+        self, in_flight: Sequence[Any], describe: Callable[[int], str], *, is_shadow: bool
     ) -> None:
         """Wait for the sums in order; this rank's own work is done, unless it had none."""
         watch, recorder = self.watch, spans.current
@@ -334,8 +330,8 @@ def begin(membership: Membership, device: torch.device) -> Observer | None:
     """Observe a model of this rank, as far as anybody wants to know."""
     wishes = env.read_observation()
     rank, size = membership.rank, membership.size
-    if wishes.trace_step and rank == 0 and not _asked_in_vain:
-        _asked_in_vain.append(True)
+    if wishes.trace_step and rank == 0:
+        atexit.unregister(_say_what_was_not_recorded)
         atexit.register(_say_what_was_not_recorded, wishes.trace_step)
     if wishes.timeline and not spans.is_on():
         place = env.read_placement()
@@ -405,9 +401,6 @@ def _enter_here(phase: Phase, *_: object) -> None:
         watch = None if group is None else _watches.get(group)
         if watch is not None and watch.thread == thread:
             watch.enter(phase)
-
-
-_asked_in_vain: list[bool] = []
 
 
 def _say_what_was_not_recorded(step: int) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -232,7 +233,9 @@ class StragglerDetector:
         """How many steps were synchronised in this group."""
         self.next_step = WARM_UP_STEPS + LEAST_PERIOD
         """When to compare next."""
-        self._first_step = self._watch.step + WARM_UP_STEPS
+        self._seen: StepTimes | None = self._watch.finished[-1] if self._watch.finished else None
+        """The last step that is compared already; numbers of steps may begin again."""
+        self._warm_up_steps = WARM_UP_STEPS
         self._under_way: tuple[Any, Any] | None = None
         """On a GPU, numbers on their way to the host and the event of their arrival."""
         self._took_s = 0.0
@@ -254,8 +257,10 @@ class StragglerDetector:
             self._under_way = None
             arrival.synchronize()  # long past: that was some steps ago
             self._read(membership.rank, gathered)
-        steps = [step for step in self._watch.finished if step.step >= self._first_step]
-        self._first_step = max((step.step + 1 for step in steps), default=self._first_step)
+        steps = list(takewhile(lambda step: step is not self._seen, reversed(self._watch.finished)))
+        self._seen = steps[0] if steps else self._seen
+        steps = steps[: len(steps) - self._warm_up_steps]
+        self._warm_up_steps = 0
         where = comm.word_device(membership.group, device)
         begun = spans.now_ns()
         mine = torch.tensor(summarise(steps, self._took_s).row(), dtype=torch.float64).to(where)

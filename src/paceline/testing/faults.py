@@ -20,8 +20,6 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.testing.ranks import is_thread_rank
 
-ACTIONS = ("kill", "fail", "delay", "exit")
-
 
 class PlannedFault(Exception):
     """The error that `Faults.fail` raises unless told another; not one of Paceline's own."""
@@ -47,21 +45,23 @@ class Fault:
 
     def __post_init__(self) -> None:
         is_time = type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf
-        importable = "Use a built-in exception, which every process can build from its name."
-        requirements = {
-            "action": (self.action in ACTIONS, f"Use one of {', '.join(ACTIONS)}."),
-            "rank": (_is_count(self.rank), "Use 0, 1, 2, and so on."),
-            "step": (_is_count(self.step), "Use 0, 1, 2, and so on."),
-            "where": (type(self.where) is str, "Use a string."),
-            "signal": (self.signal in signals.valid_signals(), "Use a signal's number."),
-            "error": (_error_class(self.error) is not None, importable),
-            "seconds": (is_time, "Use a number from 0 up."),
-            "code": (_is_count(self.code) and self.code < 256, "Use 0 to 255."),
+        possible = {
+            "action": self.action in ("kill", "fail", "delay", "exit"),
+            "rank": _is_count(self.rank),
+            "step": _is_count(self.step),
+            "where": type(self.where) is str,
+            "signal": self.signal in signals.valid_signals(),
+            "error": _error_class(self.error) is not None,
+            "seconds": is_time,
+            "code": _is_count(self.code) and self.code < 256,
         }
-        for name, (holds, advice) in requirements.items():
-            if not holds:
-                value = getattr(self, name)
-                raise UsageError(f"A fault with {name}={value!r} is impossible.", advice=advice)
+        for name, is_possible in possible.items():
+            if not is_possible:
+                raise UsageError(
+                    f"A fault with {name}={getattr(self, name)!r} is impossible.",
+                    advice="Ranks, steps and codes count from 0; an error must be a built-in "
+                    "exception, which every process can build from its name.",
+                )
 
     def strike(self) -> None:
         """Do it."""

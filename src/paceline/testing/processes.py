@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -151,24 +150,13 @@ class _RankProcess:
             message = codec.decode(self._call.path("message", self.rank).read_bytes())
         if message is not None and not message["ok"]:
             self.ended_at, self.is_secondary = message["at"], message["is_secondary"]
-            self.error = WorkerError(
-                f"Rank {self.rank} raised {message['summary']}",
-                f"Its traceback:\n{message['traceback']}",
-                rank=self.rank,
-                traceback=message["traceback"],
-            )
+            self._fail(f"raised {message['summary']}", message["traceback"])
         elif message is None or exitcode != 0:
             when = "before" if message is None else "after"
             how = f"exited with code {exitcode}"
             if exitcode < 0:
                 how = f"was killed by {signal_name(-exitcode)}"
-            stack = self._written_stack()
-            self.error = WorkerError(
-                f"Rank {self.rank} {how} {when} it finished.",
-                f"Where it was:\n{stack}" if stack else "",
-                rank=self.rank,
-                traceback=stack,
-            )
+            self._fail(f"{how} {when} it finished.", self._written_stack())
         else:
             self.ended_at, self.result = message["at"], message["result"]
 
@@ -176,14 +164,14 @@ class _RankProcess:
         """Give up on a process that is still running, and say where it is."""
         self.ended_at = time.monotonic()
         stack = self._ask_for_stack()
-        timeout_s = self._call.timeout_s
-        what = f"Rank {self.rank} was still running after {timeout_s:g} s and was killed."
-        if self._call.path("message", self.rank).exists():
-            what += " It had finished, but its process did not end."
+        has_finished = self._call.path("message", self.rank).exists()
+        did = "had finished but did not end" if has_finished else "was still running"
+        self._fail(f"{did} after {self._call.timeout_s:g} s and was killed.", stack)
+
+    def _fail(self, how: str, stack: str) -> None:
         self.error = WorkerError(
-            what,
-            f"Where it was:\n{stack}" if stack else "It did not answer when asked where it was.",
-            "Raise timeout_s, or look for a rank that waits for another.",
+            f"Rank {self.rank} {how}",
+            f"Where it was:\n{stack}" if stack else "It did not say where it was.",
             rank=self.rank,
             traceback=stack,
         )
@@ -315,14 +303,5 @@ def _die_with_caller() -> None:
     The kernel ends a worker with the fork server, and the server ends when the caller's end of its
     `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
     """
-    if sys.platform == "linux":
-        die_with(os.getppid())
-        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    elif caller := multiprocessing.parent_process():
-        watch = threading.Thread(target=_kill_self_after, args=(caller.sentinel,), daemon=True)
-        watch.start()
-
-
-def _kill_self_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_with(os.getppid())
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
@@ -124,10 +124,7 @@ def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str
     if not fitted:
         return ""
     if not checks:
-        return (
-            f"The prediction was learned from {list_text(fitted)} workers, and no other size was "
-            "measured to check it."
-        )
+        return f"The prediction was learned from {list_text(fitted)} workers, and not checked."
     parts = [
         f"{each.workers} workers: predicted {each.predicted_s * 1e3:.2f} ms, measured "
         f"{each.measured_s * 1e3:.2f} ms, {each.error * 100:+.0f} %"
@@ -157,22 +154,19 @@ def as_text(study: Study) -> str:
 
 def lines(study: Study) -> Iterator[str]:
     """The study for people: 80 columns, plain letters."""
-    yield from _header(study)
-    yield ""
-    yield from _sizes(study["sizes"])
     lost = [size for size in study["sizes"] if any(size["lost"].values())]
-    if lost:
-        yield ""
-        yield from _losses(lost)
-    if study["suggestion"]:
-        yield ""
-        yield from _wrapped(f"Try: {study['suggestion']['text']}")
-    if study["predicted"]:
-        yield ""
-        yield from _predictions(study["predicted"])
-    if study["check"]["text"]:
-        yield ""
-        yield from _wrapped(study["check"]["text"])
+    suggestion = study["suggestion"]
+    sections: list[Iterable[str]] = [
+        _header(study),
+        _sizes(study["sizes"]),
+        _losses(lost) if lost else (),
+        _wrapped(f"Try: {suggestion['text']}") if suggestion else (),
+        _predictions(study["predicted"]) if study["predicted"] else (),
+        _wrapped(study["check"]["text"]),
+    ]
+    written = [section for each in sections if (section := list(each))]
+    for number, section in enumerate(written):
+        yield from ["", *section] if number else section
 
 
 def _header(study: Study) -> Iterator[str]:
@@ -294,11 +288,8 @@ def main(args: argparse.Namespace) -> int:
     if args.fail_under is not None and not 0 < args.fail_under < math.inf:
         raise SettingError(f"--fail-under is {args.fail_under}.", advice="Use a share such as 0.8.")
     if not args.module and not os.path.exists(args.script):
-        raise UsageError(
-            f"There is no script {args.script!r}.",
-            where=f"Looked for it in {os.getcwd()}.",
-            advice="Check the path, or use -m for a module.",
-        )
+        where = f"Looked for it in {os.getcwd()}."
+        raise UsageError(f"There is no script {args.script!r}.", where, "Use -m for a module.")
     cores = count_cores()
     threads = choose_threads(args.threads, cores, sizes[-1])
     flags = [f"--threads={threads}"] if threads else []

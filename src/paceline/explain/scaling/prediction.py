@@ -241,13 +241,12 @@ def suggest(
     """The suggestion that gains most at the largest size, if any is worth it."""
     if profile.workers == 1:
         return None
+    ahead = (
+        "Load samples ahead in other processes: Run(workers=...) or DataLoader(num_workers=...)."
+    )
     found = [
         _fewer_workers(results, profile, cores),
-        Suggestion(
-            "Load samples ahead in other processes: Run(workers=...) or "
-            "DataLoader(num_workers=...).",
-            _gain(profile.seconds[Phase.DATA], profile),
-        ),
+        Suggestion(ahead, _gain(profile.seconds[Phase.DATA], profile)),
         # Fused updates go over the parameters once; about half of the time is all one can hope for.
         Suggestion(
             "Try the optimizer with fused=True.",
