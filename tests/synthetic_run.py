@@ -245,7 +245,7 @@ def _write_timeline(
             ready, facts = computed + long * (bucket + 1) / 3, {"step": step, "bucket": bucket}
             write({"name": "ready", "ph": "i", "s": "t", "ts": ready, "tid": 2, "args": facts})
             summed = clock + 11_300 + 27_500 * (bucket + 1) / 3 + 700
-            span("transfer", ready, summed, 2, **facts)
+            span("in flight", ready, summed, 2, **facts)
         span("backward", computed, computed + long, 1, step=step)
         summed = clock + slowest_us + 700
         span("wait", computed + long, summed, 1, step=step, last=True)

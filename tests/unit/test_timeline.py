@@ -125,7 +125,7 @@ def test_a_bucket_is_under_way_from_the_last_rank_that_is_ready(tmp_path: Path) 
         recorder = SpanRecorder(tmp_path, rank, zero_ns=0)
         facts = {"step": 0, "bucket": 0}
         recorder.add("ready", ready_us * US, None, facts)
-        recorder.add("transfer", ready_us * US, 500 * US, facts)
+        recorder.add("in flight", ready_us * US, 500 * US, facts)
         recorder.close()
     events = merged(tmp_path)
     assert spans_of(events, 0, "transfer") == spans_of(events, 1, "transfer") == [(300.0, 100.0)]

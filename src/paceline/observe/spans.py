@@ -31,10 +31,12 @@ from paceline.observe.phases import Phase
 SCHEMA = 1
 FILE_NAME = "rank{rank}.trace.json"
 
+IN_FLIGHT = "in flight"
+"""A bucket, from when this rank is ready; a transfer begins only when the last rank is."""
 COMPUTE, COMMUNICATION, OTHER = 1, 2, 3
 LANE_BY_NAME: dict[str, int] = {
     **dict.fromkeys((*Phase, "batch", "blame"), COMPUTE),
-    **dict.fromkeys((Phase.TRANSFER, "ready"), COMMUNICATION),
+    **dict.fromkeys((IN_FLIGHT, "ready"), COMMUNICATION),
 }
 """What the engine records. Spans of one lane must nest, or Perfetto leaves them out, so what
 overlaps computing has a lane of its own; and so have the caller's spans, whatever their names."""

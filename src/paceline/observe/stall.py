@@ -3,8 +3,7 @@
 A thread of every rank writes into the group's store, again and again, where the rank is: its pulse.
 When the rank has stood still for too long, the thread prints step, bucket and the line of Python
 it is at. If it waits for a sum, it reads the pulses of the others: those that do not wait are the
-cause, and one whose pulse has stopped is stopped itself, or gone. Such ranks are left in the
-store under `SILENT_KEY`, for whoever can end them; nobody is ended for being slow.
+cause, and one whose pulse has stopped is stopped itself, or gone.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from paceline.observe import spans
 from paceline.observe.phases import Phase
 from paceline.observe.stopwatch import Awaited, Stopwatch
 
-SILENT_KEY = "paceline/silent"
-"""In the group's store: the numbers of ranks whose pulse has stopped while others wait for them."""
 LEAST_SILENCE_S = 2.0
 """A busy machine may delay a pulse that is to come more often than this."""
 _KEY = "paceline/pulse/{rank}"
@@ -199,11 +196,7 @@ class StallWatch:
         watch = self.watch()
         since = self._clock() if watch is None else watch.since_ns
         stands_s = (self._clock() - since) / 1e9
-        if self._accused_since_ns not in (None, since):
-            self._accused_since_ns = None
-            store.delete_key(SILENT_KEY)  # there is progress
-        has_accused = self._accused_since_ns is not None
-        if has_accused or not mine.waits or stands_s < self.timeout_s / 2:
+        if since == self._accused_since_ns or not mine.waits or stands_s < self.timeout_s / 2:
             self._beats.clear()
             return
         said = [mine]
@@ -218,8 +211,6 @@ class StallWatch:
             self._accused_since_ns = since
             silent = [s.rank for s in said if self._beats.get(s.rank) == s.beat]
             alive = sorted(status for status in said if status.rank not in silent)
-            if silent:
-                store.set(SILENT_KEY, json.dumps(silent))
             # One of those that wait is enough.
             if mine.rank == min(status.rank for status in alive if status.waits):
                 self._print(accuse(alive, silent, size))

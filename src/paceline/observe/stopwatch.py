@@ -275,11 +275,11 @@ class Observer:
             watch.end_step(counts=not is_shadow)
 
     def _note_arrival(self, recorder: spans.SpanRecorder, now_ns: int) -> None:
-        """One lane shows all transfers, so each begins when the one before it has ended."""
+        """One lane shows all buckets, so each begins when the one before it has arrived."""
         begin = max(self._began_ns[self._arrived], self._arrived_ns)
         facts = {"step": self.watch.step, "bucket": self._arrived}
         self._arrived_ns = max(begin, now_ns)
-        recorder.add(Phase.TRANSFER, begin, self._arrived_ns, facts)
+        recorder.add(spans.IN_FLIGHT, begin, self._arrived_ns, facts)
         self._arrived += 1
 
     def step_ends(self) -> None:

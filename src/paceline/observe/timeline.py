@@ -22,7 +22,7 @@ from paceline.comm.documents import parse_json
 from paceline.errors import UsageError, WireError
 from paceline.observe.phases import MEASURED, Phase, transfer_of
 from paceline.observe.run_folder import numbered_files, open_plain, replace_file
-from paceline.observe.spans import COMMUNICATION, COMPUTE, ROUNDING_GUARD_US, SCHEMA
+from paceline.observe.spans import COMMUNICATION, COMPUTE, IN_FLIGHT, ROUNDING_GUARD_US, SCHEMA
 from paceline.observe.units import table_lines
 
 WARM_UP_STEPS = 5
@@ -255,9 +255,9 @@ def _split(
 ) -> Iterator[TraceEvent]:
     """A transfer begins when the last rank is ready; until then a rank waits."""
     end, facts = event["ts"] + event.get("dur", 0.0), event["args"]
-    if event["ph"] == "X" and event["name"] == Phase.TRANSFER and event.get("tid") == COMMUNICATION:
+    if event["ph"] == "X" and event["name"] == IN_FLIGHT and event.get("tid") == COMMUNICATION:
         begin = min(end, max(event["ts"], all_ready.get(_bucket(event), 0.0)))
-        yield {**event, "ts": begin, "dur": round(end - begin, 3)}
+        yield {**event, "name": Phase.TRANSFER, "ts": begin, "dur": round(end - begin, 3)}
     elif event["ph"] == "X" and event["name"] == Phase.WAIT and facts.get("last") is True:
         transfer = min(event["dur"], transfers.get(facts.get("step"), 0.0))
         if transfer < event["dur"]:
