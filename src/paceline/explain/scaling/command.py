@@ -85,7 +85,7 @@ def make_study(
     fitted = [1, several[0].workers] if several else []
     checks = [job.check(profile) for profile in several[1:]] if job else []
     pairs = [(size, network) for network in networks for size in predict]
-    suggestion = suggest(results, profiles[-1], job, cores)
+    suggestion = suggest(results, profiles[-1])
     return {
         "schema": SCHEMA,
         "name": name,

@@ -37,8 +37,6 @@ HAND_OVER_S = 1.5e-3
 must be given a core again. Measured with a few jobs on one machine; see docs/scaling.md."""
 LEAST_GAIN = 0.03
 """Less is not worth a person's time, and may be chance."""
-CLEARLY = 1.25
-"""By how much the gain of a change of the training must exceed that of any other."""
 _LEAST_FACTOR, _MOST_FACTOR = 1e-4, 1e6
 _HALVINGS = 60
 
@@ -235,66 +233,25 @@ class Suggestion(NamedTuple):
     gain: float
 
 
-def suggest(
-    results: Sequence[SizeResult], profile: Profile, job: Job | None, cores: int
-) -> Suggestion | None:
+def suggest(results: Sequence[SizeResult], profile: Profile) -> Suggestion | None:
     """The suggestion that gains most at the largest size, if any is worth it."""
-    if profile.workers == 1:
-        return None
-    ahead = (
-        "Load samples ahead in other processes: Run(workers=...) or DataLoader(num_workers=...)."
+    best, last = max(results, key=lambda result: result.speedup), results[-1]
+    fewer = (
+        f"Use {count_text(best.workers, 'worker')} here: {best.speedup:.2f}x as fast as one, "
+        f"and {last.workers} are {last.speedup:.2f}x."
     )
+    ahead = "Load samples ahead: Run(workers=...) or DataLoader(num_workers=...)."
+
+    def gain_of(saved_s: float) -> float:
+        return saved_s / max(profile.step_s - saved_s, 0.1 * profile.step_s)
+
     found = [
-        _fewer_workers(results, profile, cores),
-        Suggestion(ahead, _gain(profile.seconds[Phase.DATA], profile)),
+        Suggestion(fewer, best.speedup / last.speedup - 1),
+        Suggestion(ahead, gain_of(profile.seconds[Phase.DATA])),
         # Fused updates go over the parameters once; about half of the time is all one can hope for.
         Suggestion(
-            "Try the optimizer with fused=True.",
-            _gain(profile.seconds[Phase.OPTIMIZER] / 2, profile),
+            "Try the optimizer with fused=True.", gain_of(profile.seconds[Phase.OPTIMIZER] / 2)
         ),
     ]
-    best = max((each for each in found if each is not None), key=lambda each: each.gain)
-    batch = _larger_batch(results[-1], profile, job)
-    # It changes what is learned, so it has to be clearly better.
-    if batch is not None and batch.gain > CLEARLY * best.gain:
-        best = batch
-    return best if best.gain >= LEAST_GAIN else None
-
-
-def _fewer_workers(
-    results: Sequence[SizeResult], profile: Profile, cores: int
-) -> Suggestion | None:
-    last = results[-1]
-    best = max(results, key=lambda result: result.speedup)
-    if best.workers == last.workers:
-        return None
-    if best.workers == 1:
-        why = f"a step of {best.step_s * 1e3:.1f} ms is too short to be shared by more"
-    elif profile.ranks_per_device > 1:
-        why = f"{profile.ranks_per_device} workers share a device"
-    elif last.crowding > 1:
-        threads = count_text(profile.threads, "thread")
-        why = f"{last.workers} workers of {threads} share {cores} cores"
-    else:
-        why = f"more are not faster, {last.speedup:.2f}x instead of {best.speedup:.2f}x"
-    text = f"Use {count_text(best.workers, 'worker')} here: {why}."
-    return Suggestion(text, best.speedup / last.speedup - 1)
-
-
-def _larger_batch(result: SizeResult, profile: Profile, job: Job | None) -> Suggestion | None:
-    """Twice the samples for each worker: what does not depend on samples is paid half as often."""
-    if job is None:
-        return None
-    share = result.ideal_s / job.one.step_s
-    stretch = stretch_of(result.crowding, profile.step_s)
-    more_s = stretch * share * sum(cost.per_share_s for cost in job.costs.values())
-    batch = f" ({profile.samples:,} samples now)" if profile.samples else ""
-    return Suggestion(
-        f"Use a global batch twice as large{batch}: exchange, update and other costs of a step "
-        "are paid half as often. Adapt the learning rate.",
-        2 * profile.step_s / (profile.step_s + more_s) - 1,
-    )
-
-
-def _gain(saved_s: float, profile: Profile) -> float:
-    return saved_s / max(profile.step_s - saved_s, 0.1 * profile.step_s)
+    gainful = max(found, key=lambda each: each.gain)
+    return gainful if last.workers > 1 and gainful.gain >= LEAST_GAIN else None
