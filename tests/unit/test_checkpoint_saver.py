@@ -199,11 +199,12 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_training_goes_on(tmp_path
         assert len(caught) == 1
         assert checkpoints.problem is not None
         assert "step 3" in checkpoints.problem
+        assert "The last 3 steps would be lost" in checkpoints.problem
         assert checkpoints.take_finished() == []
         (tmp_path / "file").unlink()
         fill(checkpoints, 4)
         assert checkpoints.problem is None
-        assert load(checkpoints).step == 4
+        assert load(checkpoints).step == checkpoints.saved_step == 4
 
 
 def test_a_state_too_large_for_memory_is_a_problem_and_no_error(checkpoints: Checkpoints) -> None:

@@ -301,14 +301,19 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
     while True:
         path = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.mkdir(path, 0o700)
-        with suppress(FileNotFoundError):  # another saver has swept it already
+        try:
             inside = os.open(path, files.FOLDER_FLAGS)
-            # The kernel drops the lock when this process dies: then `sweep` removes the folder.
-            with suppress(OSError):
-                fcntl.flock(inside, fcntl.LOCK_EX)
-            if os.fstat(inside).st_nlink > 0:
-                return path, inside
-            os.close(inside)  # another saver swept it between our two calls
+        except FileNotFoundError:  # another saver has swept it already
+            continue
+        except OSError:
+            os.rmdir(path)
+            raise
+        # The kernel drops the lock when this process dies: then `sweep` removes the folder.
+        with suppress(OSError):
+            fcntl.flock(inside, fcntl.LOCK_EX)
+        if os.fstat(inside).st_nlink > 0:
+            return path, inside
+        os.close(inside)  # another saver swept it between our two calls
 
 
 def _write(folder: int, name: str, data: bytes | memoryview) -> FileFacts:

@@ -7,15 +7,15 @@ fallback. torch is loaded with the first file that needs it.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.directory import find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of, write_fully
@@ -162,9 +162,10 @@ def _read_zip(path: Path) -> Any:
 def _read_old_file(path: Path) -> Any:
     """The format before torch 1.6: five streams of instructions before the raw bytes."""
     with open_file(path) as file:
-        for _ in range(_OLD_STREAMS):
-            if file.tell() < size_of(file):
-                _check_instructions(file, size_of(file) - file.tell(), path)
+        start = io.BytesIO(file.read(_MAX_INSTRUCTION_BYTES))
+    for _ in range(_OLD_STREAMS):
+        if start.tell() < start.getbuffer().nbytes:
+            _check_instructions(start, path)
     return _load(path, mmap=False)
 
 
@@ -265,7 +266,8 @@ def _check_zip(path: Path) -> None:
                 for entry in entries:
                     if entry.filename.lower().endswith(".pkl"):
                         with archive.open(entry) as instructions:
-                            _check_instructions(instructions, entry.file_size, path)
+                            start = io.BytesIO(instructions.read(_MAX_INSTRUCTION_BYTES))
+                        _check_instructions(start, path)
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged, or torch.save did not write it: {error}.",
@@ -273,7 +275,7 @@ def _check_zip(path: Path) -> None:
         ) from error
 
 
-def _check_zip_end(file: BufferedIOBase) -> None:
+def _check_zip_end(file: io.BufferedIOBase) -> None:
     """Refuse an archive whose directory would take more memory than its tensors.
 
     torch.save leaves no comment: the last bytes are the end record, before it the 64-bit one.
@@ -289,16 +291,15 @@ def _check_zip_end(file: BufferedIOBase) -> None:
         raise ValueError(f"its directory takes {stated:,} bytes")
 
 
-def _check_instructions(file: IO[bytes] | BufferedIOBase, size: int, path: Path) -> None:
+def _check_instructions(file: io.BytesIO, path: Path) -> None:
     """Read instructions without following them, for those that take any memory they like.
 
     `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte; so are
     lengths beyond the end, and encoding in hexadecimal again and again.
     """
     calls, repeats = set(), False
-    limited: Any = _Limited(file, min(size, _MAX_INSTRUCTION_BYTES))
     try:
-        for opcode, argument, _ in pickletools.genops(limited):
+        for opcode, argument, _ in pickletools.genops(file):
             if opcode.name == "GLOBAL":
                 calls.add(str(argument))
             elif isinstance(argument, str):
@@ -310,23 +311,6 @@ def _check_instructions(file: IO[bytes] | BufferedIOBase, size: int, path: Path)
     for call in calls:
         if call.endswith(" bytearray") or (call == "_codecs encode" and repeats):
             raise _needs_running(path, call.replace(" ", ".").removeprefix("builtins."))
-
-
-class _Limited:
-    """A file that ends early, and does not set memory aside for bytes that are not there."""
-
-    def __init__(self, file: IO[bytes] | BufferedIOBase, size: int) -> None:
-        self._file, self._left = file, size
-
-    def read(self, count: int) -> bytes:
-        return self._took(self._file.read(min(count, self._left)))
-
-    def readline(self) -> bytes:
-        return self._took(self._file.readline(self._left))
-
-    def _took(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        return data
 
 
 SAFETENSORS = Format(

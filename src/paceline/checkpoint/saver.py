@@ -29,6 +29,7 @@ from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.comm.codec import put_together, take_apart
 from paceline.comm.safetensors import FilePlan, memory_of, plan_file, read_tensors
 from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
+from paceline.observe.units import count_text
 
 FEWEST_KEPT = 2
 LARGEST_STEP = 10**15 - 1
@@ -93,7 +94,9 @@ class Checkpoints:
         check_choice("better", better, ("lower", "higher"))
         self.folder = Path(folder)
         self.problem: str | None = None
-        """Why the last save did not reach the disk; None when it did."""
+        """Why the last save did not reach the disk, and what is lost; None when it did."""
+        self.saved_step: int | None = None
+        """The step of the last checkpoint that was written or loaded here."""
         self._kept: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "better": better}
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -156,13 +159,13 @@ class Checkpoints:
         """
         self.wait()
         if step is not None:
-            return read_entry(directory.find_entry(self.folder, step))
+            return self._begin_at(read_entry(directory.find_entry(self.folder, step)))
         entries = directory.list_entries(self.folder)
         if not entries:
             return None
         for entry in entries:
             try:
-                return read_entry(entry)
+                return self._begin_at(read_entry(entry))
             except CheckpointError as error:
                 if not os.path.lexists(entry.path):
                     return self.load()  # another process has just removed it: look again
@@ -211,7 +214,7 @@ class Checkpoints:
             return
         size, spent_s = manifest.total_bytes, time.perf_counter() - begin
         self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric))
-        self.problem = None
+        self.problem, self.saved_step = None, step
         try:
             found = directory.list_manifests(self.folder)
             for old in directory.plan_removals(found, self._damaged, **self._kept):
@@ -221,8 +224,16 @@ class Checkpoints:
         else:
             self._has_complained = False
 
+    def _begin_at(self, saved: Saved) -> Saved:
+        self.saved_step = saved.step
+        return saved
+
     def _note_failure(self, step: int, reason: object) -> None:
-        self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
+        unsaved = count_text(max(0, step - (self.saved_step or 0)), "step")
+        self.problem = (
+            f"The checkpoint of step {step} in {self.folder} failed: {reason}. "
+            f"The last {unsaved} would be lost now."
+        )
 
     def _complain(self) -> None:
         """Warn about a problem once, from the thread that trains."""
