@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -277,3 +278,32 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path:
         assert "state['state']['mine']['fn'] is a" in str(error)
     never = RunOptions(progress="quiet", checkpoint_every=0)
     train(folder=tmp_path / "other", state={"mine": Unsavable()}, options=never)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_files_of_the_folder_that_make_no_sense_do_not_stop_a_run(
+    transport: Any, has_checkpoint: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    huge = "9" * 400
+    options = RunOptions(progress="quiet", checkpoint_every=1)
+
+    def body(world: World, stop_after: int | None = None) -> list[int]:
+        ddp = DDPOptions(transport=transport)
+        trained = train(
+            world, folder=folder, shards=2, stop_after=stop_after, ddp=ddp, options=options
+        )
+        return sorted(trained.losses)
+
+    run_ranks(2, body, 3)
+    info = RunFolder(folder).info
+    info.write_text(info.read_text().replace('"seed": 0', f'"seed": {huge}'))
+    newest = list_entries(folder / "checkpoints")[0].path / "manifest.json"
+    newest.write_text(newest.read_text().replace('"step": 3', f'"step": {huge}'))
+    if not has_checkpoint:
+        shutil.rmtree(folder / "checkpoints")
+    with pytest.warns(UserWarning, match=r"run\.json .*more than 20 digits"):
+        found = run_ranks(2, body)
+    assert found[0] == found[1]
+    assert found[0][0] == (3 if has_checkpoint else 1)

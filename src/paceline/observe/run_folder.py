@@ -145,6 +145,15 @@ def read_info(folder: RunFolder) -> RunInfo | None:
     return info
 
 
+def find_info(folder: RunFolder) -> RunInfo | None:
+    """The same for whoever does without: one that cannot be used is a warning, and None."""
+    try:
+        return read_info(folder)
+    except WireError as error:
+        warnings.warn(f"{error.what} The run continues, and writes it anew.", stacklevel=2)
+        return None
+
+
 class EventWriter:
     """Appends the events of one rank. What cannot be written is lost, said once, and no error."""
 

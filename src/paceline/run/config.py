@@ -21,7 +21,7 @@ from paceline.comm.world import World
 from paceline.data.foreign import check_seed
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_choice, check_whole
-from paceline.observe.run_folder import RunFolder, RunInfo, read_info
+from paceline.observe.run_folder import RunFolder, RunInfo, find_info
 from paceline.observe.units import count_text
 from paceline.run.plan import Plan, Position
 from paceline.run.sinks import Sink, check_sinks
@@ -240,7 +240,7 @@ class RunConfig:
     ) -> RunInfo:
         """What `run.json` says of the run."""
         now = time.time()
-        before = None if folder is None else read_info(folder)
+        before = None if folder is None else find_info(folder)
         sentence = batch_sentence(self.global_batch, facts["workers"], facts["shards"])
         same = ("seed", "global_batch", "shards", "workers", "dataset_size", "versions")
         return RunInfo(

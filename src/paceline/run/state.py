@@ -22,7 +22,7 @@ from paceline.comm.codec import put_together, take_apart
 from paceline.comm.membership import Membership
 from paceline.ddp.checks import broadcast_tensors
 from paceline.errors import CheckpointError, UsageError
-from paceline.observe.run_folder import RunFolder, read_info
+from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
 from paceline.run.metrics import Sums, gather
 from paceline.run.plan import Position
@@ -175,7 +175,7 @@ class Saving:
             return
         folder = self._folder.path
         if there is None:
-            info = read_info(self._folder) if self._membership.rank == 0 else None
+            info = find_info(self._folder) if self._membership.rank == 0 else None
             keys = ("seed", "global_batch", "dataset_size")
             there = {} if info is None else {key: getattr(info, key) for key in keys}
         differences = [key for key in MUST_BE_EQUAL if key in there and there[key] != here[key]]
