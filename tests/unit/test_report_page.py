@@ -202,15 +202,16 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (["no/such/run"], ["no run folder 'no/such/run'", "run.json and events/"]),
-        ([".", "-o", "."], ["is not a report", "Name another file"]),
-        ([".", "-o", "no/such/place.html"], ["No such file or directory", "Name another file"]),
-        ([".", "--fore"], ["did you mean --force?"]),
+        (["RUN", "-o", "."], ["is not a report", "Name another file"]),
+        (["RUN", "-o", "no/such/place.html"], ["No such file or directory", "Name another file"]),
+        (["RUN/..", "-o", "x.html"], ["holds no run", "digits"]),
+        (["RUN", "--fore"], ["did you mean --force?"]),
     ],
 )
 def test_mistakes_on_the_command_line_are_explained(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", *arguments]) == 2
+    assert main(["report", *(each.replace("RUN", str(folder.path)) for each in arguments)]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
 

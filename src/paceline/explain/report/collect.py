@@ -7,6 +7,7 @@ remembered as a sentence, because a reader must know what the page does not show
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import os
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import UsageError, WireError
 from paceline.explain.report.bounds import amount, bounded, number, text, whole
@@ -24,7 +25,7 @@ from paceline.explain.report.curves import Curve
 from paceline.explain.report.window import read_window
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.run_folder import Event, RunFolder, RunInfo, read_info, stream_events
-from paceline.observe.units import count_text
+from paceline.observe.units import count_text, list_text
 from paceline.record.schema import read as read_trace
 from paceline.record.schema import read_document
 from paceline.record.stages import Trace
@@ -35,14 +36,24 @@ RANKS_LIMIT = 1024
 EVENTS_LIMIT = 1000
 """The most epochs, checkpoints, messages and so on that are kept; the oldest leave first."""
 TRACES_LIMIT = 4
+RUNS_LIMIT, FOLDERS_LIMIT = 3, 1000
+"""Of runs that are named to whoever gives another folder, and of folders that are looked into."""
+LONGEST_STEPS = 32
+"""How many of a rank's longest steps are remembered."""
 COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
-GONE_S = 5.0
-"""Silence after which a run of this machine whose processes are gone has ended."""
 SILENT_S, SILENT_STEPS = 300.0, 50
 """Silence, in seconds and in usual steps, after which a run is not taken to be running."""
 KEPT_KINDS = ("epoch", "evaluation", "checkpoint", "message", "noise", "blame", "stop")
 _PHASES = {str(phase): phase for phase in Phase}
+
+
+class LongStep(NamedTuple):
+    """A step of one rank, and what took longest in it."""
+
+    seconds: float
+    step: int
+    phase: Phase
 
 
 @dataclass(slots=True)
@@ -60,15 +71,23 @@ class RankTotals:
     phases: dict[Phase, float] = field(default_factory=dict)
     compared_wait_s: float = 0
     """Waiting in the steps that are compared with the other ranks'."""
+    longest_own: list[LongStep] = field(default_factory=list)
+    longest_whole: list[LongStep] = field(default_factory=list)
+    """Heaps of its longest steps: by its own work, and with all waiting."""
 
     @property
     def own_s(self) -> float:
         """Seconds of own work in a step, on average; 0 where no phase was measured."""
         return sum(self.phases.get(phase, 0.0) for phase in OWN) / max(1, self.steps)
 
-    @property
-    def is_alive(self) -> bool:
-        return os.path.exists(f"/proc/{self.pid}") or not os.path.isdir("/proc/self")
+    def is_gone(self) -> bool:
+        """Whether its process has ended, as far as this machine can tell: a zombie has."""
+        if self.host != socket.gethostname() or not os.path.isdir("/proc/self"):
+            return False
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        except OSError:
+            return True
 
 
 @dataclass(slots=True)
@@ -92,6 +111,8 @@ class RunData:
     """By step: the shortest wait of any rank."""
     read_t: float = field(default_factory=time.time)
     """When the folder was read."""
+    is_gone: bool = False
+    """Whether all its processes had ended before `run.json` was read."""
     starts: list[tuple[float, int]] = field(default_factory=list)
     """When rank 0 began, and after which step, for every start and restart."""
     redone: int = 0
@@ -118,8 +139,13 @@ class RunData:
 
     @property
     def status(self) -> str:
+        """What `run.json` says, unless that is "running" and the run has ended all the same."""
         said = self.info.status if self.info else "unknown"
-        return "silent" if said == "running" and self.is_silent else said
+        if said != "running":
+            return said
+        steps_s = [rank.seconds / rank.steps for rank in self.ranks.values() if rank.steps]
+        patience_s = max(SILENT_S, SILENT_STEPS * max(steps_s, default=0.0))
+        return "killed" if self.is_gone else "silent" if self.silent_s > patience_s else said
 
     @property
     def silent_s(self) -> float:
@@ -127,25 +153,16 @@ class RunData:
         return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
 
     @property
-    def is_silent(self) -> bool:
-        """Whether a run that never said that it ended has probably ended all the same."""
-        host = socket.gethostname()
-        if self.ranks and all(r.host == host and not r.is_alive for r in self.ranks.values()):
-            return self.silent_s > GONE_S
-        steps_s = [rank.seconds / rank.steps for rank in self.ranks.values() if rank.steps]
-        return self.silent_s > max(SILENT_S, SILENT_STEPS * max(steps_s, default=0.0))
-
-    @property
     def has_run(self) -> bool:
         return self.info is not None or bool(self.ranks)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.has_run or self.traces or self.study)
+        return not (self.has_run or self.traces or self.study or self.timeline)
 
 
 def collect(path: Path) -> RunData:
-    """Read a run folder; only one that is not there at all is an error."""
+    """Read a run folder in any state; a folder without anything of a run is an error."""
     if not path.is_dir():
         raise UsageError(
             f"There is no run folder {str(path)!r}.",
@@ -154,12 +171,33 @@ def collect(path: Path) -> RunData:
     folder = RunFolder(path)
     data = RunData(folder, name=folder.name, timeline=read_window(folder))
     _read_documents(data)
-    _read_info(data)
     _read_ranks(data)
+    # In this order: a run that ends meanwhile says so in run.json before its processes end.
+    data.is_gone = bool(data.ranks) and all(rank.is_gone() for rank in data.ranks.values())
+    _read_info(data)
     _split_waiting(data)
     if data.is_empty and not data.missing:
-        data.missing.append("This folder holds no run: it has neither run.json nor events.")
+        runs = [str(run) for run in _find_runs(path)]
+        advice = (
+            f"Give the folder of a run: {list_text(runs, 'or')}." if runs else "Train one first."
+        )
+        raise UsageError(f"{str(path)!r} holds no run: no run.json, no events.", advice=advice)
     return data
+
+
+def _find_runs(path: Path) -> list[Path]:
+    """Some run folders around a folder: the one it is in, and those in it."""
+    found, folders = list[Path](), deque([path.parent, path])
+    for _ in range(FOLDERS_LIMIT):
+        if folders and len(found) < RUNS_LIMIT:
+            folder = folders.popleft()
+            if RunFolder(folder).info.is_file():
+                found.append(folder)
+            elif folder != path.parent:
+                with contextlib.suppress(OSError):
+                    entries = islice(os.scandir(folder), FOLDERS_LIMIT)
+                    folders += sorted(Path(e) for e in entries if e.is_dir(follow_symlinks=False))
+    return found
 
 
 @contextlib.contextmanager
@@ -196,18 +234,23 @@ def _read_documents(data: RunData) -> None:
 def _read_info(data: RunData) -> None:
     with _noting(data, "The description of the run"):
         data.info = read_info(data.folder)
-        if data.info is not None:
-            data.name = text(data.info.name, 200) or data.name
-        elif data.folder.event_ranks():
+        if data.info is None and data.ranks:
             data.missing.append(
                 "There is no run.json, so the settings of the run (seed, batch, model) are unknown."
             )
+    if data.info is None:
+        return
+    data.name = text(data.info.name, 200) or data.name
+    lost = sorted(set(range(min(data.info.workers, RANKS_LIMIT))) - set(data.ranks))
+    if not data.ranks:
+        data.missing.append("No worker has written events, so there are no curves and no times.")
+    elif lost:
+        shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
+        data.missing.append(f"There are no events of rank {shown}; sums leave their part out.")
 
 
 def _read_ranks(data: RunData) -> None:
     ranks = data.folder.event_ranks()
-    if not ranks and data.info:
-        data.missing.append("No worker has written events, so there are no curves and no times.")
     if len(ranks) > RANKS_LIMIT:
         data.missing.append(f"Only the first {RANKS_LIMIT:,} of {len(ranks):,} ranks are read.")
     with contextlib.suppress(WireError, OSError):
@@ -217,10 +260,6 @@ def _read_ranks(data: RunData) -> None:
     for rank in ranks[:RANKS_LIMIT]:
         with _noting(data, f"Some events of rank {rank}"):
             _read_rank(data, rank, keeps_time=rank == ranks[0])
-    expected = min(data.info.workers, RANKS_LIMIT) if data.info else 0
-    if ranks and (lost := sorted(set(range(expected)) - set(ranks))):
-        shown = ", ".join(map(str, lost[:8])) + (" …" if len(lost) > 8 else "")
-        data.missing.append(f"There are no events of rank {shown}; sums leave their part out.")
 
 
 def _read_rank(data: RunData, rank_number: int, *, keeps_time: bool) -> None:
@@ -269,6 +308,13 @@ def _add_step(data: RunData, rank: RankTotals, step: int, event: Event) -> None:
         spent[phase] = spent.get(phase, 0.0) + amount(value)
     for phase, seconds in spent.items():
         rank.phases[phase] = rank.phases.get(phase, 0.0) + seconds
+    own = {phase: seconds for phase, seconds in spent.items() if phase in OWN}
+    for heap, parts in ((rank.longest_own, own), (rank.longest_whole, spent)):
+        if parts:
+            longest = max(parts, key=lambda phase: parts[phase])
+            heapq.heappush(heap, LongStep(sum(parts.values()), step, longest))
+            if len(heap) > LONGEST_STEPS:
+                heapq.heappop(heap)
     if step in data.least_waits or len(data.least_waits) < COMPARED_STEPS_LIMIT:
         waited = spent.get(Phase.WAIT, 0.0)
         data.least_waits[step] = min(waited, data.least_waits.get(step, math.inf))

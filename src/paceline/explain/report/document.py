@@ -128,7 +128,7 @@ def workers(data: RunData) -> Json | None:
         return None
     slow = sentences.find_straggler(data)
     return {
-        "verdict": sentences.who_waited(data),
+        "verdict": " ".join([sentences.who_waited(data), *sentences.pauses(data)]),
         "slow_rank": slow[0] if slow else None,
         "phases": {phase: phase.meaning for phase in (*OWN, Phase.WAIT, Phase.TRANSFER)},
         "ranks": [

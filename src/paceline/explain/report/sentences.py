@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from paceline.explain.report.bounds import number, text, whole
-from paceline.explain.report.collect import RankTotals, RunData
+from paceline.explain.report.collect import LONGEST_STEPS, LongStep, RankTotals, RunData
 from paceline.observe.phases import Phase
 from paceline.observe.run_folder import Event
 from paceline.observe.units import (
@@ -24,26 +24,30 @@ from paceline.observe.units import (
 )
 
 MUCH_WAITING = 0.2
+PAUSE_S, PAUSE_STEPS = 0.25, 3
+"""The shortest pause worth a sentence, in seconds and in usual steps."""
+PAUSES_LIMIT = 3
+WARM_UP_STEPS = 2
+"""The first steps of a process allocate and learn; that is no pause."""
 
 
 def overview(data: RunData) -> list[str]:
     """All sentences, in reading order."""
-    said = [what_it_was(data), how_far(data), *how_it_learned(data)]
+    said = [what_it_was(data), how_far(data), how_to_continue(data), *how_it_learned(data)]
     if data.ranks:
         said.append(where_time_went(data))
-        said += [who_waited(data)] if data.workers > 1 else []
+        said += [who_waited(data), *pauses(data)] if data.workers > 1 else []
     return [each for each in said if each]
 
 
 def what_it_was(data: RunData) -> str:
     """One sentence: who trained what on what."""
     info = data.info
-    if data.is_empty:
-        return "There is nothing in this folder yet."
     if not data.has_run:
         found = [count_text(len(data.traces), "recorded step")] if data.traces else []
         found += ["a scaling study"] if data.study else []
-        return f"This folder holds {list_text(found)}, and no run."
+        found += ["a timeline"] if data.timeline else []
+        return f"This folder holds {list_text(found)}, and no run." if found else ""
     workers = count_text(data.workers, "worker") if data.workers else "Some workers"
     verb = "trained"
     if data.status == "running":
@@ -72,6 +76,7 @@ def how_far(data: RunData) -> str:
     silence = seconds_text(data.silent_s)
     endings = {
         "running": f"It was still running when this page was made: {done} so far.",
+        "killed": f"It was killed after {done}: its processes are gone, and did not say why.",
         "silent": f"Nothing had been written for {silence} when this page was made, and it did not "
         f"say that it ended: it was probably killed, after {done}.",
         "finished": f"It finished: {done}.",
@@ -79,6 +84,16 @@ def how_far(data: RunData) -> str:
         "failed": f"It failed after {done}.{because}",
     }
     return endings.get(data.status, f"How it ended is not known; {done} were recorded.")
+
+
+def how_to_continue(data: RunData) -> str:
+    """One sentence: what to do with a run that ended too early."""
+    if data.status not in ("killed", "silent", "stopped", "failed"):
+        return ""
+    saved = [event["step"] for event in data.events["checkpoint"] if event["name"] in data.kept]
+    if not saved:
+        return "There is no checkpoint: the same command would begin again."
+    return f"The same command continues it after step {max(saved):,}, its newest checkpoint."
 
 
 def how_it_learned(data: RunData) -> list[str]:
@@ -181,6 +196,53 @@ def who_waited(data: RunData) -> str:
         moved = share_text(share[Phase.TRANSFER])
         said += f" All wait for the exchange of gradients, {moved} of the time."
     return said
+
+
+def pauses(data: RunData) -> list[str]:
+    """The longest times that one worker alone stood still, which are no reason to call it slow.
+
+    Either its own work takes long in a step while the others' does not, or the step as a whole:
+    who is stopped while it waits ends the step later than those it waited for, and in the next
+    step these wait for it.
+    """
+    ranks = list(data.ranks.values())
+    left_out = {done + step for _, done in data.starts for step in range(1, WARM_UP_STEPS + 1)}
+    left_out |= {trace.step + step for trace in data.traces for step in range(2)}
+    found = _alone({rank.rank: rank.longest_own for rank in ranks}, left_out)
+    stopped = _alone({rank.rank: rank.longest_whole for rank in ranks}, left_out)
+    before = {step + 1 for _, step in stopped}
+    found |= {key: long for key, long in stopped.items() if key[1] not in before}
+    longest = sorted(found.items(), key=lambda each: -each[1].seconds)[:PAUSES_LIMIT]
+    return [
+        f"Worker {rank} stood still for {seconds_text(long.seconds)} in step {step:,} "
+        f"({long.phase}), and the others waited."
+        for (rank, step), long in longest
+    ]
+
+
+def _alone(
+    heaps: Mapping[int, Sequence[LongStep]], left_out: Collection[int]
+) -> dict[tuple[int, int], LongStep]:
+    """By rank and step: by how much one rank's step was longer than that of any other."""
+    usual_s = max((_usual_s(heap) for heap in heaps.values() if heap), default=0.0)
+    by_step: dict[int, list[tuple[LongStep, int]]] = {}
+    for rank, heap in heaps.items() if len(heaps) > 1 else ():
+        for long in heap:
+            by_step.setdefault(long.step, []).append((long, rank))
+    found = {}
+    for step, longs in by_step.items():
+        (long, rank), *others = sorted(longs, reverse=True)
+        alone_s = long.seconds - max([usual_s, *(other.seconds for other, _ in others)])
+        least_s = max(PAUSE_S, PAUSE_STEPS * usual_s, long.seconds / 2)
+        if alone_s >= least_s and step not in left_out:
+            found[rank, step] = long._replace(seconds=alone_s)
+    return found
+
+
+def _usual_s(heap: Sequence[LongStep]) -> float:
+    """A usual step: of a long run any that is not among the longest, else the median."""
+    seconds = sorted(long.seconds for long in heap)
+    return seconds[0] if len(seconds) >= LONGEST_STEPS else seconds[len(seconds) // 2]
 
 
 def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:

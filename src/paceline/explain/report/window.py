@@ -70,7 +70,10 @@ def _take(
     for event in merge(recordings, steps):
         rank = whole(event.get("pid"))
         if event["ph"] in ("X", "i", "I") and rank is not None:
-            spans.setdefault(rank, []).append(event)
+            before, step = spans.setdefault(rank, []), event["args"]["step"]
+            if before and before[-1]["args"]["step"] > step:  # restarted: these are done again
+                before[:] = [span for span in before if span["args"]["step"] < step]
+            before.append(event)
     for each in spans.values():
         each.sort(key=lambda span: (span["ts"], -_end(span)))
     return steps, spans
