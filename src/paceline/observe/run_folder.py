@@ -291,9 +291,9 @@ def sync_folder(path: Path) -> None:
 def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
     """The plain files that a pattern matches, by the number in their name, in order."""
     found = {
-        int(match[1]): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(pattern, path.name)) and path.is_file() and not path.is_symlink()
+        int(match[1]): Path(entry)
+        for entry in (os.scandir(folder) if folder.is_dir() else ())
+        if (match := re.fullmatch(pattern, entry.name)) and entry.is_file(follow_symlinks=False)
     }
     return dict(sorted(found.items()))
 

@@ -6,6 +6,7 @@ remembered as a sentence, because a reader must know what the page does not show
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import heapq
 import math
@@ -114,7 +115,7 @@ class RunData:
     is_gone: bool = False
     """Whether all its processes had ended before `run.json` was read."""
     starts: list[tuple[float, int]] = field(default_factory=list)
-    """When rank 0 began, and after which step, for every start and restart."""
+    """When rank 0 began, and after which step at that time or later, in order of time."""
     redone: int = 0
     """Steps of rank 0 that a restart has undone, and that were trained again."""
     kept: list[str] = field(default_factory=list)
@@ -151,6 +152,11 @@ class RunData:
     def silent_s(self) -> float:
         """For how long nothing had been written when the folder was read."""
         return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
+
+    def is_undone(self, t: float, step: int) -> bool:
+        """Whether a restart later than `t` has begun before `step`."""
+        later = bisect.bisect_right(self.starts, (t, math.inf))
+        return 0 < later < len(self.starts) and self.starts[later][1] < step
 
     @property
     def has_run(self) -> bool:
@@ -256,7 +262,11 @@ def _read_ranks(data: RunData) -> None:
     with contextlib.suppress(WireError, OSError):
         for event in stream_events(data.folder, 0):
             if event is not None and event["kind"] == "start" and len(data.starts) < EVENTS_LIMIT:
-                data.starts.append((number(event["t"]) or 0.0, whole(event.get("step")) or 0))
+                data.starts.append((amount(event["t"]), whole(event.get("step")) or 0))
+    data.starts.sort()
+    for index in range(len(data.starts) - 1, 1, -1):
+        (began, done), (_, later) = data.starts[index - 1 : index + 1]
+        data.starts[index - 1] = began, min(done, later)
     for rank in ranks[:RANKS_LIMIT]:
         with _noting(data, f"Some events of rank {rank}"):
             _read_rank(data, rank, keeps_time=rank == ranks[0])
@@ -278,19 +288,19 @@ def _read_rank(data: RunData, rank_number: int, *, keeps_time: bool) -> None:
             rank.pid = whole(event.get("pid")) or 0
             rank.size = whole(event.get("size"), 1) or rank.size
             before_t = t
-        elif kind in ("message", "stop"):
+        elif kind == "message":
             data.events[kind].append({**bounded(event), "t": t})
         elif step is None:
             continue
-        elif any(began > t and done < step for began, done in data.starts[1:]):
+        elif data.is_undone(t, step):
             data.redone += kind == "step" and rank_number == 0
         elif kind == "step":
             _add_step(data, rank, step, event)
-            if keeps_time:
-                data.rate.add(step, 0.0, max(0.0, t - before_t) if before_t else 0.0)
-                before_t = t
         elif kind in KEPT_KINDS:
             data.events[kind].append({**bounded(event), "t": t})
+        if keeps_time and kind in ("step", "stop") and step is not None:
+            data.rate.add(step, 0.0, max(0.0, t - before_t) if before_t else 0.0)
+            before_t = t
     if damaged:
         name = f"events/rank{rank_number}.jsonl"
         data.missing.append(f"{count_text(damaged, 'line')} of {name} could not be read.")
