@@ -177,6 +177,7 @@ def _write_rank(
                 "accuracy": [round(min(1.0, right) * share), share],
             },
             phases={name: round(value, 6) for name, value in phases.items()},
+            lr=0.1 * 0.5 ** (step * 4 // steps),
         )
         if rank == 0:
             _write_rank_0(writer, info, step, t, slow_rank)

@@ -272,8 +272,9 @@ class Run:
             before, self._phases, phases = self._phases, watch.totals(), {}
             for name, total in self._phases.items():
                 phases[name] = total - before.get(name, 0.0)
+        samples, local_samples = step.samples, step.local_samples
         report = StepReport(
-            step.number, step.epoch, step.samples, step.local_samples, step.seconds, phases, {}
+            step.number, step.epoch, samples, local_samples, step.seconds, phases, {}, step.lr
         )
         self._context.metrics.end_step(report)
         if step.ends_epoch:

@@ -43,6 +43,8 @@ class StepReport(NamedTuple):
     """Seconds by phase."""
     sums: Sums
     """Sum and count of every metric."""
+    lr: float | None = None
+    """The learning rate of the optimizer's first group, where it is a plain number."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -121,6 +123,7 @@ class FolderSink:
             seconds=report.seconds,
             phases=report.phases,
             metrics=report.sums,
+            lr=report.lr,
         )
         if time.monotonic() >= self._info_due_s:
             self._update(step=report.step)

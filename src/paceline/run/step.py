@@ -54,6 +54,8 @@ class Step:
         """How many of them this worker computes."""
         self.seconds = 0.0
         """How long the block took."""
+        self.lr: float | None = None
+        """What the optimizer's first group learns with in this step, where it is a plain number."""
         self.phases: dict[str, float] = {}
         """Where that went, as far as the host sees it: of a GPU the loading of data only."""
         self._shards = portion.shards
@@ -79,6 +81,8 @@ class Step:
         context.update.begin(self.number)
         context.model._begin_step(self.number)
         self.state = "open"
+        lr = context.config.optimizer.param_groups[0].get("lr")
+        self.lr = lr if isinstance(lr, int | float) else None
         self._begin_s = time.perf_counter()
         self._before = context.generators.state()
         if context.watching.trace_step == self.number:

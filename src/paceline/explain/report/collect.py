@@ -100,6 +100,7 @@ class RunData:
     info: RunInfo | None = None
     ranks: dict[int, RankTotals] = field(default_factory=dict)
     metrics: dict[str, Curve] = field(default_factory=dict)
+    lr: Curve = field(default_factory=Curve)
     rate: Curve = field(default_factory=Curve)
     """Samples of all workers by the time that passed, from the end of one step to the next's."""
     events: dict[str, deque[Event]] = field(
@@ -155,8 +156,8 @@ class RunData:
 
     def is_undone(self, t: float, step: int) -> bool:
         """Whether a restart later than `t` has begun before `step`."""
-        later = bisect.bisect_right(self.starts, (t, math.inf))
-        return 0 < later < len(self.starts) and self.starts[later][1] < step
+        later = max(1, bisect.bisect_right(self.starts, (t, math.inf)))
+        return later < len(self.starts) and self.starts[later][1] < step
 
     @property
     def has_run(self) -> bool:
@@ -312,6 +313,8 @@ def _add_step(data: RunData, rank: RankTotals, step: int, event: Event) -> None:
     rank.samples += samples
     rank.seconds += amount(event.get("seconds"))
     data.rate.add(step, samples, 0.0)
+    if (lr := number(event.get("lr"))) is not None:
+        data.lr.add(step, lr, 1.0)
     spent: dict[Phase, float] = {}
     for name, value in _items(event.get("phases")):
         phase = _PHASES.get(name, Phase.OTHER)

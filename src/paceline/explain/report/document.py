@@ -66,9 +66,12 @@ def learning(data: RunData) -> Json | None:
         names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
     order = {"loss": 0, "accuracy": 1}
     charts = [_chart(data, name) for name in sorted(names, key=lambda each: order.get(each, 2))]
-    if speed := data.rate.points():
-        curves = [_line("all workers", "rate", speed)]
-        charts.append({"name": "samples per second", "curves": curves})
+    for name, look, curve in (
+        ("learning rate", "train", data.lr),
+        ("samples per second", "rate", data.rate),
+    ):
+        points = curve.points()
+        charts.append({"name": name, "curves": [_line(name, look, points)] if points else []})
     charts = [chart for chart in charts if chart["curves"]]
     if not charts and not epochs:
         return None
