@@ -220,16 +220,16 @@ def test_an_evaluation_tells_after_which_step_it_was() -> None:
     show.progress.finish()
 
 
-def test_an_evaluation_gets_columns_of_its_own() -> None:
+def test_an_evaluation_gets_columns_of_its_own_behind_the_trainings() -> None:
     show = Show()
     show.progress.start(steps=2)
+    show.progress.evaluation(0, {"accuracy": 0.75})  # at the end of an epoch, before its numbers
     show.progress.epoch(0, {"loss": 0.5})
     show.progress.epoch(1, {"loss": 0.4})
-    show.progress.evaluation(1, {"accuracy": 0.75})
     show.progress.finish()
     assert "epoch     loss   eval accuracy\n" in show.text
-    assert "1   0.5000               -\n" in show.text
-    assert "2   0.4000           75.0%\n" in show.text
+    assert "1   0.5000           75.0%\n" in show.text
+    assert "2   0.4000               -\n" in show.text
 
 
 class Gone(io.StringIO):

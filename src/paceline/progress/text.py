@@ -117,7 +117,7 @@ def table(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
         return []
     shown = list(rows.items())[-_MOST_ROWS:]
     names = list(dict.fromkeys(name for _, row in shown for name in row))
-    names.sort(key=("seconds", "samples/s").__contains__)
+    names.sort(key=lambda name: (name in ("seconds", "samples/s"), name.startswith("eval ")))
     cells = [[str(epoch + 1), *(row.get(name, "-") for name in names)] for epoch, row in shown]
     columns = list(zip(["epoch", *names], *cells, strict=True))
     while sum(3 + max(map(len, column)) for column in columns) > WIDTH and len(columns) > 2:
