@@ -41,7 +41,8 @@ from paceline.testing.endings import say_last_words, summary
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected, check_size, testing_world
 
-_PRELOAD = ["torch", "torch.distributed", "paceline.testing"]
+# The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "paceline.run", "paceline.testing"]
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
 # A worker that gets this writes down where it is, within so many seconds.
