@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-check \
 	--constraint constraints.txt
 
+# Test files are shared out to this many processes, each of which reads all of them first.
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 .PHONY: help demo test lint types unit bench clean
 
 help:  ## show this list (the default)
@@ -18,7 +22,7 @@ demo: $(VENV)/.installed  ## set up, then train a small model on two CPU workers
 
 test: $(VENV)/.installed-dev  ## set up, then lint, check types and run every test
 	@$(MAKE) --no-print-directory lint types
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
 	$(BIN)/ruff check .
@@ -28,8 +32,8 @@ lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
 types: $(VENV)/.installed-dev  ## mypy --strict
 	$(BIN)/mypy
 
-unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about two minutes
-	$(BIN)/pytest -q tests/unit
+unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a minute
+	$(PYTEST) tests/unit
 
 bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
 	$(PIP) --no-build-isolation --editable '.[bench]'

@@ -7,6 +7,7 @@ to close by itself, because sockets and threads of a process group end a little 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -89,6 +90,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
         pytest.fail("This test leaves something behind.\n" + "\n".join(left), pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def _half_of_torch() -> None:
+    """The first optimizer imports half of torch: once here, and not in every worker that forks."""
+    importlib.import_module("torch._dynamo")
+
+
 def put_back(environ: dict[str, str]) -> None:
     """Undo what can be undone, so that one leak fails one test."""
     if dict(os.environ) != environ:
@@ -155,6 +162,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Several processes test at a time, and torch's threads wait for each other by spinning.
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     # What was imported by now stays for good: a later collection need not look at it again.
     gc.collect()
     gc.freeze()

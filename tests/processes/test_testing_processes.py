@@ -278,7 +278,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until(holds: Any, timeout_s: float = 30.0) -> None:
+def until(holds: Any, timeout_s: float = 100.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it never came true"
