@@ -173,9 +173,8 @@ def test_changing_gradients_in_place_stays_on_ones_own_rank(size: int) -> None:
     assert all(torch.equal(a, b) for got in results for a, b in zip(got, results[0], strict=True))
 
 
-def moved(world: World, kind: Any, numel: int, dtype: torch.dtype) -> list[Tensor]:
+def moved(transport: Transport, world: World, numel: int, dtype: torch.dtype) -> list[Tensor]:
     """A buffer after each of the ways to move it, two of one size under way at a time."""
-    transport = TransportChoice(Membership.of(world.group), [CPU], kind).get()
     twins = [values(world.rank + turn, numel, dtype) for turn in (0, 10)]
     sums = [twin.clone() for twin in twins]
     for waited in [transport.sum(each, "A sum") for each in sums]:
@@ -197,11 +196,16 @@ def moved(world: World, kind: Any, numel: int, dtype: torch.dtype) -> list[Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_sum_by_slices_that_are_gathered_again_is_the_sum(
-    size: int, dtype: torch.dtype, kind: str
+    size: int, dtype: torch.dtype, kind: Any
 ) -> None:
     near = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {}  # Gloo rounds each sum
-    for numel in (1, 100, 200_000):
-        results = run_ranks(size, moved, kind, numel, dtype)
+    numels = (1, 100, 200_000)
+
+    def body(world: World) -> list[list[Tensor]]:
+        transport = TransportChoice(Membership.of(world.group), [CPU], kind).get()
+        return [moved(transport, world, numel, dtype) for numel in numels]
+
+    for numel, results in zip(numels, zip(*run_ranks(size, body), strict=True), strict=True):
         for number, turn in enumerate((0, 10)):
             wide = sum(
                 values(rank + turn, numel, dtype).to(torch.complex128) for rank in range(size)

@@ -6,12 +6,13 @@ Source is read as a syntax tree, so that words in docstrings and comments do not
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,11 +30,17 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager"
 LISTENS_TO_OTHER_MACHINES = {"launcher/nodes.py"}
 EVERY_INTERFACE = {"0.0.0.0", "::", "[::]"}
 
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 
+class Found(NamedTuple):
+    """What the rules are about, of one file."""
 
-def nodes_of(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
+    path: str
+    """Relative to the package."""
+    docstring: str
+    imports: set[str]
+    calls: list[tuple[str, dict[str, object]]]
+    """What is called, and the keywords that are constants."""
+    texts: set[str]
 
 
 def name_of(node: ast.expr) -> str:
@@ -45,25 +52,31 @@ def name_of(node: ast.expr) -> str:
     return ""
 
 
-def calls_in(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Every call: what is called, and the keywords that are constants."""
-    for node in nodes_of(path):
+def found_in(path: Path) -> Found:
+    tree = ast.parse(path.read_text())
+    name = os.path.relpath(path, SOURCE)
+    found = Found(name, ast.get_docstring(tree) or "", set(), [], set())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             constants = {
                 keyword.arg: keyword.value.value
                 for keyword in node.keywords
                 if keyword.arg and isinstance(keyword.value, ast.Constant)
             }
-            yield name_of(node.func), constants
-
-
-def imports_in(path: Path) -> Iterator[str]:
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.calls.append((name_of(node.func), constants))
+        elif isinstance(node, ast.Import):
+            found.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.imports.update({node.module, *(f"{node.module}.{a.name}" for a in node.names)})
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.texts.add(node.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def source() -> list[Found]:
+    """Read once: parsing takes longer than all the rules."""
+    return [found_in(path) for path in FILES]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -76,45 +89,42 @@ def test_the_scan_finds_the_source() -> None:
     assert {"distributed.py", "reducer.py", "codec.py"} <= {path.name for path in FILES}
 
 
-@each_file
-def test_nothing_reads_or_writes_pickle(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports_in(path)} & FORBIDDEN_MODULES
-    for name, keywords in calls_in(path):
-        assert keywords.get("weights_only") is not False, name
-        assert name != "torch.load" or keywords.get("weights_only") is True
-        # They carry pickle between ranks.
-        assert not name.endswith(("_object", "_object_list")), name
+def test_nothing_reads_or_writes_pickle(source: list[Found]) -> None:
+    for found in source:
+        assert not {name.split(".")[0] for name in found.imports} & FORBIDDEN_MODULES, found.path
+        for name, keywords in found.calls:
+            where = f"{name} in {found.path}"
+            assert keywords.get("weights_only") is not False, where
+            assert name != "torch.load" or keywords.get("weights_only") is True, where
+            # They carry pickle between ranks.
+            assert not name.endswith(("_object", "_object_list")), where
 
 
-@each_file
-def test_nothing_evaluates_text_or_asks_a_shell(path: Path) -> None:
-    is_runner = path.relative_to(SOURCE).as_posix() == RUNS_THE_USERS_SCRIPT
-    allowed = {"exec", "compile"} if is_runner else set()
-    for name, keywords in calls_in(path):
-        assert name not in FORBIDDEN_CALLS - allowed, name
-        assert not keywords.get("shell"), name
+def test_nothing_evaluates_text_or_asks_a_shell(source: list[Found]) -> None:
+    for found in source:
+        allowed = {"exec", "compile"} if found.path == RUNS_THE_USERS_SCRIPT else set()
+        for name, keywords in found.calls:
+            assert name not in FORBIDDEN_CALLS - allowed, f"{name} in {found.path}"
+            assert not keywords.get("shell"), f"{name} in {found.path}"
 
 
-@each_file
-def test_nothing_listens_on_every_interface_of_a_single_machine(path: Path) -> None:
-    if path.relative_to(SOURCE).as_posix() in LISTENS_TO_OTHER_MACHINES:
-        return
-    texts = {node.value for node in nodes_of(path) if isinstance(node, ast.Constant)}
-    assert not texts & EVERY_INTERFACE
+def test_nothing_listens_on_every_interface_of_a_single_machine(source: list[Found]) -> None:
+    listening = {found.path for found in source if found.texts & EVERY_INTERFACE}
+    assert listening <= LISTENS_TO_OTHER_MACHINES
 
 
-@each_file
-def test_temporary_folders_are_private(path: Path) -> None:
-    for name, _ in calls_in(path):
-        assert name not in {"tempfile.mktemp", "tempfile.gettempdir"}, "mkdtemp has mode 0700"
+def test_temporary_folders_are_private(source: list[Found]) -> None:
+    for found in source:
+        names = {name for name, _ in found.calls}
+        open_to_all = names & {"tempfile.mktemp", "tempfile.gettempdir"}
+        assert not open_to_all, f"{found.path}: mkdtemp has mode 0700"
 
 
-@pytest.mark.parametrize("path", [*FILES, *OTHER_FILES], ids=lambda path: path.name)
-def test_every_module_says_what_it_is_about(path: Path) -> None:
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
-    first = said.partition("\n\n")[0]
-    assert len(first) > 15
-    assert first.endswith((".", ":", "?"))
+def test_every_module_says_what_it_is_about(source: list[Found]) -> None:
+    for found in [*source, *map(found_in, OTHER_FILES)]:
+        first = found.docstring.partition("\n\n")[0]
+        assert len(first) > 15, found.path
+        assert first.endswith((".", ":", "?")), found.path
 
 
 def test_no_module_has_a_name_that_means_nothing_or_repeats_its_package() -> None:
