@@ -13,6 +13,8 @@ from paceline.errors import UsageError
 from paceline.explain import compare as command
 from paceline.explain.compare import compare
 
+pytestmark = pytest.mark.usefixtures("_half_of_torch")
+
 NAMES = ["bare", "DataParallel", "DataParallel, loss on replicas", "DistributedDataParallel"]
 
 

@@ -537,28 +537,29 @@ def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first
     ]
 
 
-def test_a_program_that_is_not_python_trains_too(tmp_path: Path) -> None:
-    write(tmp_path, ALL_REDUCE.replace("listens on", "ignored"))
+def test_a_program_that_is_not_python_is_told_what_a_script_is_told(tmp_path: Path) -> None:
     shell = tmp_path / "train.sh"
-    shell.write_text(f"#!/bin/sh\nexec {sys.executable} script.py\n")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "PACELINE_RUN_ID")
+    shell.write_text("#!/bin/sh\necho " + " ".join(f"${{{name}:?}}" for name in names) + " $1\n")
     shell.chmod(0o700)
-    done = paceline_run(tmp_path, "--workers", 2, "--no-python", "./train.sh")
+    done = paceline_run(tmp_path, "--workers", 2, "--no-python", "./train.sh", "--lr")
     assert done.returncode == 0, done.stderr
-    assert {"[rank 0] sum 3 torch", "[rank 1] sum 3 torch"} <= set(done.stdout.splitlines())
+    for rank, line in enumerate(lines_of(done.stdout)):
+        assert re.fullmatch(rf"\[rank {rank}\] {rank} {rank} 2 127\.0\.0\.1 \S+ --lr", line)
 
 
 def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path: Path) -> None:
-    first_attempt = """
-        import os, time
+    script = """
+        import os, socket, time
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if os.environ["RANK"] == "1":
                 raise ValueError("boom")
             time.sleep(120)
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.create_connection(at, timeout=30):
+            print("reached port", at[1], "as one of", os.environ["WORLD_SIZE"])
     """
-    script = write(
-        tmp_path,
-        textwrap.dedent(first_attempt) + textwrap.dedent(ALL_REDUCE).replace("listens", ""),
-    )
+    script = write(tmp_path, script)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
@@ -570,8 +571,9 @@ def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path
     told, failed = sorted([first.stderr, err], key=lambda text: text.count("Traceback"))
     assert re.search(r"Rank 1 on machine \d failed: ValueError: boom\.", told)
     assert "paceline: rank 1 failed:\nTraceback" in failed
-    sums = [line for line in (first.stdout + out).splitlines() if "sum" in line]
-    assert sorted(sums) == [f"[rank {r}] sum 6 torch" for r in range(3)]
+    reached = [line for line in (first.stdout + out).splitlines() if "reached" in line]
+    (at,) = {line.split()[4] for line in reached}
+    assert sorted(reached) == [f"[rank {r}] reached port {at} as one of 3" for r in range(3)]
 
 
 def test_errors_recorded_by_torchs_decorator_are_shown_once(tmp_path: Path) -> None:

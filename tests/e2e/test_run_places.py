@@ -56,6 +56,7 @@ def weights(folder: Path, *command: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.usefixtures("_half_of_torch")
 def test_the_place_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fitting.py").write_text(textwrap.dedent(SCRIPT))
     torchs = weights(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", "fitting.py")

@@ -77,6 +77,13 @@ def wait_for_steps(folder: Path, last: int, ranks: int = 1) -> None:
             seen[rank] = 0 if is_start else max(seen[rank], event.get("step", 0))
 
 
+def wait_for_events(folder: Path, kind: str) -> None:
+    deadline = time.monotonic() + 90
+    while kind not in {event["kind"] for event in read_events(RunFolder(folder / "run"))}:
+        assert time.monotonic() < deadline, f"no event of the kind {kind} came"
+        time.sleep(0.01)
+
+
 def stopped_at(
     folder: Path, number: int, *command: object, after: int, ranks: int = 1, to_all: bool = False
 ) -> int:
@@ -108,13 +115,13 @@ def assert_all_stopped_together(folder: Path, ranks: int) -> None:
 
 
 def test_a_run_that_is_killed_hung_up_and_interrupted_loses_nothing(folder: Path) -> None:
-    with started(folder, "train.py", MANY, 0.02, 5, 0) as process:
-        wait_for_steps(folder, 12)
+    with started(folder, "train.py", MANY, 0.01, 5, 0) as process:
+        wait_for_events(folder, "checkpoint")
         process.kill()
         process.communicate()
-    script = ("train.py", MANY, 0.02, 5, 2)  # with two processes that load data
-    assert stopped_at(folder, signal.SIGHUP, *script, after=30, to_all=True) == 129
-    assert stopped_at(folder, signal.SIGINT, *script, after=60, to_all=True) == 130
+    script = ("train.py", MANY, 0.01, 5, 2)  # with two processes that load data
+    assert stopped_at(folder, signal.SIGHUP, *script, after=12, to_all=True) == 129
+    assert stopped_at(folder, signal.SIGINT, *script, after=18, to_all=True) == 130
     events = read_events(RunFolder(folder / "run"))
     begins = [event["step"] for event in events if event["kind"] == "start"]
     assert begins[0] == 0
@@ -126,10 +133,7 @@ def test_a_run_that_is_killed_hung_up_and_interrupted_loses_nothing(folder: Path
 
 def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
     with started(folder, "train.py", 3, 600, 0, 0) as process:
-        deadline = time.monotonic() + 90
-        while not read_events(RunFolder(folder / "run")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_events(folder, "start")
         process.send_signal(signal.SIGTERM)
         for line in process.stdout or []:
             if "once more" in line:

@@ -16,6 +16,8 @@ from paceline.cli import main
 from paceline.explain.trace import task
 from paceline.record import schema
 
+pytestmark = pytest.mark.usefixtures("_half_of_torch")
+
 USERS_FILE = """
 import torch
 from torch import nn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
@@ -35,21 +36,37 @@ def train(world: World, model: nn.Module) -> dict[str, Any]:
     return averaged | {"local": next(iter(gradients(model).values())).clone()}
 
 
-def compiled_around(world: World) -> dict[str, Any]:
-    return train(world, torch.compile(DistributedDataParallel(normed()), backend="aot_eager"))
+def compiled_around() -> nn.Module:
+    return torch.compile(DistributedDataParallel(normed()), backend="aot_eager")
 
 
-def compiled_inside(world: World) -> dict[str, Any]:
-    return train(world, DistributedDataParallel(torch.compile(normed(), backend="aot_eager")))
+def compiled_inside() -> nn.Module:
+    return DistributedDataParallel(torch.compile(normed(), backend="aot_eager"))
 
 
-def compiled_in_place(world: World) -> dict[str, Any]:
+def compiled_in_place() -> nn.Module:
     model = DistributedDataParallel(normed())
     model.compile(backend="aot_eager")
-    return train(world, model)
+    return model
 
 
-def check(results: list[dict[str, Any]]) -> None:
+def train_all(world: World) -> dict[str, Any]:
+    """Each way with a compiler that remembers nothing; one start, because it takes seconds."""
+    results = {}
+    for build in (compiled_around, compiled_inside, compiled_in_place):
+        torch.compiler.reset()
+        results[build.__name__] = train(world, build())
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_processes(2, train_all, timeout_s=100)
+
+
+@pytest.mark.parametrize("way", ["compiled_around", "compiled_inside", "compiled_in_place"])
+def test_a_compiled_model_synchronises(trained: list[dict[str, Any]], way: str) -> None:
+    results = [rank[way] for rank in trained]
     whole = normed()
     whole(X).square().mean().backward()
     locals_ = [rank.pop("local") for rank in results]
@@ -81,15 +98,3 @@ def test_a_compiled_function_with_a_backward_does_not_compile_the_engine() -> No
     whole(X).square().mean().backward()
     torch.testing.assert_close(results[0]["gradients"], gradients(whole))
     assert_replicas_equal([rank["gradients"] for rank in results])
-
-
-def test_a_compiled_wrapper_synchronises() -> None:
-    check(run_processes(2, compiled_around, timeout_s=100))
-
-
-def test_a_wrapped_compiled_module_synchronises() -> None:
-    check(run_processes(2, compiled_inside, timeout_s=100))
-
-
-def test_a_wrapper_compiled_in_place_synchronises() -> None:
-    check(run_processes(2, compiled_in_place, timeout_s=100))

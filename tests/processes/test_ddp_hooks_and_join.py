@@ -14,7 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
@@ -37,6 +36,20 @@ def whole_gradients() -> dict[str, Tensor | None]:
     return gradients(model)
 
 
+HOOKS = [
+    "allreduce_hook",
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+    "fp16 around all-reduce",
+    "by type",
+    "power sgd",
+]
+
+
+def with_every_hook(world: World) -> dict[str, Any]:
+    return {name: with_hook(world, name) for name in HOOKS}
+
+
 def with_hook(world: World, name: str) -> Any:
     model = DistributedDataParallel(small(), bucket_cap_mb=1e-4)
     if name == "power sgd":
@@ -57,20 +70,14 @@ def with_hook(world: World, name: str) -> Any:
     return gradients(model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "allreduce_hook",
-        "fp16_compress_hook",
-        "bf16_compress_hook",
-        "fp16 around all-reduce",
-        "by type",
-        "power sgd",
-    ],
-)
-def test_torchs_own_communication_hooks_run(size: int, name: str) -> None:
-    results = run_processes(size, with_hook, name)
+@pytest.fixture(scope="module", params=[1, 2])
+def hooked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_processes(request.param, with_every_hook)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_torchs_own_communication_hooks_run(hooked: list[dict[str, Any]], name: str) -> None:
+    results = [rank[name] for rank in hooked]
     assert_replicas_equal(results)
     if name == "power sgd":  # an approximation: the direction must be right
         got, expected = (
@@ -161,6 +168,8 @@ def test_join_can_raise_on_early_termination() -> None:
 
 
 def joined_with_zero(world: World) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, for this one only
+
     model = DistributedDataParallel(small())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
