@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the findings; 1 if the check failed."""
     check_whole("--workers", args.workers, or_none=True, most=MAX_WORKERS)
+    print("Checking this machine ...", file=sys.stderr, flush=True)
     given = {} if args.workers is None else {"nproc_per_node": str(args.workers)}
     findings: dict[str, Any] = {}
     if not args.no_test:

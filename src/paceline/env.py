@@ -7,6 +7,7 @@ which count only inside a job step, because a batch script sees them too.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import socket
@@ -270,6 +271,21 @@ def note_failure(environ: Mapping[str, str]) -> None:
 def has_failed_peer(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher ends this worker because another one has failed."""
     return os.path.exists(environ.get(FAILURE_VARIABLE, ""))
+
+
+def step_file(error_file: str) -> str:
+    """Where a worker keeps the number of its step, next to the file for its error."""
+    return os.path.join(os.path.dirname(error_file), "step")
+
+
+def open_step_note(environ: Mapping[str, str] = os.environ) -> mmap.mmap | None:
+    """Eight bytes for this worker's step, which its launcher finds however it ends."""
+    if FAILURE_VARIABLE in environ and "TORCHELASTIC_ERROR_FILE" in environ:
+        path = step_file(environ["TORCHELASTIC_ERROR_FILE"])
+        with suppress(OSError), open(path, "wb+") as file:
+            file.truncate(8)
+            return mmap.mmap(file.fileno(), 8)
+    return None
 
 
 def loopback_interface() -> str | None:

@@ -175,8 +175,23 @@ def test_a_rank_0_that_stands_still_hangs_nobody_and_is_named(
         paceline.launch(body, workers=2)
 
 
+def boom() -> None:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize(
+    ("crash", "words", "where"),
+    [
+        (boom, "ValueError: boom", "In step 3 of the run."),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9", "in step 3"),
+    ],
+)
 def test_a_crashed_step_is_named_and_its_survivors_do_not_say_that_they_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    crash: Callable[[], object],
+    words: str,
+    where: str,
 ) -> None:
     def body() -> None:
         world = paceline.init_process_group()
@@ -190,12 +205,12 @@ def test_a_crashed_step_is_named_and_its_survivors_do_not_say_that_they_save(
                     step.backward(run.model(x).square().mean())
                 if step.number == 3:
                     if world.rank == 1:
-                        raise ValueError("boom")
+                        crash()
                     time.sleep(60)
 
-    with pytest.raises(WorkerError, match="rank 1 of 2 failed: ValueError: boom") as caught:
+    with pytest.raises(WorkerError, match=f"rank 1 of 2 failed: {words}") as caught:
         paceline.launch(body, workers=2)
-    assert "In step 3 of the run." in str(caught.value)
+    assert where in str(caught.value)
     shown = capsys.readouterr()
     assert "finishing the step" not in shown.out + shown.err
 

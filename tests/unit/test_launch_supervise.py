@@ -88,17 +88,21 @@ def test_a_stopped_worker_is_named_and_ended_within_the_stall_window(
     assert Path(sleepers.specs[0].environment[FAILURE_VARIABLE]).exists(), "the others can know why"
 
 
-def test_only_workers_that_have_ever_spoken_can_be_silent(tmp_path: Path) -> None:
+def test_only_a_worker_that_has_spoken_before_and_computes_nothing_can_be_silent(
+    tmp_path: Path,
+) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         pipes = Pipes(Sleepers(tmp_path, 1).specs[0], Console({}))
         worker = WorkerProcess(0, process.pid, process.poll, "", pipes)
-        for _ in range(3):
-            worker.look()
-        assert (worker.looks_stopped, worker.looks_silent) == (0, 0)
+        worker.look(1.0)
+        assert (worker.looks_stopped, worker.looks_silent) == (0, 0), "it never spoke"
         worker.beats = True
-        worker.look()
-        worker.look()
+        worker.look(1.0)
+        worker.look(1.0)
         assert (worker.looks_stopped, worker.looks_silent) == (0, 2)
+        worker.cpu_s = -1.0
+        worker.look(1.0)
+        assert worker.looks_silent == 2, "it computed for a second"
         process.kill()
         worker.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -231,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the table."""
-    print(f"Timing {args.steps} steps each of {BARE}, {DP} and {DDP} ...", flush=True)
+    print(f"Timing {args.steps} steps of each engine ...", file=sys.stderr, flush=True)
     module, batch, loss_fn = _load(args.target) if args.target else _convolutions()
     names = [name.strip() for name in args.devices.split(",")] if args.devices else None
     devices = names and [int(name) if name.isdecimal() else name for name in names]

@@ -88,7 +88,7 @@ def _last_rewrite(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Console:
     """Where labelled lines go: the launcher's standard output and standard error."""
 
@@ -102,9 +102,19 @@ class Console:
     """Streams that lead to that terminal; whichever a line came from, it is written there."""
     mark: str = field(default_factory=lambda: f"\x1b_{secrets.token_hex(8)}\x1b\\")
     """Begins a line of the whole run. Terminals ignore it, should it ever be shown."""
+    greeting: Status | None = None
+    """What the bottom line says until the first word of a worker."""
+
+    def greet(self, text: str) -> None:
+        """Say at the bottom of the screen why nothing is to be seen yet."""
+        if self.screen is not None and self.greeting is None and not self.screen.is_drawn:
+            self.greeting = Status(None, ((0, text),))
+            self.screen.show(self.greeting)
 
     def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
         """Write lines at once, each with its rank unless that is None."""
+        if self.screen is not None and self.screen.shows(self.greeting):
+            self.screen.clear()
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
         if self.screen is not None and self.screen.is_drawn and stream in self.on_screen:
             self.screen.write_above(data)

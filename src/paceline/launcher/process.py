@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
 import time
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.env import step_file
 from paceline.launcher.output import Pipes
 
 MAX_ERROR_BYTES = 4 * 2**20
@@ -47,19 +49,28 @@ class WorkerProcess:
     """Whether it has ever said that it is alive, so that silence means something."""
     looks_stopped: int = 0
     looks_silent: int = 0
-    """For how many looks in a row it was stopped, or silent."""
+    """At how many looks in a row it was stopped, or had not spoken."""
+    cpu_s: float = 0.0
+    """How long it had computed at the last look."""
     accused: str = ""
     """Why the launcher killed it, alone of all."""
 
-    def look(self) -> None:
-        """Note whether it is stopped or silent. Traced by a debugger, it is neither."""
+    def look(self, since_s: float) -> None:
+        """Note whether it is stopped or silent, `since_s` after the last look.
+
+        One that a debugger traces is neither. Nor is one that computes: it may be in a library
+        that lets no other thread of Python speak.
+        """
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
+                state, *fields = file.read().rpartition(b")")[2].split()
         except OSError:  # not Linux, or just gone
-            state = b"?"
+            return
+        cpu_s = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
+        is_idle, self.cpu_s = cpu_s - self.cpu_s < since_s / 8, cpu_s
         self.looks_stopped = self.looks_stopped + 1 if state == b"T" else 0
-        self.looks_silent = self.looks_silent + 1 if self.beats and state != b"t" else 0
+        if self.beats and is_idle and state != b"t":
+            self.looks_silent += 1
 
     def send(self, number: int) -> None:
         """Signal the worker and everything it has started."""
@@ -165,6 +176,8 @@ class WorkerEnd:
     """What it wrote about the exception that ended it; empty where it wrote nothing."""
     traceback: str = ""
     is_secondary: bool = False
+    step: int = 0
+    """The last step of a `Run` that it began; 0 if none is known."""
 
     @property
     def failed(self) -> bool:
@@ -177,7 +190,8 @@ class WorkerEnd:
         if self.summary:
             return self.summary.partition("\n")[0]
         if self.exit_code < 0:
-            return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
+            where = f" in step {self.step}" if self.step else ""
+            return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)}){where}"
         if self.exit_code > 128:
             return f"stopped by {signal_name(self.exit_code - 128)} (exit code {self.exit_code})"
         return f"exit code {self.exit_code}" if self.exit_code else "finished"
@@ -247,6 +261,15 @@ def read_error(path: str) -> dict[str, Any]:
         return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def read_step(error_file: str) -> int:
+    """The last step that a worker began, if it runs a `Run`; else 0."""
+    try:
+        with open(step_file(error_file), "rb") as file:
+            return int(struct.unpack("<q", file.read(8))[0])
+    except (OSError, struct.error):
+        return 0
 
 
 def signal_name(number: int) -> str:

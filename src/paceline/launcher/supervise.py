@@ -34,6 +34,7 @@ from paceline.launcher.process import (
     WorkerProcess,
     end_now,
     read_error,
+    read_step,
 )
 from paceline.launcher.store import StoreServer
 from paceline.launcher.worker import ALIVE, BEATS, FAILED
@@ -42,6 +43,8 @@ from paceline.launcher.worker import ALIVE, BEATS, FAILED
 BLAME_PATIENCE_S = 0.2
 # How long output may still come after the last worker has ended.
 DRAIN_S = 0.25
+# Importing torch takes seconds, in which nothing is to be seen.
+GREETING_S = 0.2
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
@@ -113,6 +116,9 @@ class Supervisor:
             self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
         if self.stall_s:
             self._after(self.stall_s / BEATS, "look", self.on_look)
+        if not self.specs[0].takes_terminal:
+            text = f"starting {len(self.specs)} workers"
+            self._after(GREETING_S, "greeting", partial(self.console.greet, text))
 
     def _start_one(self, spec: WorkerSpec) -> None:
         os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
@@ -189,6 +195,7 @@ class Supervisor:
             rank=worker.rank,
             exit_code=code,
             ended_by_launcher=not by_itself,
+            step=read_step(worker.error_file),
             **(noticed | error if by_itself else noticed),
         )
         if end.failed:
@@ -215,7 +222,7 @@ class Supervisor:
         look_s = self.stall_s / BEATS
         most_silent = max(MOST_LOOKS, LEAST_SILENCE_S / look_s)
         for worker in self.alive if not self.ending_since_ns else ():
-            worker.look()
+            worker.look(look_s)
             if worker.looks_stopped >= MOST_LOOKS:
                 seconds = worker.looks_stopped * look_s
                 worker.accused = (

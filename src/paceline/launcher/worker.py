@@ -144,8 +144,9 @@ class Worker:
     def beat(self) -> None:
         """Say now and then that this process still runs, whatever the user's code waits for."""
         pause = threading.Event()
-        while not pause.wait(self.beat_s):
+        while True:
             self.tell(ALIVE)
+            pause.wait(self.beat_s)
 
     def on_torch_imported(self) -> None:
         """Do what needs torch, at the moment the user's code has imported it."""

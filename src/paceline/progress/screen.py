@@ -135,6 +135,9 @@ class Screen:
     def is_drawn(self) -> bool:
         return bool(self._line)
 
+    def shows(self, status: Status | None) -> bool:
+        return status is not None and status is self._status
+
     def show(self, status: Status) -> None:
         self._status = status
         if self._takes_prints and not self._replaced:

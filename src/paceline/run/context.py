@@ -107,6 +107,7 @@ class StepContext:
         has_buffers = next(module.buffers(), None) is not None
         self.buffers = Buffers(module, members) if has_buffers else None
         self.stop = StopRequest(self.sinks.say)
+        self.step_note = env.open_step_note()
         self.vote = Vote(members, self.stop, self.buffers)
         self.noise: NoiseMeter | None = None
         if options.noise_every and config.passes(shards, world.size) > 1:

@@ -9,6 +9,7 @@ with step:                                   begin: gradients cleared, state rem
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -80,6 +81,8 @@ class Step:
         context = self._context
         context.update.begin(self.number)
         context.model._begin_step(self.number)
+        if context.step_note is not None:
+            struct.pack_into("<q", context.step_note, 0, self.number)
         self.state = "open"
         lr = context.config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
