@@ -268,10 +268,6 @@ class LaunchOptions:
         rendezvous_conf,
     )
     standalone: bool = flag("--standalone", "a single machine, whatever is said about others")
-    local_addr: str = flag(
-        "--local-addr ADDR",
-        "accepted and ignored: workers find the master by the address of the rendezvous",
-    )
 
     max_restarts: int = flag(
         "--max-restarts N",
@@ -363,19 +359,6 @@ class LaunchOptions:
         tells="PACELINE_STALL_S",
     )
 
-    run_path: bool = flag(
-        "--run-path",
-        "a script always runs in the interpreter that prepared it",
-        group="accepted as torchrun does, without effect here",
-    )
-    start_method: str = flag(
-        "--start-method NAME", "workers are fresh processes, whichever is named", default="spawn"
-    )
-    event_log_handler: str = flag(
-        "--event-log-handler NAME", "no events are logged", default="null"
-    )
-    logs_specs: str = flag("--logs-specs NAME", "log files have one layout")
-
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; of several reasons, the first is told."""
         least, most = self.nnodes
@@ -410,7 +393,7 @@ class LaunchOptions:
         """What `program` is: `script`, `module` or `program`."""
         if self.module:
             return "module"
-        return "program" if self.no_python and not self.run_path else "script"
+        return "program" if self.no_python else "script"
 
     @property
     def is_single_node(self) -> bool:
@@ -448,12 +431,17 @@ class LaunchOptions:
 FLAGS: tuple[Flag, ...] = tuple(
     declared.metadata["flag"] for declared in fields(LaunchOptions) if declared.metadata
 )
+_TORCHS_ALONE = ("--run-path", "--start-method NAME", "--event-log-handler NAME")
+IGNORED = tuple(
+    Flag(usage, "no effect here", group="" if number else "accepted as torchrun does")
+    for number, usage in enumerate((*_TORCHS_ALONE, "--logs-specs NAME", "--local-addr ADDR"))
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags to a parser, leaving every default to `read_options`."""
     group: argparse._ActionsContainer = parser
-    for flag in FLAGS:
+    for flag in (*FLAGS, *IGNORED):
         if flag.group:
             group = parser.add_argument_group(flag.group)
         default = f" (default: {flag.default})" if flag.default else ""

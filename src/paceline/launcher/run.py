@@ -71,32 +71,25 @@ def main(args: argparse.Namespace) -> int:
 
 def check_program(options: LaunchOptions) -> None:
     """Find out, before anything starts, that there is nothing to start."""
-    name, top = options.program, options.program.partition(".")[0]
-    if options.kind == "program" and shutil.which(name) is None:
-        raise UsageError(
-            f"There is no program {name!r}.",
-            advice="Check the spelling, or drop --no-python if it is a Python script.",
+    name, kind = options.program, options.kind
+    if kind == "program":
+        is_there = shutil.which(name) is not None
+        advice = "Check the spelling, or drop --no-python if it is a Python script."
+    elif kind == "module":
+        top, places = name.partition(".")[0], [os.getcwd(), *sys.path]
+        found = importlib.machinery.PathFinder.find_spec(top, places)
+        is_there = found is not None or top in sys.builtin_module_names
+        advice = "Install it, or start in the folder that holds it; drop -m for a file."
+    else:
+        main_file = os.path.join(name, "__main__.py")
+        is_there = os.path.exists(main_file if os.path.isdir(name) else name)
+        advice = (
+            "Check the path; a folder needs a __main__.py. The launcher's own flags come before "
+            "the script."
         )
-    find_spec = importlib.machinery.PathFinder.find_spec
-    is_built_in = top in sys.builtin_module_names
-    places = [os.getcwd(), *sys.path]
-    if options.kind == "module" and not is_built_in and find_spec(top, places) is None:
-        raise UsageError(
-            f"There is no module {top!r}.",
-            advice="Install it, or start in the folder that holds it; drop -m for a file.",
-        )
-    if options.kind == "script" and not os.path.exists(name):
-        raise UsageError(
-            f"There is no script {name!r}.",
-            where=f"Looked for it in {os.getcwd()}.",
-            advice="Check the path. The launcher's own flags come before the script.",
-        )
-    main_file = os.path.join(name, "__main__.py")
-    if options.kind == "script" and os.path.isdir(name) and not os.path.exists(main_file):
-        raise UsageError(
-            f"{name!r} is a folder without a __main__.py.",
-            advice="Name a script in it, or use -m for a package.",
-        )
+    if not is_there:
+        where = f"Looked for it in {os.getcwd()}."
+        raise UsageError(f"There is no {kind} {name!r}.", where, advice)
 
 
 class LocalRun:
