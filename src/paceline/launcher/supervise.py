@@ -38,6 +38,7 @@ from paceline.launcher.process import (
 )
 from paceline.launcher.store import StoreServer
 from paceline.launcher.worker import ALIVE, BEATS, FAILED
+from paceline.observe.units import count_text
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
@@ -116,8 +117,10 @@ class Supervisor:
             self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
         if self.stall_s:
             self._after(self.stall_s / BEATS, "look", self.on_look)
-        if not self.specs[0].takes_terminal:
-            text = f"starting {len(self.specs)} workers"
+        first, shown = self.specs[0], env.read_terminal(self.specs[0].environment)
+        is_bar = shown.progress == "bar" or (shown.progress in ("", "auto") and not shown.is_ci)
+        if is_bar and first.speaks_for_all and not first.takes_terminal:
+            text = f"{count_text(len(self.specs), 'worker')} running"
             self._after(GREETING_S, "greeting", partial(self.console.greet, text))
 
     def _start_one(self, spec: WorkerSpec) -> None:
