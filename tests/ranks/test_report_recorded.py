@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,48 +16,50 @@ from paceline.record import record_step
 from paceline.testing import run_ranks, seeded
 
 DATA = torch.linspace(-1, 1, 10_000).view(1000, 10)
-TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def words_of(path: Path) -> str:
-    inside = path.read_text().partition('id="pipeline"')[2].partition("</section>")[0]
-    without_data = re.sub(r"<script.*?</script>", " ", inside)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", without_data))
+def step_in(page: Path) -> dict[str, Any]:
+    """The recorded step as the page has it."""
+    data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
+    (step,) = json.loads(data)["pipeline"]
+    found: dict[str, Any] = step
+    return found
+
+
+def take_step(model: Any, rows: torch.Tensor, **options: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record_step(model, optimizer, values=True, **options) as recording:
+        loss = model(rows).square().mean()
+        recording.note_loss(loss)
+        loss.backward()
+        optimizer.step()
 
 
 def test_a_batch_of_data_parallel_is_split_computed_in_parallel_and_gathered(
     tmp_path: Path,
 ) -> None:
     model = DataParallel(seeded(nn.Linear(10, 1)), device_ids=["cpu:0", "cpu:1"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"dataset": DATA, "sample": 3, "weight": "weight[0, 3]", "values": True}
-    with record_step(model, optimizer, folder=tmp_path, **options) as recording:
-        loss = model(DATA[:100]).square().mean()
-        recording.note_loss(loss)
-        loss.backward()
-        optimizer.step()
-    words = words_of(report.write(tmp_path))
-    order = [f"1,000 {TIMES} 10", f"100 {TIMES} 10", f"50 {TIMES} 10", f"50 {TIMES} 1 "]
-    places = [words.index(shape) for shape in [*order, f"100 {TIMES} 1 "]]
-    assert places == sorted(places)
-    assert "Same as one process on the whole batch" in words
-    assert "on 2 replicas, with DataParallel" in words
+    take_step(model, DATA[:100], folder=tmp_path, dataset=DATA, sample=3, weight="weight[0, 3]")
+    step = step_in(report.write(tmp_path))
+    shapes = {
+        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"]]
+        for stage in step["stages"]
+    }
+    assert list(shapes)[:4] == ["data", "batch", "split", "copy"]
+    assert [shapes["data"], shapes["batch"]] == [[[1_000, 10]], [[100, 10]]]
+    assert [shapes["split"], shapes["gather"]] == [[[50, 10]] * 2, [[100, 1]]]
+    assert step["check"]["text"].startswith("same as one process on the whole batch")
+    assert (step["engine"], step["workers"]) == ("DataParallel", 2)
 
 
 def test_workers_average_their_gradients_and_make_the_same_update(tmp_path: Path) -> None:
     def body(world: World) -> None:
         model = DistributedDataParallel(seeded(nn.Linear(10, 1)), process_group=world.group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rows = DATA[world.rank :: world.size][:50]
-        with record_step(model, optimizer, folder=tmp_path, values=True) as recording:
-            loss = model(rows).square().mean()
-            recording.note_loss(loss)
-            loss.backward()
-            optimizer.step()
+        take_step(model, DATA[world.rank :: world.size][:50], folder=tmp_path)
 
     run_ranks(2, body)
-    words = words_of(report.write(tmp_path))
-    assert "Same as one process on the whole batch" in words
-    assert "all workers ended with the same bits" in words
-    for title in ("Forward", "Loss", "Backward", "Buckets", "All-reduce", "Update"):
-        assert title in words
+    step = step_in(report.write(tmp_path))
+    assert step["check"]["text"].startswith("same as one process on the whole batch")
+    assert step["check"]["is_equal_on_all"]
+    names = [stage["name"] for stage in step["stages"]]
+    assert names == ["batch", "forward", "loss", "backward", "buckets", "all-reduce", "update"]
