@@ -17,6 +17,7 @@ from paceline.cli import main
 from paceline.demo import BATCH_ROWS, DemoOptions, DemoOutcome
 from paceline.explain.trace.task import built_in
 from paceline.observe.run_folder import RunFolder, read_events, read_info
+from paceline.record import schema
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
 
@@ -104,7 +105,9 @@ def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder:
     assert (info.status, info.workers, info.shards, info.step) == ("finished", 2, SHARDS, 50)
     assert info.policy == [DemoOptions().policy]
     assert {e["kind"] for e in read_events(run)} >= {"step", "epoch", "checkpoint", "noise"}
-    assert run.pipeline_steps() == [3]
+    check = schema.read(run.pipeline_of(3)).check
+    assert check is not None
+    assert (check.how, check.is_same) == ("whole batch", True)
     assert [run.timeline_of(rank).exists() for rank in range(3)] == [True, True, False]
     assert run.path.stat().st_mode & 0o777 == 0o700
     first = next(e for e in read_events(resumed) if e["kind"] == "start")

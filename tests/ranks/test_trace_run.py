@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +24,10 @@ QUIET = RunOptions(progress="quiet", handle_signals=False)
 
 
 def train(
-    world: World, folder: Path | None, chosen: int, shards: int, *layers: Any
+    world: World, folder: Path | None, chosen: int, shards: int, noise: int = 0
 ) -> tuple[Trace | None, list[Tensor]]:
     """Two epochs of a run; the trace of one step, and the weights at the end."""
-    net = seeded(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *layers, nn.Linear(8, 3)))
+    net = seeded(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     data = TensorDataset(X, Y)
     run = Run(
@@ -38,7 +38,7 @@ def train(
         epochs=2,
         shards=shards,
         world=world,
-        options=QUIET,
+        options=replace(QUIET, noise_every=noise),
     )
     trace = None
     for step in run:
@@ -56,21 +56,29 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("size", "shards", "chosen"),  # the third batch of an epoch has ten rows only
-    [(1, 1, 3), (1, 3, 2), (2, 2, 3), (2, 5, 2), (2, 5, 3), (3, 3, 2)],
+    ("size", "shards", "chosen", "noise"),  # the third batch of an epoch has ten rows only
+    [
+        (1, 1, 3, 0),
+        (1, 3, 2, 0),
+        (1, 3, 2, 1),
+        (2, 2, 3, 0),
+        (2, 5, 2, 0),
+        (2, 5, 3, 1),
+        (3, 3, 2, 1),
+    ],
 )
 def test_a_step_of_a_run_is_the_same_as_one_process_on_the_whole_batch(
-    size: int, shards: int, chosen: int, tmp_path: Path
+    size: int, shards: int, chosen: int, noise: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    trace, weights = run_ranks(size, train, folder, chosen, shards)[0]
+    trace, weights = run_ranks(size, train, folder, chosen, shards, noise)[0]
     assert trace is not None
     assert trace.check is not None
     assert (trace.check.how, trace.check.is_same) == ("whole batch", True)
     assert trace.check.is_equal_on_all is (None if size == 1 else True)
     assert trace.batch_rows == (10 if chosen == 3 else 20)
     assert read(folder / "pipeline" / f"step{chosen}.json") == trace
-    _, undisturbed = run_ranks(size, train, None, -1, shards)[0]
+    _, undisturbed = run_ranks(size, train, None, -1, shards, noise)[0]
     assert all(torch.equal(a, b) for a, b in zip(weights, undisturbed, strict=True))
 
 

@@ -36,9 +36,9 @@ class RankCounts:
     """By forward pass."""
     indices: list[int] | None
     engine_weight: float | None
-    """How many items its losses are sums over, as the engine was told."""
+    """What the engine weighs its gradients by; None without a backward pass."""
     loss_weight: float | None
-    """The same, as the caller says."""
+    """How many items its losses are sums over, as the caller says."""
     loss: float | None
     """The sum of its losses."""
     has_update: bool
@@ -65,7 +65,8 @@ def describe_rank(
         "all-reduce": flat("averaged gradients", rec.averaged.values()),
     }
     if all(each.indices is not None for each in ranks):
-        held["sampler"] = tree("row numbers", torch.tensor(own.indices).long())
+        rows = tree("row numbers", torch.tensor(own.indices).long())
+        held["sampler"] = [replace(numbers, stats=None) for numbers in rows]
     if all(each.has_update for each in ranks):
         held["update"] = flat("weights", rec.trained.values())
     seconds = {**rec.seconds_by_stage, "forward": sum(call.seconds for call in rec.calls)}
@@ -131,11 +132,8 @@ def _rank_sentences(
 
 def loss_factor(ranks: Sequence[RankCounts]) -> float:
     """What the engine multiplies the sum of gradients with."""
-    weights = [each.engine_weight for each in ranks if each.rows]  # no rows, no backward
-    known = [weight for weight in weights if weight is not None]
-    if len(known) < len(weights) or not weights:
-        return 1 / len(ranks)
-    return 1 / sum(known) if sum(known) else 0.0
+    total = sum(each.engine_weight or 0.0 for each in ranks)
+    return 1 / total if total else 0.0
 
 
 def merge_stages(by_rank: Sequence[Sequence[Stage]]) -> list[Stage]:

@@ -93,8 +93,10 @@ class StepRecording:
     """The sum of all losses."""
     loss_weight: float | None = None
     """Over how many items it is a sum; None where nobody said."""
+    weighted_items: float | None = None
+    """The same, as `weighted()` was told."""
     engine_weight: float | None = None
-    """The same, as the engine was told."""
+    """What the engine weighs this worker's gradients by."""
     targets: list[Any] = field(default_factory=list)
     """One for each loss."""
     calls: list[ForwardPass] = field(default_factory=list)
@@ -250,8 +252,12 @@ class StepRecording:
             return
         self._ns.setdefault("backward", now_ns)
         self.look_at_buckets()
-        weight = getattr(getattr(self.model, "_reducer", None), "weight", None)
-        self.engine_weight = weight.value if weight is not None and weight.is_set else None
+        reducer = getattr(self.model, "_reducer", None)
+        if reducer is not None:
+            self.weighted_items = reducer.weight.value if reducer.weight.is_set else None
+            # A run that is alone divides by itself.
+            is_plain = reducer.size == 1 and not reducer.weight.is_set
+            self.engine_weight = 1.0 if is_plain else reducer.weight.value
         if self.keeps_tensors:
             earlier = call.grads[number]
             call.grads[number] = grad.detach().clone() if earlier is None else earlier + grad

@@ -179,7 +179,7 @@ def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
         rows=[call.rows for call in rec.calls],
         indices=rec.indices,
         engine_weight=rec.engine_weight,
-        loss_weight=rec.engine_weight if rec.loss_weight is None else rec.loss_weight,
+        loss_weight=rec.weighted_items if rec.loss_weight is None else rec.loss_weight,
         loss=_number(rec.loss),
         has_update=rec.has_update,
         has_older_gradients=rec.has_older_gradients,
