@@ -94,7 +94,7 @@ class Checkpoints:
         check_choice("better", better, ("lower", "higher"))
         self.folder = Path(folder)
         self.problem: str | None = None
-        """Why the last save did not reach the disk, and what is lost; None when it did."""
+        """Why the last save did not reach the disk; None when it did."""
         self.saved_step: int | None = None
         """The step of the last checkpoint that was written or loaded here."""
         self._kept: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "better": better}
@@ -103,6 +103,7 @@ class Checkpoints:
         self._finished: list[Written] = []
         self._damaged: set[str] = set()
         self._has_complained = False
+        self._loss = ""
 
     def save(
         self, step: int, state: Any, *, facts: Mapping[str, Any], metric: float | None = None
@@ -214,7 +215,7 @@ class Checkpoints:
             return
         size, spent_s = manifest.total_bytes, time.perf_counter() - begin
         self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric))
-        self.problem, self.saved_step = None, step
+        self.problem, self.saved_step, self._loss = None, step, ""
         try:
             found = directory.list_manifests(self.folder)
             for old in directory.plan_removals(found, self._damaged, **self._kept):
@@ -229,18 +230,16 @@ class Checkpoints:
         return saved
 
     def _note_failure(self, step: int, reason: object) -> None:
-        unsaved = count_text(max(0, step - (self.saved_step or 0)), "step")
-        self.problem = (
-            f"The checkpoint of step {step} in {self.folder} failed: {reason}. "
-            f"The last {unsaved} would be lost now."
-        )
+        self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
+        lost = count_text(max(0, step - (self.saved_step or 0)), "step")
+        self._loss = f"; what the last {lost} did would be lost now"
 
     def _complain(self) -> None:
         """Warn about a problem once, from the thread that trains."""
         if self.problem is not None and not self._has_complained:
             self._has_complained = True
             warnings.warn(
-                f"{self.problem}\nTraining continues; this is said once.",
+                f"{self.problem}\nTraining continues{self._loss}. This is said once.",
                 CheckpointWarning,
                 stacklevel=3,
             )
