@@ -265,6 +265,27 @@ def test_clean_replaces_a_file_only_when_asked(
     assert sorted(os.listdir(tmp_path)) == ["old.clean.safetensors", "old.safetensors"]
 
 
+ODD = {
+    "sparse": {"w": torch.eye(3).to_sparse(), "b": torch.ones(2)},
+    "without memory": {"w": torch.empty(3, device="meta"), "b": torch.ones(2)},
+    "half a character": {"\ud800": torch.ones(2), "": torch.ones(1)},
+    "keys of other types": {("a", 1): torch.ones(2), None: {"w": torch.ones(2)}},
+    "a long number": {"m": {"w": torch.ones(2)}, "n": 10**400},
+    "no weights": [torch.ones(2)],
+}
+
+
+@pytest.mark.parametrize("verb", ["show", "verify", "diff", "export", "clean"])
+@pytest.mark.parametrize("kind", ODD)
+def test_a_file_with_something_odd_in_it_is_read_or_refused_in_words(
+    kind: str, verb: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "odd.pt"
+    torch.save(ODD[kind], path)
+    more = {"export": [tmp_path / "out.safetensors"], "diff": [path]}.get(verb, [])
+    assert ckpt(verb, path, *more) in (0, 1, 2)
+
+
 class Canary:
     def __init__(self, path: Path) -> None:
         self.path = path

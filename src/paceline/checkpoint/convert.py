@@ -59,6 +59,8 @@ def _difference(first: Any, second: Any) -> tuple[str, float]:
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         same = first == second or (first != first and second != second)
         return ("", 0.0) if same is True else (f"{first!r:.40} and {second!r:.40}", math.inf)
+    if not is_storable(first) or not is_storable(second):
+        return "sparse, quantized or without memory: not compared", math.inf
     if first.shape != second.shape:
         return f"shape {tuple(first.shape)} and {tuple(second.shape)}", math.inf
     kinds = [dtype_name(each) for each in (first, second)]
@@ -111,8 +113,12 @@ def clean(args: argparse.Namespace) -> int:
 
 def header_of_torch_file(path: Path) -> Header:
     """What a torch file holds, as the header of a safetensors file would say it."""
-    tensors = {name: each for name, each in flatten(read_state(path)) if torch.is_tensor(each)}
-    return plan_file({name: each for name, each in tensors.items() if is_storable(each)}).header
+    tensors = {
+        name.encode("utf-8", "replace").decode(): each
+        for name, each in flatten(read_state(path))
+        if torch.is_tensor(each) and is_storable(each)
+    }
+    return plan_file(tensors).header
 
 
 def _clean_weights(path: Path, step: int | None) -> tuple[Any, dict[str, str], str]:

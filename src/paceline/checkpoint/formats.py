@@ -174,7 +174,7 @@ def _load(path: Path, mmap: bool) -> Any:
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        _Measure(path).add(state, 0)
+        _check_state(state, path)
         return state
     except CheckpointError:
         raise
@@ -186,49 +186,37 @@ def _load(path: Path, mmap: bool) -> Any:
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
 
 
-class _Measure:
-    """Adds up a state as whoever walks it or copies its tensors would find it.
+def _check_state(state: Any, path: Path) -> None:
+    """Refuse what torch reads and nobody could walk or copy.
 
     A file can hold a dictionary inside itself, one list a million times, and a view of a terabyte
-    on four bytes, all of which torch reads.
+    on four bytes.
     """
+    from torch import Tensor, strided
 
-    def __init__(self, path: Path) -> None:
-        import torch
-
-        self._path, self._limit_bytes = path, _COPIES * max(path.stat().st_size, 2**20)
-        self._values = self._bytes = 0
-        self._seen: set[Any] = set()
-        self._strided = torch.strided
-
-    def add(self, value: Any, depth: int) -> None:
-        self._values += 1
-        if depth > MAX_DEPTH or self._values > _MAX_VALUES:
-            raise self._refusal("holds itself, or more than anybody saves")
-        if isinstance(value, Mapping):
-            value = value.values()
-        elif not isinstance(value, list | tuple | set):
-            if hasattr(value, "untyped_storage"):
-                self._add_tensor(value)
-            return
-        for each in value:
-            self.add(each, depth + 1)
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.layout != self._strided:
-            return
-        if tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise self._refusal("has a tensor that is larger than its bytes: it overlaps itself")
-        view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if view not in self._seen:  # a tied weight counts once
-            self._seen.add(view)
-            self._bytes += tensor.nbytes
-        if self._bytes > self._limit_bytes:
-            raise self._refusal("has tensors that share their bytes many times over")
-
-    def _refusal(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path} {what}.",
+    what = ""
+    values = 0
+    bytes_by_view: dict[Any, int] = {}  # a tied weight counts once
+    waiting = [(state, 0)]
+    while waiting and not what:
+        value, depth = waiting.pop()
+        values += 1
+        if depth > MAX_DEPTH or values > _MAX_VALUES:
+            what = "holds itself, or more than anybody saves"
+        elif isinstance(value, Mapping):
+            waiting += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(each, depth + 1) for each in value]
+        elif isinstance(value, Tensor) and value.layout == strided and not value.is_meta:
+            view = value.data_ptr(), value.dtype, value.shape, value.stride()
+            bytes_by_view[view] = value.nbytes
+            if value.nbytes > value.untyped_storage().nbytes():
+                what = "has a tensor that is larger than its bytes: it overlaps itself"
+    if not what and sum(bytes_by_view.values()) > _COPIES * max(path.stat().st_size, 2**20):
+        what = "has tensors that share their bytes many times over"
+    if what:
+        raise CheckpointError(
+            f"{path} {what}.",
             advice="Nothing of it was used. Save a state_dict() whose tensors are contiguous().",
         )
 

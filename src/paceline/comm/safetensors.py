@@ -214,7 +214,13 @@ def _write_header(header: Header) -> bytes:
             "shape": list(place.shape),
             "data_offsets": [place.begin, place.end],
         }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        part = error.object[error.start - 20 : error.end]
+        raise UsageError(
+            f"A name of a tensor holds half a character: {part!r}.", advice="Rename it."
+        ) from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UsageError(

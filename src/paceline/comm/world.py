@@ -219,15 +219,13 @@ def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> 
             f"world_size={size} with rank={rank} is impossible.",
             advice="Pass both, with rank from 0 to world_size - 1, or neither.",
         )
-    if place is None:
-        if size == 1:
-            return None
+    if place is None and size > 1:
         raise UsageError(
             f"world_size={size} was passed, but nothing says where the others are.",
             advice="Set MASTER_ADDR and MASTER_PORT, pass init_method= or store=, or start with "
             "`paceline run`.",
         )
-    if (place.size, place.rank) != (size, rank):
+    if place is not None and (place.size, place.rank) != (size, rank):
         raise UsageError(
             f"rank {rank} of {size} was passed, but {place.source} says rank {place.rank} "
             f"of {place.size}.",
