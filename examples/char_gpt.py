@@ -2,7 +2,8 @@
 
     paceline run --workers 2 examples/char_gpt.py
 
-The learning rate warms up and decays; what was decided about it is shown with the run.
+The learning rate warms up and decays; what was decided about it is shown with the run. Started
+again, it continues in its folder, or has nothing left to do: `paceline report runs/char_gpt`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ def write(model: nn.Module, start: str, count: int) -> str:
 
 def main() -> None:
     with paceline.init_process_group() as world:
-        torch.manual_seed(0)
+        paceline.seed_everything(0)
         net = GPT().to(world.device)
         dataset = TensorDataset(encode(TEXT).unfold(0, LENGTH + 1, 5))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         rate = LearningRate(global_batch=BATCH, warmup_steps=10, decay="cosine", steps=80)
         run = paceline.Run(
-            net, optimizer, dataset, global_batch=BATCH, epochs=4, seed=0,
+            net, optimizer, dataset, global_batch=BATCH, epochs=4, folder="runs/char_gpt",
             scheduler=LearningRateScheduler(optimizer, rate),
             options=paceline.RunOptions(policy=[rate.sentence]),
         )  # fmt: skip

@@ -104,10 +104,14 @@ def summary(state: ProgressState, status: str, lines: Sequence[str]) -> list[str
     if state.elapsed_s > 0 and state.samples:
         samples += f" ({rate_text(state.samples / state.elapsed_s)}/s)"
     steps = count_text(state.step - state.first_step, "step")
-    done = f"{steps}, {samples}, {seconds_text(state.elapsed_s)}"
+    # A time is not broken in two.
+    elapsed = seconds_text(state.elapsed_s).replace(" ", "\xa0")
+    done = f"{steps}, {samples}, {elapsed}"
     first = f"{state.name} {status} on {count_text(state.workers, 'worker')}: {done}"
-    paragraphs = [textwrap.wrap(first, WIDTH, subsequent_indent="  "), table(state.rows)]
-    paragraphs.append(_wrapped(lines))
+    head = [
+        part.replace("\xa0", " ") for part in textwrap.wrap(first, WIDTH, subsequent_indent="  ")
+    ]
+    paragraphs = [head, table(state.rows), _wrapped(lines)]
     return [line for part in paragraphs if part for line in ["", *part]][1:]
 
 
@@ -117,6 +121,7 @@ def table(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
         return []
     shown = list(rows.items())[-_MOST_ROWS:]
     names = list(dict.fromkeys(name for _, row in shown for name in row))
+    # An evaluation may be told before the epoch that it belongs to.
     names.sort(key=lambda name: (name in ("seconds", "samples/s"), name.startswith("eval ")))
     cells = [[str(epoch + 1), *(row.get(name, "-") for name in names)] for epoch, row in shown]
     columns = list(zip(["epoch", *names], *cells, strict=True))

@@ -91,7 +91,7 @@ class StepContext:
             sinks.append(FolderSink(folder, world.rank, self.info))
         self.sinks = Sinks(sinks, None)
         if world.rank == 0:
-            self.sinks = Sinks([*sinks, *config.sinks], TerminalSink(options.progress))
+            self.sinks = Sinks([*sinks, *config.sinks], TerminalSink(options.progress, folder))
         self.metrics = Metrics(self.sinks.tell_step)
         if world.rank == 0:
             self.metrics.epoch = sums

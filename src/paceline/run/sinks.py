@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -172,8 +173,8 @@ class FolderSink:
 class TerminalSink:
     """Rank 0's terminal."""
 
-    def __init__(self, mode: str) -> None:
-        self._mode, self._advice = mode, ""
+    def __init__(self, mode: str, folder: RunFolder | None) -> None:
+        self._mode, self._folder, self._advice = mode, folder, ""
         # Refuses a mode that does not exist before the run begins, and stays silent until then.
         self._progress = Progress(mode, draws=False)
 
@@ -209,6 +210,9 @@ class TerminalSink:
 
     def stop(self, step: int, status: str, reason: str) -> None:
         lines = ["" if reason == ALL_APPLIED else reason, self._advice]
+        if self._folder is not None:
+            path = shlex.quote(str(self._folder.path))
+            lines.insert(1, f"To see more of this run: paceline report {path}")
         self._progress.finish(status, lines=[line for line in lines if line])
 
 
