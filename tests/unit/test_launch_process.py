@@ -69,6 +69,7 @@ def test_a_killed_worker_is_the_cause_and_names_its_signal() -> None:
         (Ending(workers=(end(0), end(1, 3))), 1),
         (Ending(workers=(end(0, -11),)), 139),
         (Ending(workers=(end(0, 143), end(1, 143))), 143),
+        (Ending(workers=(end(0, 255),)), 1),
         (Ending(workers=(end(0, -15, ended_by_launcher=True),), signal=15), 143),
         (Ending(workers=(end(0, -2, ended_by_launcher=True),), signal=2), 130),
         (Ending(workers=(end(0, -15, ended_by_launcher=True),), elsewhere="Rank 3 failed."), 1),

@@ -51,7 +51,8 @@ def converse(store: Any, other: Any) -> list[object]:
         *(store.num_keys(), store.set("large", "x" * 3_000_000), len(store.get("large"))),
         *(store.queue_push("q", "one"), store.queue_len("q"), other.queue_pop("q")),
         caught(lambda: other.queue_pop("q", False)),
-        *(store.clone().get("a"), sorted(store.list_keys())),
+        caught(lambda: sorted(store.list_keys())),  # torch 2.11 has no such call
+        store.clone().get("a"),
     ]
 
 

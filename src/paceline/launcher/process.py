@@ -183,17 +183,23 @@ class WorkerEnd:
     def failed(self) -> bool:
         return self.exit_code != 0 and not self.ended_by_launcher
 
+    @property
+    def signal(self) -> int:
+        """The signal that killed it, or that it stopped for as its exit code 128+n says; else 0."""
+        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
+        return number if number in set(signal.Signals) and not self.summary else 0
+
     def __str__(self) -> str:
         """In a few words, without the traceback."""
         if self.ended_by_launcher:
             return "ended by the launcher"
         if self.summary:
             return self.summary.partition("\n")[0]
+        if self.signal and self.exit_code > 0:
+            return f"stopped by {signal_name(self.signal)} (exit code {self.exit_code})"
         if self.exit_code < 0:
             where = f" in step {self.step}" if self.step else ""
             return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)}){where}"
-        if self.exit_code > 128:
-            return f"stopped by {signal_name(self.exit_code - 128)} (exit code {self.exit_code})"
         return f"exit code {self.exit_code}" if self.exit_code else "finished"
 
 
@@ -222,8 +228,8 @@ class Ending:
         if self.signal is not None:
             return 128 + self.signal
         first = self.first_failure
-        if first is not None and not first.summary and not 0 <= first.exit_code <= 128:
-            return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
+        if first is not None and first.signal:
+            return 128 + first.signal
         return 0 if self.succeeded else 1
 
     def __str__(self) -> str:
