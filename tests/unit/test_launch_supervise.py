@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.env import FAILURE_VARIABLE, Placement
+from paceline.errors import UsageError
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec, plan_workers
@@ -61,6 +63,21 @@ def test_a_signal_ends_the_start_of_many_workers(tmp_path: Path) -> None:
     assert len(sleepers.started) == 3
     assert (ending.signal, ending.exit_code) == (signal.SIGTERM, 143)
     assert all(worker.poll() is not None for worker in sleepers.started)
+
+
+def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:
+    sleepers = Sleepers(tmp_path, 5)
+
+    def start_some(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        if spec.rank == 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return sleepers.start(spec, pipes)
+
+    supervisor = sleepers.supervisor()
+    supervisor.start = start_some
+    with pytest.raises(UsageError, match="Cannot start rank 3: Too many open files"):
+        supervisor.run()
+    assert [worker.poll() for worker in sleepers.started] == [-signal.SIGKILL] * 3
 
 
 @pytest.mark.parametrize("stopped", [0, 2])

@@ -190,7 +190,7 @@ class LocalRun:
                 stderr=pipes.streams[STDERR],
                 process_group=0 if leads_group else None,
             )
-        except OSError as error:
+        except (FileNotFoundError, PermissionError) as error:
             raise UsageError(
                 f"Cannot start {spec.argv[0]!r} for rank {spec.rank}: {error.strerror}.",
                 advice="PYTHON_EXEC chooses the interpreter, if it is set.",

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from paceline import env
+from paceline.errors import UsageError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
 from paceline.launcher.output import Console, Pipes, Source
 from paceline.launcher.plan import WorkerSpec
@@ -124,13 +125,21 @@ class Supervisor:
             self._after(GREETING_S, "greeting", partial(self.console.greet, text))
 
     def _start_one(self, spec: WorkerSpec) -> None:
-        os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
-        pipes = Pipes(spec, self.console)
+        pipes = None
         try:
+            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
+            pipes = Pipes(spec, self.console)
             worker = self.start(spec, pipes)
-        except BaseException:
-            pipes.close()
-            raise
+        except BaseException as error:
+            if pipes is not None:
+                pipes.close()
+            if not isinstance(error, OSError):
+                raise
+            raise UsageError(
+                f"Cannot start rank {spec.rank}: {error.strerror}.",
+                advice="Start fewer workers, or raise the limits on processes, memory and open "
+                "files (ulimit).",
+            ) from error
         pipes.close_theirs()
         self.workers.append(worker)
         self.alive.append(worker)
