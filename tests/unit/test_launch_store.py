@@ -97,10 +97,12 @@ def test_launchers_need_no_torch_to_ask(server: StoreServer) -> None:
     store.set_first("key", "late")
     assert (store.get("key"), store.has("key"), store.has("other")) == ("ü", True, False)
     assert (store.add("n", 2), store.add("n", 0)) == (2, 2)
-    client(server.port).set("worker", "1")
+    worker = client(server.port)
+    worker.set("worker", "1")
+    assert worker.get("worker") == b"1"
     server.clear(keep="run")
     assert store.has("key")
-    assert not client(server.port).check(["worker"])
+    assert not worker.check(["worker"])
 
 
 @pytest.mark.parametrize(

@@ -108,18 +108,19 @@ class StoreServer:
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
         self.callers: set[Caller] = set()
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="paceline store", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def first_place(self, size: int) -> Placement:
         """The place of the first of `size` workers that meet here, all on this machine."""
         return Placement(size=size, local_size=size, master_addr=self.host, master_port=self.port)
 
     def start(self) -> None:
-        if self._thread.ident is None:
-            self._selector.register(self.socket, selectors.EVENT_READ)
-            self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        if self._thread is None:
+            self._selector = selectors.DefaultSelector()
+            self._wake_reader, self._wake_writer = socket.socketpair()
+            for each in (self.socket, self._wake_reader):
+                self._selector.register(each, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._serve, name="paceline store", daemon=True)
             self._thread.start()
 
     def clear(self, keep: str = "") -> None:
@@ -130,13 +131,13 @@ class StoreServer:
             self.values.pop(key, None)
 
     def close(self) -> None:
-        self._wake_writer.close()
-        if self._thread.ident is not None:
+        if self._thread is not None:
+            self._wake_writer.send(b"!")  # its end might be held open by a fork
             self._thread.join()
+            for each in (self._wake_writer, self._wake_reader, self._selector):
+                each.close()
         for caller in self.callers:
             caller.connection.close()
-        self._wake_reader.close()
-        self._selector.close()
         self.socket.close()
 
     def _serve(self) -> None:
