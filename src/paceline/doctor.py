@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +103,9 @@ def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, A
     found = {flag.names[0]: flag.find(given, environ) for flag in FLAGS}
     shown = {name: value for name, value in environ.items() if SHOWN_VARIABLES.fullmatch(name)}
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared_memory = "no /dev/shm"
+    with suppress(OSError):
+        shared_memory = f"{bytes_text(shutil.disk_usage('/dev/shm').free)} free"
     return {
         "versions": {
             "paceline": __version__,
@@ -114,7 +118,7 @@ def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, A
             "cores": count_cores(),
             "torch threads": torch.get_num_threads(),
             "memory": bytes_text(memory),
-            "shared memory": _shared_memory(),
+            "shared memory": shared_memory,
             "loopback interface": env.loopback_interface() or "none",
         },
         "backends": {
@@ -124,8 +128,8 @@ def collect(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, A
         "environment": {
             name: masked(value) for name, value in shown.items() if value and masked(name) == name
         },
-        "settings": {
-            name: {"value": masked(value), "source": source}
+        "settings that differ from the defaults": {
+            name: [masked(value), source]
             for name, (value, source) in found.items()
             if source != "default"
         },
@@ -137,42 +141,29 @@ def masked(value: str) -> str:
     return "(masked)" if _SECRET.search(value) else value
 
 
-def devices() -> list[str]:
-    """Each accelerator by name and memory."""
+def devices() -> dict[str, str]:
+    """Each accelerator by name, with what it is."""
     import torch
 
-    found = []
+    found = {}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {properties.name}, {bytes_text(properties.total_memory)}")
+        found[f"cuda:{index}"] = f"{properties.name}, {bytes_text(properties.total_memory)}"
     others = {"mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available()}
-    return found + [name for name, is_there in others.items() if is_there]
+    return found | {name: "available" for name, is_there in others.items() if is_there}
 
 
 def render(findings: Mapping[str, Any]) -> str:
     """The findings as plain text, the verdict first."""
-    parts = []
-    if "check" in findings:
-        done = findings["check"]
-        verdict = "Training works here" if done["passed"] else f"FAILED: {done['detail']}"
-        parts.append(f"{verdict} ({done['what']}, {done['seconds']} s).")
-    settings = [[name, *each.values()] for name, each in findings["settings"].items()]
-    backends = [name for name, there in findings["backends"].items() if there]
-    rows_by_title: dict[str, list[list[object]]] = {
-        **{title: [*map(list, findings[title].items())] for title in ("versions", "machine")},
-        "backends": [[", ".join(backends) or "none"]],
-        "devices": [[device] for device in findings["devices"]] or [["none but the CPU"]],
-        "environment": [*map(list, findings["environment"].items())] or [["nothing relevant"]],
-        "settings of `paceline run` that differ from its defaults": settings or [["none"]],
-    }
-    for title, rows in rows_by_title.items():
-        parts.append("\n  ".join([title, *table_lines([[*map(str, row)] for row in rows])]))
-    return "\n".join(parts)
-
-
-def _shared_memory() -> str:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return "no /dev/shm"
-    return f"{bytes_text(usage.free)} free of {bytes_text(usage.total)}"
+    lines = []
+    for title, facts in findings.items():
+        if title == "check":
+            verdict = "Training works here" if facts["passed"] else f"FAILED: {facts['detail']}"
+            lines.append(f"{verdict} ({facts['what']}, {facts['seconds']} s).")
+            continue
+        rows = [
+            [name, *(map(str, fact) if isinstance(fact, list) else [str(fact)])]
+            for name, fact in facts.items()
+        ]
+        lines += [title, *(f"  {line}" for line in table_lines(rows or [["none"]]))]
+    return "\n".join(lines)

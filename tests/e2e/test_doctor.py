@@ -45,10 +45,11 @@ def test_json_without_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--no-test", "--workers", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "check" not in found
-    source = "--nproc-per-node or --workers"
-    assert found["settings"]["--nproc-per-node"] == {"value": "3", "source": source}
+    settings = found["settings that differ from the defaults"]
+    assert settings["--nproc-per-node"] == ["3", "--nproc-per-node or --workers"]
     assert set(found) == {
-        *("versions", "machine", "backends", "environment", "settings", "devices"),
+        *("versions", "machine", "backends", "environment", "devices"),
+        "settings that differ from the defaults",
     }
 
 
