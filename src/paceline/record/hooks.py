@@ -191,6 +191,12 @@ class StepRecording:
         for handle in self._handles:
             handle.remove()
 
+    def let_go(self) -> None:
+        """Keep the trace alone: a caller may keep the recording."""
+        for held in (self.local, self.averaged, self.applied, self.calls, self.targets):
+            held.clear()
+        self.whole = self.loss = None
+
     def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, told on a clock that stands still while hooks take their notes."""
 

@@ -98,15 +98,18 @@ def record_step(
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
     is_main = group is None or group.rank() == 0
     reference = _copy(model, optimizer) if check and is_main else ""
-    with rec:
-        yield rec
-    if not rec.calls and group is None:
-        raise UsageError(
-            "The model was not called in the recorded step.",
-            advice="Put forward, backward and the optimizer's step into the block.",
-        )
-    with torch.no_grad():
-        rec.trace = (_trace_replicas if group is None else _trace_ranks)(rec, reference)
+    try:
+        with rec:
+            yield rec
+        if not rec.calls and group is None:
+            raise UsageError(
+                "The model was not called in the recorded step.",
+                advice="Put forward, backward and the optimizer's step into the block.",
+            )
+        with torch.no_grad():
+            rec.trace = (_trace_replicas if group is None else _trace_ranks)(rec, reference)
+    finally:
+        rec.let_go()
     if target is not None and is_main:
         target.create()
         schema.write(rec.trace, target.pipeline_of(step))
