@@ -19,10 +19,10 @@ from paceline.explain.scaling.attribution import (
     attribute,
     crowding_of,
     detect_mode,
-    percentages,
 )
 from paceline.explain.scaling.measure import Profile
 from paceline.observe.phases import Phase
+from paceline.observe.units import percentages
 
 JOB = {"data": 4.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 8.0}
 CORES = 1000

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=str)
 
 SHARES = {"accuracy", "acc", "top1", "top5", "precision", "recall", "f1"}
 """Metrics that are between 0 and 1 and read best as percent."""
@@ -45,6 +48,17 @@ def seconds_text(seconds: float) -> str:
 def share_text(share: float, digits: int = 0) -> str:
     """`83 %`."""
     return f"{share * 100:.{digits}f} %"
+
+
+def percentages(parts: Mapping[Name, float]) -> dict[Name, int]:
+    """Whole percents of the sum that add up to 100: those cut off most are rounded up."""
+    total = sum(parts.values())
+    exact = {name: 100 * part / total if total > 0 else 0.0 for name, part in parts.items()}
+    found = {name: int(share) for name, share in exact.items()}
+    left = 100 - sum(found.values()) if total > 0 else 0
+    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:left]:
+        found[name] += 1
+    return found
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -16,10 +16,10 @@ from paceline.explain.report import sentences
 from paceline.explain.report.bounds import amount, bounded, number, whole
 from paceline.explain.report.collect import RankTotals, RunData
 from paceline.explain.report.curves import Point
-from paceline.explain.report.sentences import metric_of, percentages
+from paceline.explain.report.sentences import metric_of
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase
-from paceline.observe.units import SHARES
+from paceline.observe.units import SHARES, percentages
 from paceline.record.stages import Trace
 
 SCHEMA = 1

@@ -18,6 +18,7 @@ from paceline.observe.units import (
     count_text,
     list_text,
     metric_text,
+    percentages,
     rate_text,
     seconds_text,
     share_text,
@@ -253,17 +254,6 @@ def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:
             total[phase] = total.get(phase, 0.0) + spent
     everything = sum(total.values())
     return {phase: spent / everything for phase, spent in total.items()} if everything else {}
-
-
-def percentages(parts: Mapping[str, float]) -> dict[str, int]:
-    """Whole percentages of the sum that add up to 100: those cut off most are rounded up."""
-    exact = {name: 100 * part / sum(parts.values()) for name, part in parts.items()}
-    found = {name: math.floor(share) for name, share in exact.items()}
-    for name in sorted(found, key=lambda name: found[name] - exact[name])[
-        : 100 - sum(found.values())
-    ]:
-        found[name] += 1
-    return found
 
 
 def where_time_went(data: RunData) -> str:

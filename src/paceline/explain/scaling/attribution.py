@@ -130,19 +130,6 @@ def without_gains(parts: Mapping[str, float], lost: float) -> dict[str, float]:
     return {name: value / total * lost for name, value in losses.items()}
 
 
-def percentages(parts: Mapping[str, float]) -> dict[str, int]:
-    """Whole percents that add up to 100: the largest remainders are rounded up."""
-    total = sum(parts.values())
-    if total <= 0:
-        return dict.fromkeys(parts, 0)
-    exact = {name: 100 * value / total for name, value in parts.items()}
-    found = {name: int(value) for name, value in exact.items()}
-    left = 100 - sum(found.values())
-    for name in sorted(exact, key=lambda name: found[name] - exact[name])[:left]:
-        found[name] += 1
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
     """The same work, before on one worker and after on several."""

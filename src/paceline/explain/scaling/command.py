@@ -26,7 +26,6 @@ from paceline.explain.scaling.attribution import (
     SizeResult,
     attribute,
     detect_mode,
-    percentages,
 )
 from paceline.explain.scaling.measure import Profile, measure
 from paceline.explain.scaling.prediction import (
@@ -39,7 +38,7 @@ from paceline.explain.scaling.prediction import (
 from paceline.launcher import count_cores
 from paceline.observe.phases import Phase
 from paceline.observe.run_folder import RunFolder, replace_file
-from paceline.observe.units import count_text, list_text, share_text, table_lines
+from paceline.observe.units import count_text, list_text, percentages, share_text, table_lines
 
 SCHEMA = 1
 WIDTH = 80
