@@ -114,11 +114,6 @@ class Stopwatch:
         self.awaited = None
         self.step += 1
 
-    def on_forward(self) -> None:
-        """A forward pass of a training step begins."""
-        self.thread = threading.get_ident()
-        self.enter(Phase.FORWARD)
-
     def on_generation(self) -> None:
         """The ranks are in another group from now on."""
         membership = self.membership()
@@ -221,10 +216,10 @@ class Observer:
 
     def forward_begins(self) -> None:
         """In evaluation it is the user's own business."""
-        if torch.is_grad_enabled():
-            self.watch.on_forward()
-        else:
-            self.watch.enter(Phase.OTHER)
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.watch.thread = threading.get_ident()
+        self.watch.enter(Phase.FORWARD if trains else Phase.OTHER)
 
     def forward_ends(self, output: Any) -> None:
         """Note how many samples it had, too, by the length of what came out."""
@@ -345,8 +340,8 @@ def begin(membership: Membership, device: torch.device) -> Observer | None:
     from paceline.observe import stall, stragglers
 
     observer = Observer(membership, device)
-    if compares:
-        stragglers.of(membership, device)
+    if compares and observer.watch.detector is None:
+        observer.watch.detector = stragglers.StragglerDetector(observer.watch)
     if recorder is not None:
         threads = torch.get_num_threads()
         recorder.tell({"size": size, "device": str(device), "threads": threads})

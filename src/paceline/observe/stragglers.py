@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean, median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -297,14 +297,6 @@ def _no_group() -> None:
 
 def print_to_stderr(step: int, blame: Blame) -> None:
     print(f"paceline: step {step}: {blame}", file=sys.stderr, flush=True)
-
-
-def of(membership: Membership, device: torch.device) -> StragglerDetector:
-    """The detector of this rank: one for a group, however many models it trains there."""
-    watch = stopwatch.of(membership, device)
-    if watch.detector is None:
-        watch.detector = StragglerDetector(watch)
-    return cast("StragglerDetector", watch.detector)
 
 
 def find(group: Any) -> StragglerDetector | None:

@@ -69,8 +69,7 @@ class Peers:
         while not is_done():
             yields()
             if time.perf_counter() - begin > self._spin_s:
-                with comm.waiting(self._group):
-                    self._sleep_until(is_done, missing, has_left, what)
+                self._sleep_until(is_done, missing, has_left, what)
                 return
 
     def _sleep_until(

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline import comm
 from paceline.comm import Group
 from paceline.errors import DesyncError
 from paceline.transport.flat import Flat, slices
@@ -320,7 +321,8 @@ class Channel(SharedBuckets):
         for channel in ours:
             channel._meetings += 1
             channel.words[channel._met[channel.position]] = channel._meetings
-        self._wait_for([(p, self._met[p], self._meetings) for p in self._others], what)
+        with comm.waiting(self.group):
+            self._wait_for([(p, self._met[p], self._meetings) for p in self._others], what)
 
     def _wait_for(self, wanted: Sequence[tuple[int, int, int]], what: str) -> None:
         """Wait until each of the words (of a rank's position) has reached its turn."""
