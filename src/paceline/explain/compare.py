@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UsageError, check_whole
+from paceline.errors import DeviceError, UsageError, check_whole
 from paceline.observe.units import bytes_text, seconds_text, table_lines
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def compare(
     """
     import torch
 
-    from paceline.dp.devices import find_devices
-
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"{module!r} is not a module.", advice="Pass the model to be trained.")
     check_whole("steps", steps)
@@ -110,10 +108,27 @@ def compare(
     if device_ids is None:
         gpus = torch.accelerator.device_count()  # leaves CUDA usable in forks of this process
         device_ids = list(range(gpus)) if gpus > 1 else [0, 0] if gpus else ["cpu:0", "cpu:1"]
-    find_devices(device_ids)
+    for number, entry in enumerate(device_ids):
+        _check_device(f"device_ids[{number}]", entry)
     train = partial(_train, module, args, targets, loss_fn or _mean_square, list(device_ids), steps)
     sizes = {BARE: 1, DP: 1, DP_LOSSES: 1, DDP: len(device_ids)}
     return EngineComparison([_measure(name, size, train) for name, size in sizes.items()])
+
+
+def _check_device(what: str, entry: Any) -> None:
+    """Refuse a device that is not there, without using CUDA, which forks could not use then."""
+    import torch
+
+    try:
+        device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+        is_there = device.type == "cpu" or (device.index or 0) < torch.accelerator.device_count()
+    except (RuntimeError, TypeError):
+        is_there = False
+    if not is_there:
+        raise DeviceError(
+            f"{what} is {entry!r}, and this machine has no such device.",
+            advice='Name devices as "cuda:0", 0 or "cpu:1".',
+        )
 
 
 def _mean_square(output: Any, *_targets: Any) -> Tensor:
@@ -122,6 +137,8 @@ def _mean_square(output: Any, *_targets: Any) -> Tensor:
     from paceline.comm import tree
 
     found = [tensor.square().mean() for tensor in tree.tensors(output) if tensor.requires_grad]
+    if not found:
+        raise UsageError("No output depends on a parameter.", advice="Pass a loss_fn.")
     return torch.stack([value.to(found[0].device) for value in found]).sum()
 
 
