@@ -503,8 +503,9 @@ ALL_REDUCE = """
     if dist.get_rank() == 0:
         listeners = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"],
                                    capture_output=True, text=True).stdout.splitlines()
-        inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-                  if os.path.islink(f"/proc/self/fd/{fd}")}
+        folders = ["/proc/self/fd", f"/proc/{os.getppid()}/fd"]  # its own and the launcher's
+        paths = [f"{folder}/{fd}" for folder in folders for fd in os.listdir(folder)]
+        inodes = {os.readlink(path) for path in paths if os.path.islink(path)}
         rows = [row.split() for row in listeners]
         mine = {row[1].rpartition(":")[0] for row in rows
                 if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
