@@ -223,7 +223,7 @@ def test_a_loop_that_is_left_says_what_is_not_saved(
         if step.number == 6:
             break
     said = " ".join(capsys.readouterr().out.split())
-    assert "The loop was left after step 6, and the newest checkpoint is that of step 4" in said
+    assert "The loop was left after step 6, and step 4 is the last that is saved" in said
     assert "run.save()" in said
 
 
@@ -232,7 +232,7 @@ def test_a_loop_that_is_left_after_a_save_has_nothing_to_say(
 ) -> None:
     train(folder=tmp_path / "run", stop_after=3, options=RunOptions(progress="plain"))
     captured = capsys.readouterr()
-    assert "newest checkpoint" not in captured.out + captured.err
+    assert "is saved" not in captured.out + captured.err
 
 
 class Unsavable:

@@ -271,7 +271,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         named: list[tuple[str, Tensor]] = list(checks.named_parameters(self.module))
         if self.broadcast_buffers:
             named += checks.named_buffers(self.module)
-        checks.check_in_sync(self.process_group, named, self.device, self._reducer.steps)
+        checks.check_in_sync(
+            self.process_group, named, self.device, max(self._reducer.steps - 1, 0)
+        )
 
     def join(
         self,

@@ -171,7 +171,7 @@ class Compression:
             return
         size, group = self._membership.size, self._membership.group
         mean = torch.tensor([self.weight() / size], dtype=torch.float64, device=device)
-        comm.all_reduce(group, mean, f"Step {self.steps - 1}: the sum of the weights")
+        comm.all_reduce(group, mean, "The sum of the weights")
         self.bytes_sent += mean.nbytes
         self._scale = torch.where(mean > 0, mean, 1.0)[0]
 

@@ -318,12 +318,10 @@ class Run:
         saving = self._context.saving
         self._report_checkpoints(wait=True)
         if saving.is_on and saving.written_step != self.step:
-            newest = "there is no checkpoint"
-            if saving.written_step is not None:
-                newest = f"the newest checkpoint is that of step {saving.written_step}"
             self.message(
-                f"The loop was left after step {self.step}, and {newest}. Call run.save() on every "
-                "worker before leaving it, to continue from there.",
+                f"The loop was left after step {self.step}, and step {saving.written_step} is the "
+                "last that is saved. Call run.save() on every worker before leaving it, to "
+                "continue from there.",
                 "warning",
             )
 

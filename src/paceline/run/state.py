@@ -116,9 +116,7 @@ class Saving:
     def __init__(self, folder: RunFolder | None, config: RunConfig, membership: Membership) -> None:
         self.is_on = config.is_saved
         self.saved_step: int | None = None
-        """The step of the last save, known to every worker; whether it reached the disk, ..."""
-        self.written_step: int | None = None
-        """... is known to rank 0: how far the run in the newest checkpoint is."""
+        """The step of the last save, known to every worker, whether it reached the disk or not."""
         self._folder, self._options, self._membership = folder, config.options, membership
         self._has_metric = False
         self._lock: FolderLock | None = None
@@ -157,7 +155,7 @@ class Saving:
         if problem is not None:
             raise problem
         if found is not None:
-            self.saved_step = self.written_step = position_in(found[0]).step
+            self.saved_step = position_in(found[0]).step
         return found
 
     def begin(self) -> None:
@@ -223,10 +221,12 @@ class Saving:
             return []
         if wait:
             self._checkpoints.close()
-        finished = self._checkpoints.take_finished()
-        for written in finished:
-            self.written_step = written.step
-        return finished
+        return self._checkpoints.take_finished()
+
+    @property
+    def written_step(self) -> int:
+        """How far the run in the newest checkpoint is, as rank 0 knows it; 0 without one."""
+        return (self._checkpoints and self._checkpoints.saved_step) or 0
 
     def find_lost(self, step: int) -> str:
         """What to say of steps that no checkpoint holds, although the last save was to hold all.
@@ -235,7 +235,7 @@ class Saving:
         """
         mine = ""
         if self.is_on and self._checkpoints is not None and self._membership.rank == 0:
-            lost = step - (self.written_step or 0)
+            lost = step - self.written_step
             mine = f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
         if self._membership.size > 1:
             group, device = self._membership.group, self._membership.word_device
