@@ -9,6 +9,8 @@ from typing import Any
 
 import chrome_trace
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from paceline.cli import main
 from paceline.observe import timeline
@@ -213,6 +215,27 @@ def test_chosen_steps_restrict_the_table(folder: Path, capsys: pytest.CaptureFix
     assert [row.split()[5] for row in rows] == ["0.05", "0.05", "0.05"]  # the shortest wait
     assert main(["timeline", str(folder), "--steps", "900:"]) == 2
     assert "Choose from 0:6." in capsys.readouterr().err
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    key=st.sampled_from(["name", "ph", "ts", "dur", "tid", "pid", "cat", "s", "step", "last"]),
+    value=st.sampled_from([None, True, -1, 2**64, 1e300, "", "M", "X", [], [1], {}, {"a": 1}]),
+    line=st.integers(0, 60),
+)
+def test_a_value_of_the_wrong_kind_anywhere_is_survived(
+    key: str, value: Any, line: int, folder: Path
+) -> None:
+    path = folder / "timeline" / "rank0.trace.json"
+    before = path.read_text()
+    lines = before.splitlines()
+    event = json.loads(lines[1 + line % (len(lines) - 2)].rstrip(","))
+    place = event.setdefault("args", {}) if key in ("step", "last") else event
+    place[key] = value
+    path.write_text("\n".join([*lines[:-1], json.dumps(event)]))
+    assert main(["timeline", str(folder), "-o", str(folder / "all.json")]) == 0
+    json.loads((folder / "all.json").read_text())
+    path.write_text(before)
 
 
 @pytest.mark.parametrize("number", ["9" * 400, "1e999", "-" + "9" * 5000, "[[" * 5000])

@@ -28,6 +28,7 @@ from paceline.observe.units import table_lines
 WARM_UP_STEPS = 5
 """The first steps import, allocate and learn; at most a third of all steps is left out."""
 _LINE_LIMIT = 2**20
+_TIMES_BY_KIND = {"X": ("ts", "dur"), "i": ("ts",), "M": ()}
 
 TraceEvent = dict[str, Any]
 
@@ -108,8 +109,8 @@ def read_events(path: Path) -> Iterator[TraceEvent]:
                 continue
             if not isinstance(event, dict) or not isinstance(event.get("name"), str):
                 continue
-            times = {"X": ("ts", "dur"), "M": ()}.get(str(event.get("ph")), ("ts",))
-            if all(_is_time(event.get(key)) for key in times):
+            times = _TIMES_BY_KIND.get(str(event.get("ph")))
+            if times is not None and all(_is_time(event.get(key)) for key in times):
                 event.update({key: round(event[key], 3) for key in times})  # whole nanoseconds
                 if not isinstance(event.get("args"), dict):
                     event["args"] = {}
@@ -218,10 +219,10 @@ def merge(recordings: Sequence[RankRecording], steps: range | None = None) -> It
                 bucket = _bucket(event)
                 all_ready[bucket] = max(all_ready[bucket], event["ts"])
     for recording in recordings:
-        said = set[tuple[Any, Any]]()  # a restarted rank names itself again
+        said = set[tuple[str, str]]()  # a restarted rank names itself again
         for event in _shifted(recording, first, steps):
             if event["ph"] == "M":
-                key = (event["name"], event.get("tid"))
+                key = (event["name"], str(event.get("tid")))
                 if key not in said:
                     said.add(key)
                     yield event
@@ -254,12 +255,15 @@ def _split(
     event: TraceEvent, transfers: Mapping[int, float], all_ready: Mapping[Any, float]
 ) -> Iterator[TraceEvent]:
     """A transfer begins when the last rank is ready; until then a rank waits."""
-    end, facts = event["ts"] + event.get("dur", 0.0), event["args"]
-    if event["ph"] == "X" and event["name"] == IN_FLIGHT and event.get("tid") == COMMUNICATION:
+    if event["ph"] != "X":
+        yield event
+        return
+    end, step = event["ts"] + event["dur"], event["args"].get("step")
+    if event["name"] == IN_FLIGHT and event.get("tid") == COMMUNICATION:
         begin = min(end, max(event["ts"], all_ready.get(_bucket(event), 0.0)))
         yield {**event, "name": Phase.TRANSFER, "ts": begin, "dur": round(end - begin, 3)}
-    elif event["ph"] == "X" and event["name"] == Phase.WAIT and facts.get("last") is True:
-        transfer = min(event["dur"], transfers.get(facts.get("step"), 0.0))
+    elif event["name"] == Phase.WAIT and event["args"].get("last") is True:
+        transfer = min(event["dur"], transfers.get(step, 0.0) if type(step) is int else 0.0)
         if transfer < event["dur"]:
             yield {**event, "dur": round(event["dur"] - transfer, 3)}
         if transfer:
