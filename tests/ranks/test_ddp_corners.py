@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -471,3 +472,11 @@ def test_something_that_is_no_module_is_refused(thing: Any) -> None:
 def test_options_that_make_no_sense_are_refused(options: Any) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         DDPOptions(**options)
+
+
+def test_a_group_beside_a_mesh_and_a_mesh_of_two_dimensions_are_refused_in_torchs_words() -> None:
+    mesh: Any = SimpleNamespace(ndim=2)
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh arg"):
+        DistributedDataParallel(nn.Linear(1, 1), process_group=object(), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"Only 1D device mesh is supported, .* 2 dimensions"):
+        DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)

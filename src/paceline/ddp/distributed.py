@@ -527,12 +527,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
 
 def _pick_membership(process_group: Any, device_mesh: Any) -> Membership:
     if process_group is not None and device_mesh is not None:
-        raise UsageError("Both process_group and device_mesh were passed.", advice="Pass one.")
+        raise UsageError(
+            "Cannot specify both process_group and device_mesh arguments.", advice="Pass one."
+        )
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise UsageError(
-                f"device_mesh has {device_mesh.ndim} dimensions.",
-                advice="Data parallelism takes a mesh of one dimension.",
+                f"Only 1D device mesh is supported, but device_mesh has {device_mesh.ndim} "
+                "dimensions.",
+                advice="Pass one of its dimensions, device_mesh['name'].",
             )
         return Membership.of(device_mesh.get_group(mesh_dim=0))
     membership = Membership.of(default_group() if process_group is None else process_group)
