@@ -7,6 +7,7 @@ import os
 import pickle
 import pickletools
 import resource
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -498,3 +499,19 @@ def test_only_what_fits_is_matched() -> None:
     found = match_names(["module.a", "module.b", "module.extra"], ["a", "b", "lacking"])
     assert found == {"module.a": "a", "module.b": "b"}
     assert match_names([], ["a"]) == match_names(["a"], []) == {}
+
+
+def test_150_000_names_are_compared_at_once() -> None:
+    names = [f"layers.{i}.weight" for i in range(150_000)]
+    begin = time.process_time()
+    assert len(match_names(names, names)) == len(names)
+    assert time.process_time() - begin < 3
+
+
+def test_a_mismatch_of_many_names_is_explained_soon(tmp_path: Path) -> None:
+    torch.save({f"old.{i}": torch.zeros(1) for i in range(20_000)}, tmp_path / "a.pt")
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(500)])
+    begin = time.process_time()
+    with pytest.raises(WeightsError, match="500 missing, 20,000 unexpected"):
+        load_weights(model, tmp_path / "a.pt")
+    assert time.process_time() - begin < 5

@@ -38,6 +38,7 @@ from paceline.observe.units import count_text
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
 _DEEPEST_KEY = 3
 _SHOWN = 3
+_GUESSED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +242,11 @@ def _explain(
 
 
 def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport) -> Iterator[str]:
-    """Guesses at misspelt names, among those with the same shape."""
-    for name in plan.unexpected:
+    """Guesses at misspelt names, among the first ones with the same shape."""
+    missing = plan.missing[:_GUESSED]
+    for name in plan.unexpected[:_GUESSED]:
         shape = getattr(given[name], "shape", None)
-        same = [each for each in plan.missing if getattr(own[each], "shape", None) == shape]
+        same = [each for each in missing if getattr(own[each], "shape", None) == shape]
         for meant in difflib.get_close_matches(bare_name(name), sorted(same), n=1, cutoff=0.6):
             yield f"Did you mean {meant!r} by {name!r}?"
 

@@ -125,25 +125,30 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any, limits: JsonLimits, depth: int) -> None:
-    kind = type(value)
-    if kind is str:
+    """Look at every text and container; a ValueError about the first that is beyond the limits."""
+    if isinstance(value, str):
         _check_text(value, limits.text, limits)
-    elif kind is list or kind is dict:
-        if depth >= limits.depth:
-            raise ValueError(f"it is nested deeper than {limits.depth} levels")
-        if kind is dict:
-            for name in value:
+    if not isinstance(value, list | dict):
+        return
+    if depth >= limits.depth:
+        raise ValueError(f"it is nested deeper than {limits.depth} levels")
+    if isinstance(value, dict):
+        for name in value:
+            if len(name) > limits.name or not name.isascii():
                 _check_text(name, limits.name, limits)
-            value = value.values()
-        for each in value:
-            if type(each) in (str, list, dict):
-                _check(each, limits, depth + 1)
+        value = value.values()
+    for each in value:
+        kind = type(each)
+        if kind is list or kind is dict:
+            _check(each, limits, depth + 1)
+        elif kind is str and (len(each) > limits.text or not each.isascii()):
+            _check_text(each, limits.text, limits)
 
 
 def _check_text(text: str, most: int, limits: JsonLimits) -> None:
     if len(text) > most:
         raise ValueError(f"{text[:40]!r}… has {len(text):,} characters of at most {most:,}")
-    if not limits.surrogates and not text.isascii():
+    if not limits.surrogates:
         text.encode()  # a ValueError where half a character is in it
 
 

@@ -276,7 +276,7 @@ def _is_shape(extents: list[Any]) -> bool:
     return (
         len(extents) <= MAX_DIMENSIONS
         and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
-        and math.prod(max(1, extent) for extent in extents) < 2**63
+        and math.prod([extent or 1 for extent in extents]) < 2**63
     )
 
 

@@ -139,12 +139,15 @@ def match_names(given: Collection[str], expected: Collection[str]) -> dict[str, 
     Tries the fewest changes first, and takes the first that explains most names. So a model with
     a part that is really called `module` keeps it.
     """
-    matches = [
-        {mine[name]: theirs[name] for name in mine if name in theirs}
-        for mine in _spellings(given)
-        for theirs in _spellings(expected)
-    ]
-    return max(matches, key=len)
+    best: dict[str, str] = {}
+    spellings = [*_spellings(expected)]
+    for mine in _spellings(given):
+        for theirs in spellings:
+            match = {mine[name]: theirs[name] for name in mine if name in theirs}
+            best = max(best, match, key=len)
+            if len(best) == min(len(given), len(expected)):
+                return best
+    return best
 
 
 def _spellings(names: Collection[str]) -> Iterator[dict[str, str]]:
@@ -167,6 +170,8 @@ def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset
     """
     children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     leaves = set(names)
+    if not any(wrapper in name for name in leaves for wrapper in WRAPPERS):
+        return frozenset()
     for name in leaves:
         parts = tuple(name.split("."))
         for depth, part in enumerate(parts):
@@ -182,5 +187,7 @@ def find_wrappers(names: Iterable[str], keep: Collection[str] = ()) -> frozenset
 
 def without_wrappers(name: str, wrappers: Collection[str]) -> str:
     """A name, or the path of a module, without the parts that `find_wrappers` found."""
+    if not wrappers:
+        return name
     parts = name.split(".")
     return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in wrappers)
