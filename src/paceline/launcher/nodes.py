@@ -209,21 +209,21 @@ class Rendezvous:
                 end.close()
 
     def _connect(self) -> None:
-        """Serve the store if this machine is the host, and join it."""
+        """Serve the store if this machine is the host, and join it as soon as it is there."""
         self.server = self._listen()
         host = self.host
-        if self.server is None:
-            self._wait_until(self._nobody_listens, 0.2)
-        else:
+        if self.server is not None:
             self.server.start()
             host = LOOPBACK if self.server.host == _EVERYWHERE else self.server.host
-        try:
-            self.client = StoreClient(host, self.port, self.prefix, STORE_TIMEOUT_S)
-        except OSError as error:
-            raise PeerError(
-                f"What listens at {self.endpoint} does not answer as a store.",
-                advice="Another program may have that port; choose another one on all machines.",
-            ) from error
+
+        def missing() -> str:
+            try:
+                self.client = StoreClient(host, self.port, self.prefix, STORE_TIMEOUT_S)
+            except OSError as error:
+                return f"a launcher to listen there ({error.strerror or error})"
+            return ""
+
+        self._wait_until(missing, 0.2)
 
     def _listen(self) -> StoreServer | None:
         """The store if this machine is the host: the one that owns the address."""
@@ -240,13 +240,6 @@ class Rendezvous:
             if code not in _NOT_OURS and not isinstance(error.__cause__, socket.gaierror):
                 raise
             return None
-
-    def _nobody_listens(self) -> str:
-        try:
-            socket.create_connection((self.host, self.port), 2.0).close()
-        except OSError as error:
-            return f"a launcher to listen there ({error.strerror or error})"
-        return ""
 
     def _close_registration(self) -> None:
         """As the first to arrive: begin when all are there, or enough and nobody comes any more."""

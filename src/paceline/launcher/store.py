@@ -24,6 +24,7 @@ from paceline.env import LOOPBACK, Placement
 MAGIC = struct.pack("<I", 0x3C85F7CE)
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 2**13, 2**23, 2**17
 """torch's own limits."""
+CONNECT_TIMEOUT_S = 2.0
 _READY, _NOT_READY = b"\0", b"\1"
 _GO_ON, _CANCELLED = b"\0", b"\1"
 
@@ -284,11 +285,12 @@ class StoreClient:
 
     def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
         self.prefix = prefix
-        self.connection = socket.create_connection((host, port), timeout_s)
+        self.connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
         ping = bytes([Query.PING]) + MAGIC
         self.connection.sendall(bytes([Query.VALIDATE]) + MAGIC + ping)
         if self._receive(4) != MAGIC:
             raise ConnectionError("what listens there is not a store")
+        self.connection.settimeout(timeout_s)
 
     def set(self, key: str, value: str) -> None:
         self._ask(Query.SET, self._key(key), _text(value.encode()))
