@@ -252,7 +252,7 @@ def _training(training: Training, width: int) -> Iterator[str]:
     yield "Training"
     for line, words in zip(table_lines(rows, ">"), said, strict=True):
         yield from _wrap(words or "-", width, " " * (len(line) + 4), f"  {line}  ")
-    yield "  unseen: the loss on rows that are not trained on"
+    yield "  unseen: the loss on rows that are not trained on, if there are any"
     yield from _wrap(training.observation, width, "  ")
 
 
@@ -262,12 +262,14 @@ def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
     layers += [(f"{each.name} {each.kind}".strip(), each.output) for each in prediction.layers]
     rows = [["layer", "shape", "min", "mean", "max", "zeros"]]
     for name, facts in layers:
-        numbers = ["-"] * 4  # too few numbers to hide them in statistics
+        numbers = ["-"] * 4
         if (stats := facts.stats) is not None:
             numbers = [*map(short_number, (stats.min, stats.mean, stats.max)), f"{stats.zeros:.0%}"]
         rows.append([name[-28:], _cut(shape_text(facts.shape[:MOST_EXTENTS]), 16), *numbers])
     yield f"Prediction for sample {prediction.index:,}, layer by layer"
     yield from (f"  {line}" for line in table_lines(rows, "<<>"))
+    if any(facts.stats is None for _, facts in layers):
+        yield "  -: too few numbers to hide them in statistics"
     if prediction.answer is not None:
         yield from _wrap(f"Answer: {prediction.answer.text}.", width, "  ")
 

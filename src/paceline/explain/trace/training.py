@@ -277,8 +277,10 @@ def with_median_times(trace: Trace, timed: Sequence[Trace]) -> Trace:
     stages = []
     for stage, *same in zip(trace.stages, *(each.stages for each in timed), strict=True):
         parts = [
-            replace(part, seconds=median_of(p.seconds for p in alike))
-            for part, *alike in zip(stage.parts, *(each.parts for each in same), strict=True)
+            replace(part, seconds=median_of(s.parts[number].seconds for s in same))
+            if part.seconds is not None
+            else part
+            for number, part in enumerate(stage.parts)
         ]
         took = median_of(each.seconds for each in same)
         if trace.engine == "DistributedDataParallel":  # the slowest worker's
