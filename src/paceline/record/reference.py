@@ -76,23 +76,17 @@ class Reference:
         sum of their losses with, and `loss` is the mean over all rows.
         """
         try:
-            return self._check(rec, pieces, factor, loss)
+            joined = join(pieces)
+            if joined is None:
+                return replace(self._compare(rec, pieces, factor, None), reason=WHY_SHAPES)
+            whole = self._compare(rec, [joined], factor, loss)
+            if whole.is_same:
+                return whole
+            if whole.loss is not None and self._compare(rec, [joined], factor, None).is_same:
+                return replace(whole, reason=WHY_LOSS)
+            parts = self._compare(rec, pieces, factor, None)
         except Exception as error:  # the step is done and right; only its check is missing
             return not_computed(f"computing it again failed: {first_line(error)}")
-
-    def _check(
-        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
-    ) -> Check:
-        """On the whole batch, else part by part."""
-        joined = join(pieces)
-        if joined is None:
-            return replace(self._compare(rec, pieces, factor, None), reason=WHY_SHAPES)
-        whole = self._compare(rec, [joined], factor, loss)
-        if whole.is_same:
-            return whole
-        if whole.loss is not None and self._compare(rec, [joined], factor, None).is_same:
-            return replace(whole, reason=WHY_LOSS)
-        parts = self._compare(rec, pieces, factor, None)
         if not parts.is_same:
             return whole
         is_random = any(piece.random_state for piece in pieces)
