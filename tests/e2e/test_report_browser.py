@@ -6,6 +6,7 @@ skipped: `apt-get install chromium` and `pip install playwright` provide them.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
 from paceline.explain import report
+from paceline.explain.report.page import render
 from paceline.observe.run_folder import EventWriter, RunFolder
 
 sync_api = pytest.importorskip(
@@ -308,6 +310,17 @@ def test_a_peak_is_cut_off_and_said_and_flat_or_single_curves_are_drawn(
     assert "NaN" not in page.inner_text("main")
     # Something is drawn in the colour of curves, however flat or single.
     assert page.evaluate(COLOURED) == [True] * 6
+
+
+def test_a_panel_that_cannot_be_drawn_leaves_the_others(
+    open_page: Open, file: Path, tmp_path: Path
+) -> None:
+    document = json.loads(file.read_text().partition('id="data">')[2].partition("</script>")[0])
+    path = tmp_path / "report.html"
+    path.write_text(render({**document, "workers": {"ranks": 3}}))
+    page = open_page(path)
+    assert "This cannot be drawn" in page.locator("#workers").inner_text()
+    assert page.locator("section").count() == 8
 
 
 def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(

@@ -28,7 +28,9 @@ from paceline.observe.units import bytes_text
 GENERATOR = "paceline report"
 """What the head of every report says, so that one can be told from other files."""
 HEAD_BYTES = 1000
-SCRIPTS = ("vendor/preact.js", "vendor/hooks.js", "vendor/htm.js", "vendor/uPlot.js", "page.js")
+LIBRARIES = ("preact.js", "hooks.js", "htm.js", "uPlot.js")
+PANELS = ("pieces.js", "chart.js", "pipeline.js", "timeline.js", "panels.js", "page.js")
+SCRIPTS = (*(f"vendor/{name}" for name in LIBRARIES), *PANELS)
 STYLES = ("vendor/uPlot.css", "page.css")
 
 

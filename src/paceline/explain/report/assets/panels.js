@@ -1,0 +1,347 @@
+// Panels, in reading order.
+function Overview({ data }) {
+  const status = { stopped: "stopped early" }[data.status] || data.status;
+  return html`<section id="overview" aria-label="Overview">
+    <div class="headline">
+      <h1>${data.name}</h1>
+      ${status && html`<span class=${"badge " + data.status}>${status}</span>`}
+    </div>
+    <div class="story">${data.sentences.map((each) => html`<p>${each}</p>`)}</div>
+    <dl class="tiles">
+      ${data.tiles.map(
+        ([label, value, note]) =>
+          html`<div>
+            <dt>${label}</dt>
+            <dd>${value}<small>${note}</small></dd>
+          </div>`,
+      )}
+    </dl>
+    ${
+      data.missing.length > 0 &&
+      html`<div class="missing">
+        <strong>What this page cannot show</strong>
+        <ul>
+          ${data.missing.map((each) => html`<li>${each}</li>`)}
+        </ul>
+      </div>`
+    }
+  </section>`;
+}
+
+function Learning({ data: { charts, epochs, evaluations } }) {
+  const shares = charts.filter((chart) => chart.is_share).map((chart) => chart.name);
+  return html`<div class="charts">${charts.map((chart) => html`<${Metric} ...${chart} />`)}</div>
+    <${Epochs} ...${{ epochs, evaluations, shares }} />`;
+}
+
+function Metric({ name, curves, is_share = false, first_bad = null }) {
+  const say = is_share ? percent : figure,
+    [, means, lows, highs] = curves[0].columns;
+  let said =
+    "From " +
+    say(means[0]) +
+    " to " +
+    say(means[means.length - 1]) +
+    "; " +
+    (is_share ? "highest " + say(Math.max(...means)) : "lowest " + say(Math.min(...means))) +
+    ".";
+  if (highs.some((high, i) => high > lows[i]))
+    said += " The pale band holds the lowest and highest steps.";
+  if (first_bad !== null)
+    said += " Values that are not numbers, first at step " + figure(first_bad) + ".";
+  const zero = is_share || curves[0].look === "rate" || (name === "loss" && Math.min(...lows) >= 0);
+  return html`<${Chart} title=${sentence(name)} ...${{ curves, say, said, zero }} />`;
+}
+
+const ROWS_LIMIT = 60;
+
+// At most so many rows, evenly spread, the first and the last among them.
+function spread(rows) {
+  const apart = Math.max(1, (rows.length - 1) / (ROWS_LIMIT - 1));
+  return rows.filter((_, i) => Math.floor(i / apart) > Math.floor((i - 1) / apart));
+}
+
+function Epochs({ epochs, evaluations, shares }) {
+  const byEpoch = (events) => new Map(events.map((event) => [event.epoch, event]));
+  const kinds = [
+    ["", byEpoch(epochs)],
+    [" (held-out)", byEpoch(evaluations)],
+  ];
+  const numbers = [...new Set(kinds.flatMap(([, events]) => [...events.keys()]))]
+      .filter(isNumber)
+      .sort((a, b) => a - b),
+    shown = spread(numbers),
+    left = numbers.length - shown.length;
+  if (!numbers.length) return null;
+  const metricsOf = (events, number) => (events.get(number) || {}).metrics || {};
+  const columns = kinds
+    .flatMap(([where, events]) =>
+      [...new Set(numbers.flatMap((number) => Object.keys(metricsOf(events, number))))].map(
+        (name) => [name, where, events],
+      ),
+    )
+    .slice(0, 8);
+  const rows = shown.map((number) => {
+    const { samples, seconds } = kinds[0][1].get(number) || {};
+    const cells = columns.map(([name, , events]) =>
+      (shares.includes(name) ? percent : figure)(metricsOf(events, number)[name]),
+    );
+    return [
+      number + 1,
+      ...cells,
+      figure(samples),
+      duration(seconds),
+      figure(samples / seconds || null),
+    ];
+  });
+  const titles = columns.map(([name, where]) => name + where);
+  return html`<${Table}
+      caption="Epoch by epoch, means over all samples"
+      head=${["epoch", ...titles, "samples", "time", "samples/s"]}
+      rows=${rows}
+    />
+    ${left > 0 && html`<${Note}>${count(left, "epoch")} between these rows are left out.<//>`}`;
+}
+
+// Waiting belongs to whoever is waited for, so it is hatched.
+function Workers({ data: { verdict, slow_rank: slow, phases, ranks, ranks_in_all: inAll } }) {
+  const wholeOf = (rank) => Object.values(rank.phases_s).reduce((a, b) => a + b, 0),
+    measured = ranks.filter(wholeOf);
+  const longest = Math.max(...measured.map(wholeOf)),
+    used = Object.keys(phases).filter((phase) => ranks.some((rank) => phase in rank.phases_s));
+  const shown =
+    figure(inAll) +
+    ` workers took part; shown are the ${ranks.length} whose own work takes longest and shortest.`;
+  const bars = measured.map((rank) => [
+    html`worker ${rank.rank}${rank.rank === slow && html`<em> slow</em>`}`,
+    used
+      .filter((phase) => rank.phases_s[phase])
+      .map((phase) => [
+        phase,
+        rank.phases_s[phase] / longest,
+        phase + ": " + duration(rank.phases_s[phase]),
+      ]),
+    duration(wholeOf(rank)),
+  ]);
+  const where = [...new Set(ranks.map((rank) => rank.where))].filter(Boolean).slice(0, 8);
+  const rows = ranks.map((rank) => [
+    rank.rank,
+    figure(rank.samples),
+    html`<b>${duration(rank.own_s)}</b>`,
+    ...used.map((phase) => duration(rank.phases_s[phase])),
+    rank.phases_s.wait ? percent(rank.phases_s.wait / wholeOf(rank)) : NOTHING,
+  ]);
+  return html`<p class=${"verdict " + (slow === null ? "good" : "bad")}>${verdict}</p>
+    ${inAll > ranks.length && html`<${Note}>${shown}<//>`}
+    ${
+      bars.length > 0 &&
+      html`<figure>
+        <figcaption><strong>An average step of each worker</strong></figcaption>
+        <${Bars} rows=${bars} />
+        <${Legend} entries=${used.map((phase) => [phase, phase, phases[phase]])} />
+      </figure>`
+    }
+    <${Table}
+      caption="Times are averages of one step"
+      head=${["worker", "samples", "own work", ...used, "time waiting"]}
+      rows=${rows}
+    />
+    ${where.length > 0 && html`<${Note}>They ran on: ${where.join(", ")}.<//>`}`;
+}
+
+const MODES = {
+  strong: "Strong scaling: the batch stays the same, and more workers share it.",
+  weak: "Weak scaling: every worker keeps its part, so more workers mean a larger batch.",
+};
+
+function Scaling({ data: { mode, measured, predicted, meanings, suggestion, check } }) {
+  const last = measured[measured.length - 1],
+    networks = [...new Set(predicted.map((size) => size.network))];
+  const groups = networks.map((network) => [
+    "predicted" + (network ? ", " + network : ""),
+    predicted.filter((size) => size.network === network),
+  ]);
+  const every = [...measured, ...predicted],
+    marks = [...new Set([1, 2, ...every.map((size) => size.workers)])].sort((a, b) => a - b);
+  const line = (label, look, sizes, dots, dash) => {
+    const speeds = sizes.map((size) => size.speedup);
+    return {
+      label,
+      look,
+      dots,
+      dash,
+      columns: [sizes.map((size) => size.workers), speeds, speeds, speeds],
+    };
+  };
+  const curves = [
+    line("measured", "measured", measured, true),
+    ...groups.map(([how, sizes], i) =>
+      line(
+        how,
+        "predicted" + (i % 3),
+        sizes[0].workers > last.workers ? [last, ...sizes] : sizes,
+        true,
+        [6, 5],
+      ),
+    ),
+    line(
+      "ideal: n workers, n times as fast",
+      "ideal",
+      marks.map((workers) => ({ workers, speedup: workers })),
+      false,
+      [1, 4],
+    ),
+  ];
+  const rows = [["measured", measured], ...groups].flatMap(([how, sizes]) =>
+    sizes.map((size) => [
+      figure(size.workers),
+      how,
+      figure(size.speedup),
+      percent(size.of_ideal),
+      duration(size.step_s),
+    ]),
+  );
+  const verdict =
+    last.workers > 1
+      ? count(last.workers, "worker") +
+        " are " +
+        figure(last.speedup) +
+        " times as fast as one: " +
+        percent(last.of_ideal) +
+        " of the ideal."
+      : "Only one worker was measured, so there is nothing to compare it with.";
+  const isLong = marks[marks.length - 1] > 16,
+    said = predicted.length ? "Dashed lines are predicted, not measured." : "";
+  return html`<p class="verdict"><strong>${verdict}</strong></p>
+    <p>${MODES[mode]}</p>
+    <${Chart}
+      title="How many times as fast as one worker"
+      xLabel="workers"
+      say=${(value) => figure(value) + " ×"}
+      log=${isLong}
+      zero=${!isLong}
+      height=${300}
+      ...${{ curves, marks, said }}
+    />
+    <${Table}
+      caption="Speed-up by number of workers"
+      head=${["workers", "how", "times as fast", "of the ideal", "time of a step"]}
+      rows=${rows}
+      words=${[0, 1]}
+    />
+    <${Losses} ...${{ measured, meanings }} />
+    ${
+      suggestion &&
+      html`<h3>One thing to try</h3>
+        <p>${sentence(suggestion)}</p>`
+    }
+    ${
+      check &&
+      html`<h3>How good the prediction is</h3>
+        <p>${sentence(check)}</p>`
+    }`;
+}
+
+function Losses({ measured, meanings }) {
+  const sizes = measured.filter((size) => Object.keys(size.lost).length);
+  if (!sizes.length) return null;
+  const names = Object.keys(meanings).filter((name) => sizes.some((size) => name in size.lost));
+  const say = (share) => (share === undefined ? NOTHING : share + SPACE + "%");
+  const bars = sizes.map(({ workers, of_ideal, lost }) => [
+    count(workers, "worker"),
+    names
+      .filter((name) => lost[name])
+      .map((name) => [name, lost[name] / 100, name + ": " + say(lost[name])]),
+    percent(1 - of_ideal) + " lost",
+  ]);
+  return html`<h3>Where the rest went</h3>
+    <p>What keeps the workers from the ideal, as shares of the time that is lost.</p>
+    <${Bars} rows=${bars} /><${Legend}
+      entries=${names.map((name) => [name, name, meanings[name]])}
+    />
+    <${Table}
+      caption="Shares of the lost time"
+      head=${["workers", ...names]}
+      rows=${sizes.map(({ workers, lost }) => [figure(workers), ...names.map((n) => say(lost[n]))])}
+    />`;
+}
+
+function Checkpoints({ data }) {
+  const rows = data.slice(-ROWS_LIMIT),
+    left = data.length - rows.length;
+  const cells = rows.map((row) => [
+    html`<span class="keep">${figure(row.name)}</span>`,
+    row.is_there ? "there" : "deleted since",
+    figure(row.step),
+    bytes(row.bytes),
+    duration(row.seconds),
+    figure(row.metric),
+  ]);
+  const last = figure(data[data.length - 1].step),
+    kept = data.filter((row) => row.is_there).length;
+  const said =
+    count(data.length, "checkpoint") +
+    ` written, the last one after step ${last}; ${kept} of them still in the folder.`;
+  return html`<p>${said} A checkpoint holds everything that a run needs to continue.</p>
+    <${Table}
+      caption="Checkpoints"
+      head=${["name", "now", "after step", "size", "time to save", "metric"]}
+      rows=${cells}
+      words=${[0, 1]}
+    />
+    ${left > 0 && html`<${Note}>${count(left, "older one")} not shown.<//>`}`;
+}
+
+function Settings({
+  info: { name, status, schema, policy, versions, created, updated, ...numbers },
+}) {
+  const items = [
+    ["created", moment(created)],
+    ["updated", moment(updated)],
+    ...Object.entries(numbers).map(([key, value]) => [key.replaceAll("_", " "), value]),
+    ...Object.entries(versions).slice(0, 8),
+  ];
+  return html`<dl class="settings">
+      ${items.map(
+        ([key, value]) =>
+          html`<div>
+            <dt>${key}</dt>
+            <dd>${figure(value, 6)}</dd>
+          </div>`,
+      )}
+    </dl>
+    ${
+      policy.length > 0 &&
+      html`<h3>What was decided, and why</h3>
+        <ul>
+          ${policy.slice(0, 20).map((line) => html`<li>${line}</li>`)}
+        </ul>`
+    }`;
+}
+
+function Details({ data: { info, noise, began, messages, messages_limit: limit } }) {
+  return html`${info && html`<${Settings} info=${info} />`}
+  ${
+    noise &&
+    html`<h3>Is the batch the right size?</h3>
+      <p>
+        At step ${figure(noise.step)} the gradient noise scale was ${figure(noise.noise_scale)}:
+        larger batches than about that many samples bring little more. ${figure(noise.advice || "")}
+      </p>`
+  }
+  ${
+    messages.length > 0 &&
+    html`<h3>What the run said</h3>
+      ${messages.length === limit && html`<p>These are the last ${limit} messages.</p>`}
+      <ul class="messages">
+        ${messages.map(
+          ({ t, rank, level, text }) =>
+            html`<li class=${["warning", "error"].includes(level) ? level : ""}>
+              <span class="when"
+                >${t && isNumber(began) ? (t - began).toFixed(1) + " s" : NOTHING}</span
+              ><span class="who">worker ${rank}</span><span class="text">${figure(text)}</span>
+            </li>`,
+        )}
+      </ul>`
+  }`;
+}
