@@ -339,23 +339,27 @@ def test_a_run_that_was_killed_says_how_to_continue(kept: list[int], tmp_path: P
 
 
 def steps_with(rank: int, pause: tuple[int, int, str], count: int) -> list[Any]:
-    """What one rank writes where `pause` is a rank, a step and the phase it stands still in."""
+    """What one rank writes where `pause` is a rank, a step and the phase it stands still in.
+
+    The others wait for the sum of that step; or, where its rank had that already, in the next one,
+    and not always in what counts as waiting.
+    """
+    paused_rank, paused_step, paused_phase = pause
+    has_sum = paused_phase in ("wait", "other")
+    phase = {"other": "data"}.get(paused_phase, "wait")
+    when = paused_step + has_sum
+    if rank == paused_rank:
+        phase, when = paused_phase, paused_step
     found = []
     for step in range(1, count + 1):
-        phases = {"data": 0.001, "forward": 0.01, "backward": 0.02, "wait": 0.001}
-        paused_rank, paused_step, phase = pause
-        if phase != "wait" and step == paused_step:
-            phases[phase if rank == paused_rank else "wait"] += 2.0
-        if phase == "wait" and rank == paused_rank and step == paused_step:
-            phases["wait"] += 2.0
-        if phase == "wait" and rank != paused_rank and step == paused_step + 1:
-            phases["wait"] += 2.0
+        phases = {"data": 0.001, "forward": 0.01, "backward": 0.02, "other": 0.001, "wait": 0.001}
+        phases[phase] += 2.0 if step == when else 0.0
         found.append({"phases": phases, "seconds": sum(phases.values())})
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("phase", ["forward", "data", "wait"])
+@pytest.mark.parametrize("phase", ["forward", "data", "wait", "other"])
 @pytest.mark.parametrize(("count", "step"), [(8, 5), (100, 77)])
 def test_a_single_pause_of_one_rank_is_named_with_its_step(
     size: int, phase: str, count: int, step: int, tmp_path: Path

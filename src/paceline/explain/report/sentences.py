@@ -203,17 +203,17 @@ def pauses(data: RunData) -> list[str]:
     """The longest times that one worker alone stood still, which are no reason to call it slow.
 
     Either its own work takes long in a step while the others' does not, or the step as a whole:
-    who is stopped while it waits ends the step later than those it waited for, and in the next
-    step these wait for it.
+    who is stopped while it waits ends the step later than those it waited for. In the next step
+    these wait for it, perhaps in a message that is not counted as waiting.
     """
     ranks = list(data.ranks.values())
     left_out = {done + step for _, done in data.starts for step in range(1, WARM_UP_STEPS + 1)}
     left_out |= {trace.step + step for trace in data.traces for step in range(2)}
-    found = _alone({rank.rank: rank.longest_own for rank in ranks}, left_out)
-    stopped = _alone({rank.rank: rank.longest_whole for rank in ranks}, left_out)
-    before = {step + 1 for _, step in stopped}
-    found |= {key: long for key, long in stopped.items() if key[1] not in before}
-    longest = sorted(found.items(), key=lambda each: -each[1].seconds)[:PAUSES_LIMIT]
+    found = _alone({rank.rank: rank.longest_whole for rank in ranks}, left_out)
+    found |= _alone({rank.rank: rank.longest_own for rank in ranks}, left_out)
+    after = {step + 1 for _, step in found}
+    own = [(key, long) for key, long in found.items() if key[1] not in after]
+    longest = sorted(own, key=lambda each: -each[1].seconds)[:PAUSES_LIMIT]
     return [
         f"Worker {rank} stood still for {seconds_text(long.seconds)} in step {step:,} "
         f"({long.phase}), and the others waited."
