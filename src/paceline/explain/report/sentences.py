@@ -91,7 +91,8 @@ def how_to_continue(data: RunData) -> str:
     """One sentence: what to do with a run that ended too early."""
     if data.status not in ("killed", "silent", "stopped", "failed"):
         return ""
-    saved = [event["step"] for event in data.events["checkpoint"] if event["name"] in data.kept]
+    found = data.events["checkpoint"]
+    saved = [event["step"] for event in found if event.get("name") in data.kept]
     if not saved:
         return "There is no checkpoint: the same command would begin again."
     return f"The same command continues it after step {max(saved):,}, its newest checkpoint."
