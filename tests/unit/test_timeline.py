@@ -163,6 +163,7 @@ def test_damaged_events_are_left_out(tmp_path: Path) -> None:
     wait = '"name":"wait","ph":"X","tid":1,"args":{"step":0,"last":true}'
     damaged = [
         '{"name":"wait"}',
+        '{"name":"wait","ts":5}',
         f'{{{wait},"ts":"5","dur":1}}',
         f'{{{wait},"ts":5,"dur":null}}',
         '{"name":"batch","ph":"i","ts":1,"args":{"step":0,"samples":"8"}}',
