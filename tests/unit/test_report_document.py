@@ -124,6 +124,23 @@ def test_the_timeline_is_a_window_of_ten_whole_steps_on_one_clock(
     assert [each["rank"] for each in window["ranks"]] == [0, 1, 2]
 
 
+def test_steps_that_a_restart_has_done_again_are_in_the_timeline_once(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=2, ranks=2, epochs=1, timeline_steps=20)
+    for rank in range(2):
+        path = folder.timeline_of(rank)
+        header, *events = [json.loads(line[:-1]) for line in path.read_text().splitlines()[1:]]
+        late = [event for event in events if event["args"]["step"] >= 10]
+        again = [header, *({**event, "ts": event["ts"] + 6e7} for event in late)]
+        with open(path, "a") as file:
+            file.writelines(json.dumps(event) + ",\n" for event in again)
+    window = read_window(folder)
+    assert window is not None
+    assert window["steps"] == [10, 15]
+    assert window["length"] == pytest.approx(6 * 43_600, rel=0.02)
+    forward = window["names"].index("forward")
+    assert [sum(span[0] == forward for span in each["spans"]) for each in window["ranks"]] == [6, 6]
+
+
 def test_in_the_timeline_a_transfer_begins_when_the_last_worker_is_ready(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=2, ranks=3, epochs=1, timeline_steps=20)
     window = read_window(folder)

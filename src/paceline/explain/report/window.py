@@ -65,18 +65,21 @@ def _take(
     common = sorted(set.intersection(*(set(recording.steps) for recording in recordings)))
     common = common or sorted(recordings[0].steps)
     begin = max(0, (len(common) - most_steps) // 2)
-    chosen = common[begin : begin + most_steps]
-    steps, spans = range(chosen[0], chosen[-1] + 1), dict[int, list[TraceEvent]]()
-    for event in merge(recordings, steps):
+    chosen, spans = common[begin : begin + most_steps], dict[int, list[TraceEvent]]()
+    for event in merge(recordings, range(chosen[0], chosen[-1] + 1)):
         rank = whole(event.get("pid"))
         if event["ph"] in ("X", "i", "I") and rank is not None:
-            before, step = spans.setdefault(rank, []), event["args"]["step"]
-            if before and before[-1]["args"]["step"] > step:  # restarted: these are done again
-                before[:] = [span for span in before if span["args"]["step"] < step]
+            before = spans.setdefault(rank, [])
+            if before and before[-1]["args"]["step"] > event["args"]["step"]:
+                before.clear()  # a restart: what was before it is done again, or long ago
             before.append(event)
+    begin_us = min((span["ts"] for each in spans.values() for span in each), default=0.0)
     for each in spans.values():
+        for span in each:
+            span["ts"] -= begin_us
         each.sort(key=lambda span: (span["ts"], -_end(span)))
-    return steps, spans
+    steps = [span["args"]["step"] for each in spans.values() for span in each] or chosen
+    return range(min(steps), max(steps) + 1), spans
 
 
 def _end(span: TraceEvent) -> float:
