@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zoo import CASES, Case, named, shard
 
 from paceline import DistributedDataParallel, World, init_process_group
+from paceline.gradients.fingerprint import PERIOD
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
 
 ROWS = 12
@@ -112,6 +113,23 @@ def test_autocast_and_a_grad_scaler_train_alike_on_all_ranks() -> None:
     (first, scale), (second, _) = run_processes(2, scaled)
     assert_replicas_equal([first, second])
     assert scale == 512.0
+
+
+def differing(world: World) -> str:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(PERIOD + 4):
+        if step == 3 and world.rank == 1:
+            model.module[2].weight.data[1, 2] *= -1
+        optimizer.zero_grad()
+        model(torch.ones(4, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+    return "no error"
+
+
+def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
+    for error in run_processes(2, differing, return_exceptions=True):
+        assert "'2.weight' on rank 1" in str(error)
 
 
 def test_bucket_memory_is_freed_with_the_gradients() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.errors import DesyncError, HookError, ReplicaError, UsageError
+from paceline.errors import DesyncError, HookError, PeerError, ReplicaError, UsageError
 from paceline.gradients.fingerprint import PERIOD
 from paceline.testing import run_ranks, seeded
 
@@ -220,6 +220,17 @@ def test_a_parameter_that_differs_on_one_rank_is_named_with_it_on_all(
         assert f"on rank {size - 1} and " in str(error)
 
 
+def test_a_parameter_that_differs_is_named_with_torchs_own_hooks_too() -> None:
+    def body(world: World) -> None:
+        model = wrap(world, square())
+        model.register_comm_hook(world.group, default_hooks.allreduce_hook)
+        weight = model.module[1].weight.data
+        train(model, world, PERIOD, (lambda: flip_sign(weight)) if world.rank else None)
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, ReplicaError)
+
+
 def test_a_parameter_may_differ_where_it_is_nobodys_business() -> None:
     def ignored(world: World) -> Any:
         net = square()
@@ -229,7 +240,7 @@ def test_a_parameter_may_differ_where_it_is_nobodys_business() -> None:
 
     def with_a_hook(world: World) -> Any:
         model = wrap(world, square())
-        model.register_comm_hook(world.group, default_hooks.allreduce_hook)
+        model.register_comm_hook(world.group, lambda g, b: default_hooks.allreduce_hook(g, b))
         return model, model.module[1].weight
 
     def by_option(world: World) -> Any:
@@ -349,6 +360,21 @@ def test_a_buffer_that_appears_in_forward_is_broadcast(is_declared: bool, transp
         return float(model.module.seen)
 
     assert run_ranks(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_forward_pass_that_one_rank_alone_made_does_not_give_others_stale_buffers(
+    transport: str,
+) -> None:
+    def body(world: World) -> None:
+        model = wrap(world, seeded(nn.BatchNorm1d(3), 0), transport)
+        if world.rank == 0:
+            model(rows(world))
+        model(rows(world)).sum().backward()
+
+    errors = run_ranks(2, body, return_exceptions=True)
+    assert any(isinstance(error, (DesyncError, PeerError)) for error in errors)
+    assert isinstance(errors[1], DesyncError)
 
 
 def test_the_mesh_that_was_passed_is_an_attribute() -> None:

@@ -25,7 +25,7 @@ from paceline.comm.world import default_group
 from paceline.ddp import checks
 from paceline.ddp.torch_compat import LowPrecision, TorchSurface, UnevenInputs
 from paceline.ddp.wrapper import Wrapper
-from paceline.errors import HookError, UsageError, check_whole
+from paceline.errors import DesyncError, HookError, UsageError, check_whole
 from paceline.gradients import compress
 from paceline.gradients.backward import keep_out_of_graphs, refuse_distributed_autograd
 from paceline.gradients.hooks import Hook, check_hook
@@ -155,12 +155,14 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._has_buffers = False
         self._syncs_buffers_next = True
         self._backwards_before = -1
+        self._broadcasts = 0
         self.module = module
         self._build_transport()
         self._build_reducer(named, observer=observer)
         self._transport.get()
         if init_sync and group.size() > 1:
-            self._copy_from(0, self._state(with_buffers=sync_buffers_now), "Copying rank 0's model")
+            tensors = [tensor for _, tensor in (*named, *(buffers if sync_buffers_now else []))]
+            self._copy_from(0, tensors, "Copying rank 0's model")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
@@ -257,7 +259,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
                 advice="Register one hook, once; wrap the model again for another.",
             )
         self._reducer.set_hook(hook, state)
-        self._reducer.compares = False  # the hook decides what ranks exchange, and when
+        # Any other hook decides what ranks exchange, and when.
+        is_known = getattr(hook, "__module__", "").endswith(("default_hooks", "powerSGD_hook"))
+        self._reducer.compares &= is_known
         self._is_alone = self._is_plain = False
 
     def check_in_sync(self) -> None:
@@ -268,12 +272,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         """
         if self.broadcast_buffers:
             self._broadcast_buffers(root=0)
-        named: list[tuple[str, Tensor]] = list(checks.named_parameters(self.module))
-        if self.broadcast_buffers:
-            named += checks.named_buffers(self.module)
-        checks.check_in_sync(
-            self.process_group, named, self.device, max(self._reducer.steps - 1, 0)
-        )
+        step = max(self._reducer.steps - 1, 0)
+        checks.check_in_sync(self.process_group, self._named_tensors(), self.device, step)
 
     def join(
         self,
@@ -325,7 +325,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
     def take_final_model(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that was there to the end to all others."""
         root = self._agree_on_root(is_last_joiner)
-        tensors = self._state(with_buffers=self.broadcast_buffers)
+        tensors = [tensor for _, tensor in self._named_tensors()]
         self._copy_from(root, tensors, "Copying the final model")
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -384,8 +384,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return state
 
     def _build_transport(self) -> None:
-        tensors = chain(self.module.parameters(), self.module.buffers())
-        devices = [tensor.device for tensor in tensors]
+        found = checks.modules(self.module)
+        owned = chain(*(chain(m._parameters.values(), m._buffers.values()) for m in found))
+        devices = [tensor.device for tensor in owned if tensor is not None]
         wanted = check_transport(self._ddp_options.transport)
         self.__dict__["_transport"] = TransportChoice(self.membership, devices, wanted)
         self.membership.follow(self._on_generation)
@@ -476,11 +477,10 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             checks.check_parameters_are_known(self.module, reducer.parameters)
         self.__dict__["_backwards_before"] = reducer.backwards
 
-    def _state(self, with_buffers: bool) -> list[Tensor]:
-        """What must be equal on all ranks, without its gradients' history."""
-        named: list[tuple[str, Tensor]] = list(checks.named_parameters(self.module))
-        named += checks.named_buffers(self.module) if with_buffers else []
-        return [tensor.detach() for _, tensor in named]
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        """What must be equal on all ranks."""
+        buffers = checks.named_buffers(self.module) if self.broadcast_buffers else []
+        return [*checks.named_parameters(self.module), *buffers]
 
     def _will_broadcast_buffers(self) -> bool:
         if not self._has_buffers and self._reducer.steps < BUFFERS_APPEAR_STEPS:
@@ -488,7 +488,25 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
-        self._copy_from(root, [b for _, b in checks.named_buffers(self.module)], "Copying buffers")
+        """Copy the root's buffers; a rank that has others, or came more often, is an error.
+
+        Not on GPUs, where the host would have to wait to see it.
+        """
+        buffers = [buffer for _, buffer in checks.named_buffers(self.module)]
+        self.__dict__["_broadcasts"] += 1
+        if not buffers or self.device.type != "cpu":
+            self._copy_from(root, buffers, "Copying buffers")
+            return
+        mine = [self._broadcasts, len(buffers), sum(buffer.numel() for buffer in buffers)]
+        stamp = torch.tensor(mine)
+        self._copy_from(root, [stamp, *buffers], "Copying buffers")
+        if stamp.tolist() != mine:
+            raise DesyncError(
+                f"Copying buffers: rank {self.membership.rank} has {mine[1]} of {mine[2]:,} elements "
+                f"in its forward pass {mine[0]}, but rank {root} sent {stamp[1]} of {stamp[2]:,} "
+                f"in its {stamp[0]}.",
+                advice="Run the same forward passes on every rank, or pass broadcast_buffers=False.",
+            )
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
         transport, is_root = self._transport.get(), self.membership.rank == root

@@ -28,7 +28,7 @@ from paceline.gradients.weights import LossWeight
 from paceline.observe.stopwatch import Observer
 from paceline.transport import Buckets, Reduction, TransportChoice, mean_factor, place
 
-MODEL_CHECK_PERIOD = 25
+MODEL_CHECK_PERIOD = 10
 """Every so many steps the model is searched for parameters that nobody averages."""
 
 
@@ -366,7 +366,7 @@ class Reducer(BackwardFollower):
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
         # A parameter that was replaced has no gradient; one that was added shows in the model only.
-        is_time_to_check = current.unused or self._syncs < 2 or self.steps % MODEL_CHECK_PERIOD == 0
+        is_time_to_check = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
         if self.check_model is not None and is_time_to_check:
             self.check_model(self.parameters)
         if not current.is_shadow:
