@@ -155,7 +155,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         self._has_buffers = False
         self._syncs_buffers_next = True
         self._backwards_before = -1
-        self._broadcasts = 0
         self.module = module
         self._build_transport()
         self._build_reducer(named, observer=observer)
@@ -488,24 +487,20 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         return self._syncs_buffers_next and self.broadcast_buffers and self._has_buffers
 
     def _broadcast_buffers(self, root: int) -> None:
-        """Copy the root's buffers; a rank that has others, or came more often, is an error.
+        """Copy the root's buffers; a rank that has others, or is at another step, is an error.
 
         Not on GPUs, where the host would have to wait to see it.
         """
         buffers = [buffer for _, buffer in checks.named_buffers(self.module)]
-        self.__dict__["_broadcasts"] += 1
-        if not buffers or self.device.type != "cpu":
-            self._copy_from(root, buffers, "Copying buffers")
-            return
-        mine = [self._broadcasts, len(buffers), sum(buffer.numel() for buffer in buffers)]
-        stamp = torch.tensor(mine)
-        self._copy_from(root, [stamp, *buffers], "Copying buffers")
-        if stamp.tolist() != mine:
+        mine = [self._reducer.steps, len(buffers), sum(buffer.numel() for buffer in buffers)]
+        stamp = [torch.tensor(mine)] if buffers and self.device.type == "cpu" else []
+        self._copy_from(root, [*stamp, *buffers], "Copying buffers")
+        if stamp and stamp[0].tolist() != mine:
+            step, count, numel = stamp[0].tolist()
             raise DesyncError(
-                f"Copying buffers: rank {self.membership.rank} has {mine[1]} of {mine[2]:,} elements "
-                f"in its forward pass {mine[0]}, but rank {root} sent {stamp[1]} of {stamp[2]:,} "
-                f"in its {stamp[0]}.",
-                advice="Run the same forward passes on every rank, or pass broadcast_buffers=False.",
+                f"Buffers: rank {root} sent {count} with {numel:,} elements at step {step}, "
+                f"rank {self.membership.rank} has {mine[1]} with {mine[2]:,} at step {mine[0]}.",
+                advice="Run the same forward passes on every rank.",
             )
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
