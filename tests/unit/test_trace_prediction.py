@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from paceline import DataParallel
 from paceline.errors import UsageError
 from paceline.explain.trace import observe, trace_prediction
 from paceline.explain.trace.prediction import answer_of
-from paceline.record.stages import Epoch
+from paceline.explain.trace.training import with_median_times
+from paceline.record import schema
+from paceline.record.stages import Epoch, Trace
 from paceline.testing import seeded
 
 
@@ -165,3 +169,33 @@ def test_overfitting_is_said_of_the_epoch_in_which_new_rows_get_worse() -> None:
 def test_a_perfect_accuracy_is_mentioned() -> None:
     rows = [Epoch(epoch=i, loss=1 / i, seconds=1.0, accuracy=i / 2) for i in (1, 2)]
     assert observe(rows).epochs[1].observation == "falling fast, every row right"
+
+
+@pytest.mark.parametrize(("slowest", "is_busy"), [(0.015, False), (0.5, True)])
+def test_times_are_medians_of_several_steps_and_a_busy_machine_is_named(
+    slowest: float, is_busy: bool
+) -> None:
+    trace = schema.read(Path(__file__).parents[1] / "data" / "pipeline-ddp.json")
+
+    def taking(seconds: float) -> Trace:
+        stages = [
+            replace(
+                stage,
+                seconds=seconds,
+                parts=[
+                    replace(part, seconds=part.seconds and seconds + (part.worker or 0))
+                    for part in stage.parts
+                ],
+            )
+            for stage in trace.stages
+        ]
+        return replace(trace, stages=stages, seconds=seconds)
+
+    told = with_median_times(trace, [taking(seconds) for seconds in (0.01, slowest, 0.012)])
+    forward = next(stage for stage in told.stages if stage.name == "forward")
+    assert [part.seconds for part in forward.parts] == [0.012, 1.012]
+    assert (told.seconds, forward.seconds) == (0.012, 1.012)  # the slowest worker's
+    buckets = next(stage for stage in told.stages if stage.name == "buckets")
+    assert [part.seconds for part in buckets.parts] == [None]
+    assert told.times.startswith("Times are medians of 3 steps, of 10 ms to ")
+    assert ("busy machine" in told.times) is is_busy
