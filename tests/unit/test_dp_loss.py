@@ -199,7 +199,7 @@ def test_targets_of_another_length_are_named() -> None:
 def test_what_is_no_loss_is_refused() -> None:
     model = DataParallel(classifier(), device_ids=cpus(2))
     x, y = batch(4)
-    with pytest.raises(UsageError, match=r"shape \(2, 5\), but a loss is one number"):
+    with pytest.raises(UsageError, match=r"shape \(2, 5\), which is not one number"):
         model.backward(lambda output, target: output, x, y)
     with pytest.raises(UsageError, match=r"returned 3\.0"):
         model.backward(lambda output, target: 3.0, x, y)

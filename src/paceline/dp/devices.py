@@ -36,7 +36,13 @@ def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
     """One device for every entry of `device_ids`, by default every accelerator."""
     if device_ids is None:
         accelerators = [find_device(index, "device") for index in range(accelerator.device_count())]
-        return accelerators or [_cpu_alone()]
+        if not accelerators:
+            warnings.warn(
+                "DataParallel found no accelerator, so the module runs alone on the CPU, as if it "
+                'were not wrapped. Pass device_ids=["cpu:0", "cpu:1"] for two replicas.',
+                stacklevel=3,
+            )
+        return accelerators or [find_device("cpu", "device")]
     is_list = not isinstance(device_ids, (str, int, torch.device))
     entries = enumerate(device_ids) if is_list else ()
     devices = [find_device(entry, f"device_ids[{number}]") for number, entry in entries]
@@ -98,12 +104,3 @@ def away_from_home(module: nn.Module, home: ReplicaDevice) -> DeviceError:
         f'Move the whole model with `.to("{home.device}")`, or name its device first in '
         "device_ids.",
     )
-
-
-def _cpu_alone() -> ReplicaDevice:
-    warnings.warn(
-        "DataParallel found no accelerator, so the module runs alone on the CPU, as if it were not "
-        'wrapped. Pass device_ids=["cpu:0", "cpu:1"] for two replicas in two threads.',
-        stacklevel=4,
-    )
-    return ReplicaDevice("cpu:0", torch.device("cpu"))

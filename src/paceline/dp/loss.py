@@ -64,16 +64,14 @@ def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]
     """The loss of a chunk, which must be something to differentiate."""
     output = module(*chunk.args, **chunk.kwargs)
     loss = loss_fn(output) if chunk.targets is None else loss_fn(output, chunk.targets)
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
+    is_number = isinstance(loss, Tensor) and loss.dim() == 0
+    if not is_number or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        lacks = "does not depend on any parameter" if is_number else "is not one number"
         raise UsageError(
-            f"loss_fn returned {what}, but a loss is one number.",
-            advice="Return a tensor without dimensions: the mean or the sum over the chunk.",
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "loss_fn returned a tensor that does not depend on any parameter.",
-            advice="Compute it from the module's output, without detach(), item() or no_grad().",
+            f"loss_fn returned {what}, which {lacks}.",
+            advice="Return the mean or the sum over the chunk, computed from the module's output "
+            "without detach(), item() or no_grad().",
         )
     return loss
 
