@@ -143,10 +143,12 @@ def open_descriptors() -> Iterator[str]:
 
 
 def pytest_configure() -> None:
-    # A shell that starts this in the background makes it ignore interrupts, and then so would
-    # everything that the tests start.
+    # A shell that starts this in the background makes it ignore interrupts, and nohup that the
+    # terminal is gone; then so would everything that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
