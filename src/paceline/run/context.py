@@ -121,8 +121,6 @@ class StepContext:
 
     def to_device(self, batch: Any) -> Any:
         """The batch with its tensors on the model's device."""
-        if self.device.type == "cpu":
-            return batch
         return tree.map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
 
     def on_generation(self) -> None:

@@ -56,7 +56,8 @@ def evaluate(
     add = metrics.add_sum if reduction == "sum" else metrics.add
     with context.generators.kept(), _in_evaluation_mode(context.module), torch.no_grad():
         for number, rows, each in batches:
-            each = context.to_device(each)
+            if context.device.type != "cpu":
+                each = context.to_device(each)
             context.generators.seed(context.config.seed, "evaluation", step, number)
             for name, value, items in _checked(score(each), rows, reduction):
                 add(name, value, items)

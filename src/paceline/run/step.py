@@ -115,7 +115,9 @@ class Step:
         context = self._context
         for shard in self._shards:
             self._clock_s = time.perf_counter()
-            batch = context.to_device(context.loader.load(shard))
+            batch = context.loader.load(shard)
+            if context.device.type != "cpu":
+                batch = context.to_device(batch)
             context.generators.seed(context.config.seed, "model", self.number, shard.number)
             self._lap(Phase.DATA)
             if context.buffers is not None:
