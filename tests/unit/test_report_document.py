@@ -124,6 +124,15 @@ def test_the_timeline_is_a_window_of_ten_whole_steps_on_one_clock(
     assert [each["rank"] for each in window["ranks"]] == [0, 1, 2]
 
 
+def test_a_timeline_that_was_recorded_into_the_run_folder_itself_is_found(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=2, ranks=2, epochs=1, timeline_steps=20)
+    for path in list(folder.timeline.iterdir()):
+        path.rename(folder.path / path.name)
+    window = read_window(folder)
+    assert window is not None
+    assert len(window["ranks"]) == 2
+
+
 def test_steps_that_a_restart_has_done_again_are_in_the_timeline_once(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=2, ranks=2, epochs=1, timeline_steps=20)
     for rank in range(2):
