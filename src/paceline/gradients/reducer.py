@@ -299,7 +299,8 @@ class Reducer(BackwardFollower):
         )
 
     def _fingerprint_words(self, current: Backward) -> Tensor | None:
-        if not self.compares or self.is_joined or current.is_shadow or self.size > LARGEST_SIZE:
+        is_comparable = 1 < self.size <= LARGEST_SIZE and not self.is_joined
+        if not self.compares or not is_comparable or current.is_shadow:
             return None
         if self._fingerprint is None:
             device = self._layout.buckets[-1].plan.device
