@@ -40,7 +40,8 @@ def shown(folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # On a busy machine one worker may be slow for real.
+    assert [line for line in done.stderr.splitlines() if " is slow: " not in line] == []
     return done.stdout
 
 
