@@ -252,7 +252,7 @@ class TestForgottenSetEpoch:
     def test_is_noticed_where_the_epoch_is_set_once(self) -> None:
         assert self.warnings_of(DistributedSampler(range(8), 1, 0), [0, None, None]) == 1
 
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("workers", [0, 1])  # each iteration forks them anew
     @pytest.mark.parametrize("total", [8, 64])
     @pytest.mark.parametrize("peeks_first", [True, False])
     @pytest.mark.parametrize("is_set", [True, False])
@@ -264,7 +264,7 @@ class TestForgottenSetEpoch:
         loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for epoch in range(4):
+            for epoch in range(3):
                 if peeks_first:
                     next(iter(loader))
                 if is_set:
