@@ -65,16 +65,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wait_for_steps(folder: Path, last: int, ranks: int = 1) -> None:
-    """Until every rank has applied step `last` in this start, which is the newest one."""
-    seen = [0] * ranks
+def count_starts(folder: Path) -> int:
+    """How often the run has been started, by what rank 0 has recorded."""
+    events = read_events(RunFolder(folder / "run"))
+    return sum(event["kind"] == "start" and event["rank"] == 0 for event in events)
+
+
+def wait_for_steps(folder: Path, last: int, ranks: int = 1, starts: int = 0) -> None:
+    """Until every rank has applied step `last` in a start that comes after `starts` others."""
     deadline = time.monotonic() + 90
+    seen = [0] * ranks
     while min(seen) < last:
         assert time.monotonic() < deadline, f"step {last} did not come"
         time.sleep(0.01)
+        seen, begun = [0] * ranks, [0] * ranks
         for event in read_events(RunFolder(folder / "run")):
-            rank, is_start = event["rank"], event["kind"] == "start"
-            seen[rank] = 0 if is_start else max(seen[rank], event.get("step", 0))
+            rank = event["rank"]
+            begun[rank] += event["kind"] == "start"
+            if begun[rank] > starts and event["kind"] != "start":
+                seen[rank] = max(seen[rank], event.get("step", 0))
 
 
 def wait_for_events(folder: Path, kind: str) -> None:
@@ -88,8 +97,9 @@ def stopped_at(
     folder: Path, number: int, *command: object, after: int, ranks: int = 1, to_all: bool = False
 ) -> int:
     """Start, send a signal after a step, and return the exit code; the run has been saved."""
+    starts = count_starts(folder)
     with started(folder, *command) as process:
-        wait_for_steps(folder, after, ranks)
+        wait_for_steps(folder, after, ranks, starts)
         if to_all:
             os.killpg(process.pid, number)
         else:
