@@ -7,6 +7,7 @@ which count only inside a job step, because a batch script sees them too.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -14,6 +15,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import SettingError
 
@@ -21,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 SCREEN_VARIABLE = "PACELINE_SCREEN"
 FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 """Names a file that is there once a worker has failed, before the others are asked to end."""
+SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -95,6 +98,22 @@ class Placement:
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_has_store),
             "PACELINE_STORE_PORT": str(self.master_port),
         }
+
+
+def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """What a launcher that replaces dead workers told this one; None for any other process."""
+    try:
+        given = json.loads(environ.get(SURVIVAL_VARIABLE, "null"))
+    except ValueError:
+        return None
+    is_for_us = isinstance(given, dict) and given.get("pid") == os.getpid()
+    return given if is_for_us else None  # a child of the worker's must not speak for it
+
+
+def joins_running() -> bool:
+    """Whether this worker replaces one of a training that is under way."""
+    given = read_survival()
+    return given is not None and bool(given["is_replacement"])
 
 
 def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:

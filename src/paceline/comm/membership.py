@@ -11,6 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 
+class NoGroup:
+    """Stands for a group where there is none: nobody else is there, and nobody is rank 0."""
+
+    def rank(self) -> int:
+        return -1
+
+    def size(self) -> int:
+        return 1
+
+
 class Membership:
     """The only holder of a process group.
 

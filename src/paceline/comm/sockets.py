@@ -1,12 +1,18 @@
-"""Listening on one address only, where torch's own store would listen on every interface."""
+"""Listening on one address only, and closing connections that torch has opened.
+
+torch's own store would listen on every interface. And a rank that waits in a Gloo group cannot be
+called back by torch, but by the kernel: when its connections are shut, it gets an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from paceline.errors import UsageError
@@ -85,3 +91,44 @@ def _address_of(interface: str, any_socket: socket.socket) -> str:
 def _spelled(host: str) -> str | bytes:
     """The name as Python looks it up without loading its tables of international names."""
     return host.encode() if host.isascii() else host
+
+
+class Connections:
+    """The sockets that were opened in this process while something was done."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self.kept_port = 0
+        """Connections to this port are left alone: others than the group use them."""
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Remember what is opened inside the block, by any thread, instead of what was before."""
+        before = _open_sockets()
+        try:
+            yield
+        finally:
+            now = _open_sockets()
+            self._names = {fd: name for fd, name in now.items() if before.get(fd) != name}
+
+    def shut(self) -> None:
+        """End every connection among them that is still open; whoever waits there gets an error."""
+        for fd, name in self._names.items():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") != name:
+                    continue  # closed, and its number given to something else
+                with socket.socket(fileno=os.dup(fd)) as found:
+                    # Not one that listens: Gloo ends the process when it cannot accept any more.
+                    if found.getpeername()[1] != self.kept_port:
+                        found.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> dict[int, str]:
+    """By descriptor, the name that the kernel has for the socket."""
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket:"):
+                found[fd] = name
+    return found

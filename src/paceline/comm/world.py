@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.quiet_exit import give_way_at_exit
-from paceline.comm.sockets import is_served, listen
+from paceline.comm.sockets import Connections, is_served, listen
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
 
@@ -97,6 +97,8 @@ def init_process_group(
         return current_world()
     _check_backend(backend)
     place = env.read_placement()
+    if env.joins_running():
+        return _stand_apart(place, device_id)
     explicit = init_method is not None or store is not None
     if not explicit and (world_size, rank) != (-1, -1):
         place = _placement_from_arguments(place, world_size, rank)
@@ -118,13 +120,34 @@ def init_process_group(
     else:
         # A launcher's store outlives groups and attempts: what an earlier one left there is stale.
         prefix = f"paceline/{env.read_attempt()}/{next(_groups)}"
-        met = PrefixStore(prefix, _connect(place, timeout))
+        met = PrefixStore(prefix, connect(place, timeout))
+        CONNECTIONS.kept_port = place.master_port
         options |= {"store": met, "world_size": place.size, "rank": place.rank}
         source = place.source
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
-    dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
+    with CONNECTIONS.recorded():
+        dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
     return replace(current_world(), device=device, source=source, owns_group=True)
+
+
+CONNECTIONS = Connections()
+"""Those of the default group, if `init_process_group` made it."""
+
+
+def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
+    """The world of a worker that replaces another: alone until its run joins the others."""
+    assert place is not None
+    device = pick_device(None, place.local_rank, place.local_size, device_id)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return replace(
+        current_world(),
+        rank=place.rank,
+        size=place.size,
+        device=device,
+        source=place.source,
+        owns_group=True,
+    )
 
 
 def _check_backend(backend: object) -> None:
@@ -234,7 +257,7 @@ def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> 
     return place
 
 
-def _connect(place: Placement, timeout: timedelta | None) -> Store:
+def connect(place: Placement, timeout: timedelta | None) -> Store:
     """The store the workers meet at: served by rank 0 unless the launcher serves it."""
     if place.size == 1 and not place.agent_has_store:
         return HashStore()

@@ -551,6 +551,8 @@ def _pick_membership(process_group: Any, device_mesh: Any) -> Membership:
                 advice="Pass one of its dimensions, device_mesh['name'].",
             )
         return Membership.of(device_mesh.get_group(mesh_dim=0))
+    if isinstance(process_group, Membership):
+        return process_group
     membership = Membership.of(default_group() if process_group is None else process_group)
     if not hasattr(membership.group, "allreduce"):
         if not isinstance(process_group, int):  # what torch gives to ranks outside a new group

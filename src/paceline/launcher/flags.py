@@ -269,13 +269,25 @@ class LaunchOptions:
     )
     standalone: bool = flag("--standalone", "a single machine, whatever is said about others")
 
-    max_restarts: int = flag(
+    max_restarts: int | None = flag(
         "--max-restarts N",
-        "restart all workers up to N times after a failure",
+        "replace workers of a run, or restart all workers of another script, up to N times; by "
+        "default a run replaces any number, and another script ends with its first failure",
         whole(0),
-        default="0",
-        tells="TORCHELASTIC_MAX_RESTARTS",
         group="failures and signals",
+    )
+    min_workers: int = flag(
+        "--min-workers N",
+        "of a run that loses workers: with fewer than N it waits for replacements",
+        whole(1, MAX_WORKERS),
+        default="1",
+    )
+    no_survive: bool = flag(
+        "--no-survive", "end a run with its first worker, instead of replacing it"
+    )
+    no_template: bool = flag(
+        "--no-template",
+        "start every worker as a new Python, instead of forking one that has imported torch",
     )
     shutdown_timeout: float | None = flag(
         "--shutdown-timeout S",
@@ -419,7 +431,7 @@ class LaunchOptions:
 
     def told(self) -> dict[str, str]:
         """The variables through which workers learn of the flags that concern them."""
-        variables: dict[str, str] = {}
+        variables = {"TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts or 0)}
         for one in FLAGS:
             value = getattr(self, one.dest)
             if one.tells and value is not None and value is not False and value != "":

@@ -57,8 +57,8 @@ class WorkerSpec:
 
     @property
     def speaks_for_all(self) -> bool:
-        """Rank 0 alone says where the run is, and not if nobody wants to see what it says."""
-        return self.rank == 0 and self.routes[STDOUT].on_console
+        """Whether it may say where the run is, in which rank 0 does; others may become that."""
+        return self.routes[STDOUT].on_console
 
     @property
     def marks_lines(self) -> bool:

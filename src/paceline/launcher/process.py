@@ -212,6 +212,8 @@ class Ending:
     """The signal to the launcher that ended the run, if one did."""
     elsewhere: str = ""
     """What another machine said before this one ended its workers."""
+    lost_in: int = 0
+    """The step in which the last worker of a run died; the checkpoint carries on."""
 
     @property
     def first_failure(self) -> WorkerEnd | None:

@@ -15,26 +15,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
+from itertools import count
+from typing import Any
 
 from paceline.comm.sockets import interface_towards
 from paceline.env import Placement, loopback_interface
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
+from paceline.launcher.generations import Generations, Line
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
+    WORKER_FILE,
     WorkerSpec,
     count_cores,
     count_workers,
     plan_workers,
+    python_argv,
 )
 from paceline.launcher.process import Ending, WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import SignalInbox, Supervisor
+from paceline.launcher.template import Template
 from paceline.launcher.worker import Instructions
+from paceline.survive.roster import SAME_STEP, Roster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +112,7 @@ class LocalRun:
         self.folder = stack.enter_context(private_folder())
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
         self.console = open_console(os.environ)
+        self.template: Template | None = None
         if options.writes_logs:
             self.folder = _make_log_folder(options.log_dir, self.run_id)
             say(f"paceline: log files are in {self.folder}\n")
@@ -124,13 +134,21 @@ class LocalRun:
         is_over: Callable[[], bool] = lambda: False,
     ) -> int:
         """Run all `size` workers again while they fail and restarts are left; the exit code."""
-        restarts = self.options.max_restarts
-        for attempt in range(restarts + 1):
+        restarts, lost = self.options.max_restarts or 0, Counter[int]()
+        for attempt in count():
             ending = run_attempt(attempt)
             say(str(ending))
             self.inbox.read()
             # Not after a signal, even one that came while a failure ended.
-            if ending.succeeded or self.inbox.seen or is_over() or attempt == restarts:
+            if ending.succeeded or self.inbox.seen or is_over():
+                break
+            if ending.lost_in and self.options.max_restarts is None:
+                lost[ending.lost_in] += 1
+                if lost[ending.lost_in] == SAME_STEP:
+                    break
+                say("paceline: nobody is left; starting again from the newest checkpoint.\n")
+                continue
+            if attempt >= restarts:
                 break
             say(
                 f"paceline: restarting all {size} workers (restart {attempt + 1} of {restarts}). "
@@ -158,27 +176,80 @@ class LocalRun:
             interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,
         )
+        if self.template is None and self._wants_template(first.local_size):
+            self.template = Template(python_argv(os.environ), specs[0].environment)
+        generations = None
+        if first.is_single_node and not self.options.no_survive:
+            roster = Roster(
+                size=len(specs),
+                min_workers=min(self.options.min_workers, len(specs)),
+                max_replacements=self.options.max_restarts,
+            )
+            generations = Generations(roster, lambda text: say(f"paceline: {text}\n"))
         return Supervisor(
             specs,
-            self._start,
+            partial(self._start, generations),
             self.options,
             self.console,
             store=store,
             inbox=self.inbox,
             look_elsewhere=look_elsewhere,
+            generations=generations,
         ).run()
 
-    def _start(self, spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+    def _wants_template(self, workers: int) -> bool:
+        """Whether several workers will import torch, as far as the program tells."""
+        options = self.options
+        if options.no_template or options.kind == "program" or workers == 1:
+            return False
+        if options.kind == "module":
+            return True
+        try:
+            with open(options.program, "rb") as file:
+                text = file.read()
+        except OSError:
+            return False
+        return b"torch" in text or b"paceline" in text
+
+    def _start(
+        self, generations: Generations | None, spec: WorkerSpec, pipes: Pipes
+    ) -> WorkerProcess:
         """Start a worker as a program of its own."""
+        survival: dict[str, Any] = {}
+        if generations is not None:
+            line = generations.lines[spec.rank] = Line.open()
+            pipes.theirs += line.theirs
+            survival = {
+                "line_fd": line.theirs[0],
+                "ledger_fd": line.theirs[1],
+                "is_replacement": generations.is_on,
+                "facts": generations.facts,
+            }
         instructions = Instructions(
             parent=os.getpid(),
             kind=self.options.kind,
             as_torch=self.options.as_torch,
             numa=self.options.numa_binding,
             status_fd=pipes.status_writer,
+            **survival,
         )
         on_terminal = os.isatty(0)
         leads_group = not (spec.takes_terminal and on_terminal)
+        if self.template is not None:
+            streams = {number: pipes.streams[number] for number in (STDOUT, STDERR)}
+            descriptors = {fd: fd for fd in pipes.theirs}
+            descriptors |= {n: n if fd is None else fd for n, fd in streams.items()}
+            with open(os.devnull) as nothing:
+                descriptors[0] = nothing.fileno() if on_terminal else 0
+                forked = self.template.start(
+                    spec.argv[spec.argv.index(WORKER_FILE) + 1 :],
+                    {**spec.environment, **pipes.variables, **instructions.as_variable()},
+                    descriptors,
+                    leads_group=leads_group,
+                )
+            return WorkerProcess(
+                spec.rank, forked.pid, forked.poll, spec.error_file, pipes, leads_group=leads_group
+            )
         try:
             process = subprocess.Popen(
                 spec.argv,

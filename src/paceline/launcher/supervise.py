@@ -26,6 +26,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import UsageError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
+from paceline.launcher.generations import Generations
 from paceline.launcher.output import Console, Pipes, Source
 from paceline.launcher.plan import WorkerSpec
 from paceline.launcher.process import (
@@ -75,6 +76,7 @@ class Supervisor:
     store: StoreServer | None = None
     inbox: SignalInbox | None = None
     look_elsewhere: Callable[[], str] | None = None
+    generations: Generations | None = None
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -100,8 +102,9 @@ class Supervisor:
             raise
         finally:
             self._close()
-        ends = tuple(self.ends[worker.rank] for worker in self.workers)
-        return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere)
+        ends = tuple(self.ends[worker.rank] for worker in self.workers if worker.rank in self.ends)
+        lost_in = 0 if self.generations is None else self.generations.lost_in
+        return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere, lost_in=lost_in)
 
     def _start_all(self) -> None:
         if self.inbox is not None:
@@ -144,6 +147,9 @@ class Supervisor:
         self.workers.append(worker)
         self.alive.append(worker)
         self._listen(pipes.status_fd, partial(self.on_status, worker))
+        if self.generations is not None:
+            line = self.generations.lines[worker.rank].socket
+            self._listen(line.fileno(), partial(self.generations.on_word, worker.rank))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
             worker.pidfd = os.pidfd_open(worker.pid)
             self._listen(worker.pidfd, partial(self.on_exit, worker))
@@ -158,6 +164,8 @@ class Supervisor:
         due = [now_s + _LONGEST_WAIT_S]
         due += [when for when, _ in self.timers.values()]
         due += [source.due_s for source in self.sources if source.due_s is not None]
+        if self.generations is not None and self.generations.due_s is not None:
+            due.append(self.generations.due_s)
         events = self.selector.select(max(0.0, min(due) - now_s))
         # A Ctrl-C at the terminal reaches a worker that shares it too: that is not a failure.
         self.on_signal()
@@ -172,6 +180,24 @@ class Supervisor:
             source.tick(now_s)
         for worker in list(self.alive):
             self.on_exit(worker)
+        if self.generations is not None and not self.ending_since_ns:
+            for seat in self.generations.take_starts():
+                self._replace(seat)
+
+    def _replace(self, seat: int) -> None:
+        """Start a worker in the place of one that has ended."""
+        before = next(each for each in self.workers if each.rank == seat)
+        for source in before.pipes.sources:
+            if source in self.sources:
+                self.on_output(source)
+            if source in self.sources:
+                self.sources.remove(source)
+                self.selector.unregister(source.fd)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(before.pipes.status_fd)
+        before.close()
+        self.workers.remove(before)
+        self._start_one(next(spec for spec in self.specs if spec.rank == seat))
 
     def on_output(self, source: Source) -> None:
         if not source.read(time.monotonic()):
@@ -187,6 +213,9 @@ class Supervisor:
             self.selector.unregister(worker.pipes.status_fd)
         if FAILED in words and not worker.failed_ns:
             worker.failed_ns = time.monotonic_ns()
+            if self.generations is not None and self.generations.is_on:
+                worker.send(signal.SIGKILL)  # nobody waits for it, nor it for anybody
+                return
             self.on_failure(read_error(worker.error_file).get("is_secondary", False))
 
     def on_exit(self, worker: WorkerProcess) -> None:
@@ -196,6 +225,21 @@ class Supervisor:
         self.alive.remove(worker)
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
+        line = None if self.generations is None else self.generations.lines.get(worker.rank)
+        if line is not None:
+            self.selector.unregister(line.socket.fileno())
+        if not self.ending_since_ns and self.generations is not None and line is not None:
+            error = read_error(worker.error_file)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            how = f"raised {error['summary'].partition(chr(10))[0]}" if error else how
+            how = f"was {worker.accused}" if worker.accused else how
+            self.generations.on_word(worker.rank)
+            is_early = code != 0 or worker.rank in self.generations.roster.members
+            if is_early and self.generations.on_exit(
+                worker.rank, how, is_kill=code == -9 and not error, is_error=bool(error)
+            ):
+                worker.send(signal.SIGKILL)  # what it has started
+                return
         error = read_error(worker.error_file)
         if worker.accused:
             error = {"summary": worker.accused}

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
@@ -58,11 +58,22 @@ class Instructions:
     """Where one byte tells the launcher at once that this worker failed, or that it is alive."""
     as_torch: bool = False
     numa: str = ""
+    line_fd: int = -1
+    """Where the launcher announces generations, and hears how far this worker is."""
+    ledger_fd: int = -1
+    """Memory in which this worker leaves what others need if it dies."""
+    is_replacement: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def take(cls) -> Instructions:
         """Read them and remove them, so that the user's own children do not see them."""
         return cls(**json.loads(os.environ.pop(VARIABLE)))
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors among them that the worker inherits."""
+        return [fd for fd in (self.status_fd, self.line_fd, self.ledger_fd) if fd >= 0]
 
     def as_variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -72,7 +83,18 @@ def main(arguments: list[str]) -> int:
     """Run the user's program as if Python had been started with it."""
     instructions = Instructions.take()
     die_with(instructions.parent)
-    os.set_inheritable(instructions.status_fd, False)
+    for fd in instructions.fds:
+        os.set_inheritable(fd, False)
+    if instructions.line_fd >= 0:
+        os.environ["PACELINE_SURVIVAL"] = json.dumps(
+            {
+                "pid": os.getpid(),
+                "line": instructions.line_fd,
+                "ledger": instructions.ledger_fd,
+                "is_replacement": instructions.is_replacement,
+                "facts": instructions.facts,
+            }
+        )
     if instructions.kind == "program":
         os.execvp(arguments[0], arguments)
     worker = Worker(instructions)

@@ -147,6 +147,13 @@ class Progress:
         if self._bars:
             self._show_status()
 
+    def take_over(self, silent: Progress) -> None:
+        """Show what another one was told of the run so far, and has not shown."""
+        self._state, self._is_running = silent._state, silent._is_running
+        self._shown_s = self._clock()
+        if self._bars:
+            self._show_status()
+
     def step(self, step: int, *, epoch: int, samples: int, metrics: Metrics | None = None) -> None:
         """`step` steps are done; this one was in `epoch`, counted from 0, and had `samples`."""
         if not self._is_running:

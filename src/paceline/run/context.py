@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import json
+from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import comm, env
 from paceline.comm import tree
-from paceline.comm.membership import Membership
-from paceline.comm.world import World, current_world, init_process_group
+from paceline.comm.membership import Membership, NoGroup
+from paceline.comm.world import CONNECTIONS, World, connect, current_world, init_process_group
 from paceline.data.foreign import Generators
 from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
@@ -23,6 +26,7 @@ from paceline.observe.run_folder import RunFolder, last_recorded_step
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
+from paceline.run.continuity import Continuity
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.plan import Plan, Position, check_batch
@@ -30,7 +34,12 @@ from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.watching import Watching
+from paceline.survive.groups import Groups
+from paceline.survive.link import Link
+from paceline.survive.member import Survival
 from paceline.update import FiniteCheck, make_update
+
+GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 class StepContext:
@@ -41,6 +50,9 @@ class StepContext:
         self.config, options = config, config.options
         self.world = world = config.world or find_world()
         self.membership = members = Membership.of(world.group)
+        link = Link.find() if members.group is dist.group.WORLD else None
+        if link is not None and link.is_replacement:
+            members.move_on(NoGroup())
         self.size = members.size
         """Of the current generation, as a plain number because every step asks for it."""
         model = _unwrapped(config.model)
@@ -65,7 +77,8 @@ class StepContext:
         folder = config.open_folder(world.rank)
         self.saving = Saving(folder, config, members)
         state, before = self.saving.find() or (None, None)
-        self.shards = shards = config.shards or (before or {}).get("shards") or world.size
+        known = (before or {}) if link is None or not link.is_replacement else link.facts
+        self.shards = shards = config.shards or known.get("shards") or world.size
         check_batch(config.global_batch, shards)
         plan = config.plan(shards)
         _check_batch_norm(model, world.size, shards, plan)
@@ -75,6 +88,8 @@ class StepContext:
         self.watching = Watching(config, folder)
         agreed = {**self.facts, **config.to_agree_on(), "trace_step": self.watching.trace_step}
         _refuse_different_facts(members, agreed)
+        if link is not None and link.is_replacement:
+            _refuse_differences([link.facts, json.loads(json.dumps(agreed))])
         if self.saving.is_on:
             self.state.check_savable()
         with ExitStack() as undo:
@@ -84,16 +99,22 @@ class StepContext:
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
         self.position = position
-        """Where the run begins."""
+        """How far the run is."""
+        self.agreed = agreed
+        self.stopping = 0
+        """The signal that the workers have agreed to stop for."""
         self.info = config.describe(folder, plan, module, self.facts)
         sinks: list[Sink] = []
         if folder is not None:
-            sinks.append(FolderSink(folder, world.rank, self.info))
-        self.sinks = Sinks(sinks, None)
-        if world.rank == 0:
-            self.sinks = Sinks([*sinks, *config.sinks], TerminalSink(options.progress, folder))
+            sinks.append(FolderSink(folder, world.rank, self.info, members))
+        terminal = None
+        if members.rank == 0:
+            sinks += config.sinks
+        if members.rank == 0 or link is not None:
+            terminal = TerminalSink(options.progress, folder, draws=members.rank == 0)
+        self.sinks = Sinks(sinks, terminal)
         self.metrics = Metrics(self.sinks.tell_step)
-        if world.rank == 0:
+        if members.rank == 0:
             self.metrics.epoch = sums
         self.generators = Generators(device)
         self.generators.seed(config.seed, "between", position.step)
@@ -118,6 +139,14 @@ class StepContext:
         self.lines += self.watching.lines
         self.lines += _lines_on_repeated_steps(folder, position.step)
         members.follow(self.on_generation)
+        self.survival: Survival | None = None
+        self.continuity = Continuity(self)
+        if link is not None:
+            place = env.read_placement()
+            assert place is not None
+            store = connect(place, None)
+            groups = Groups(store, CONNECTIONS, dist.get_backend(), GROUP_TIMEOUT)
+            self.survival = Survival(link, members, groups, self.continuity.heal)
 
     def to_device(self, batch: Any) -> Any:
         """The batch with its tensors on the model's device."""
@@ -125,6 +154,10 @@ class StepContext:
 
     def on_generation(self) -> None:
         self.size = self.membership.size
+
+    def take_over(self) -> None:
+        """From now on this worker speaks, draws and writes for all."""
+        self.sinks.take_over(self.config.sinks, self.info, self.position.step, [])
 
     def loading(self, workers: int) -> dict[str, Any]:
         """The arguments of a `DataLoader` that say how it loads, and not what."""
@@ -224,7 +257,12 @@ def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:
     """All workers must have been started with the same arguments."""
     if members.size == 1:
         return
-    everyone = comm.exchange(members.group, facts, members.word_device, "Comparing the runs")
+    _refuse_differences(
+        comm.exchange(members.group, facts, members.word_device, "Comparing the runs")
+    )
+
+
+def _refuse_differences(everyone: Sequence[dict[str, Any]]) -> None:
     for rank, theirs in enumerate(everyone):
         for key, value in everyone[0].items():
             if theirs[key] != value:

@@ -19,7 +19,7 @@ from paceline.errors import UsageError, check_choice, check_whole
 from paceline.run.config import Collate
 from paceline.run.context import StepContext
 from paceline.run.loader import ShardFetcher, make_loader
-from paceline.run.metrics import Metrics, Number, Sums, gather
+from paceline.run.metrics import Metrics, Number, Sums
 from paceline.run.plan import Shard
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
@@ -42,7 +42,7 @@ def evaluate(
     step: int,
     reduction: str | None,
 ) -> Sums:
-    """The sums and counts of all workers, by name; every worker calls this.
+    """The sums and counts of this worker's share, by name.
 
     `reduction` is None where scores have no counts, and so are means over samples.
     """
@@ -62,7 +62,7 @@ def evaluate(
             for name, value, items in _checked(score(each), rows, reduction):
                 add(name, value, items)
             metrics.end_step(None)
-    return gather(context.membership, metrics.take_epoch(), "Adding up the evaluation")
+    return metrics.sums_of_epoch()
 
 
 def _load(

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from torch.optim import Optimizer
 
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, PeerError, UsageError
 from paceline.observe import stopwatch
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.context import StepContext
 from paceline.run.evaluation import Score, evaluate
-from paceline.run.metrics import gather, means
+from paceline.run.metrics import means
 from paceline.run.plan import Position
 from paceline.run.sinks import ALL_APPLIED, Message, Sink, StepReport, Summary
 from paceline.run.step import Step
@@ -82,25 +83,24 @@ class Run:
         self.shards = context.shards
         self.steps: int | None = context.info.steps
         """How many steps the whole run has; None for a dataset without a length."""
-        self._position = context.position
         self._scores: dict[str, float] = {}
         """What is known of the model as it is now: a step that is applied makes it another one."""
         self._open: Step | None = None
         self._is_running = False
         self._reported = 0
         self._epoch_s = time.perf_counter()
-        self._epoch_samples = self._position.step_of_epoch * global_batch
+        self._epoch_samples = self._context.position.step_of_epoch * global_batch
         self._phases: dict[str, float] = {}
 
     @property
     def step(self) -> int:
         """How many steps are applied."""
-        return self._position.step
+        return self._context.position.step
 
     @property
     def epoch(self) -> int:
         """How many epochs are complete."""
-        return self._position.epoch
+        return self._context.position.epoch
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Keep a metric of the current step: a mean over `weight` items.
@@ -132,8 +132,9 @@ class Run:
         """
         self._refuse_inside_step("evaluate")
         context, begin_s = self._context, time.perf_counter()
-        config, position = context.config, self._position
-        total = evaluate(
+        config, position = context.config, context.position
+        task = partial(
+            evaluate,
             context,
             score,
             config.dataset if dataset is None else dataset,
@@ -143,6 +144,7 @@ class Run:
             step=position.step,
             reduction=reduction,
         )
+        total = context.continuity.add_up(task, "Adding up the evaluation")
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
         self._scores |= scores
@@ -171,6 +173,7 @@ class Run:
 
     def _walk(self) -> Iterator[Step]:
         context, members = self._context, self.membership
+        continuity = context.continuity
         status, reason, number, lost = "failed", "an error", 0, ""
         context.saving.begin()
         self._is_running = True
@@ -180,10 +183,10 @@ class Run:
             context.loader_signals.hold()
         context.sinks.tell("start", context.info, self.step, context.lines)
         context.watching.begin(members, context.sinks)
+        continuity.begin()
         generation = members.generation
-        portions = context.loader.portions(self._position)
         try:
-            while (portion := next(portions, None)) is not None:
+            while (portion := continuity.next_portion()) is not None:
                 if self.options.handle_signals and not context.stop.before:
                     context.stop.listen()
                 step = self._open = Step(portion, context, self._on_step_end)
@@ -194,8 +197,10 @@ class Run:
                         status, reason = "stopped", f"stopped by {name_signal(number)}"
                         # A launcher that sees one worker leave would end the one that writes.
                         self._report_checkpoints(wait=True)
-                        lost = context.saving.find_lost(self.step)
+                        lost = self._leave_together()
                         break
+                elif step.state == "lost":
+                    continuity.regroup()
                 elif step.state == "failed":
                     generation = -1
                 else:
@@ -206,11 +211,10 @@ class Run:
                     )
                 if generation != members.generation:  # or the same step comes again
                     generation = members.generation
-                    portions = context.loader.portions(self._position)
+                    continuity.deal()
             else:
                 context.update.finish()
-                self._report_checkpoints(wait=True)
-                lost = context.saving.find_lost(self.step)
+                lost = self._leave_together()
                 status, reason = "finished", ALL_APPLIED
             if lost:
                 reason = f"{status}, but {lost}"
@@ -228,35 +232,71 @@ class Run:
         if lost:
             raise _not_saved(reason)
 
+    def _leave_together(self) -> str:
+        """Wait for the last checkpoint; what to say of steps that no checkpoint holds.
+
+        Nobody goes before: who writes it may die, and then another one does.
+        """
+        context, saving = self._context, self._context.saving
+        lost, generation = "", -1
+        while generation != self.membership.generation:
+            generation = self.membership.generation
+            if context.survival is not None and saving.is_on and saving.saved_step != self.step:
+                self._save()
+            self._report_checkpoints(wait=True)
+            what = "Asking what is saved"
+            lost = context.continuity.exchange(partial(saving.find_lost, self.step), what)[0]
+        if lost:
+            saving.saved_step = None  # so that another save tries again
+        if context.survival is not None:
+            context.survival.finish()
+        return lost
+
     def _on_step_end(self, step: Step) -> None:
+        if step.state == "lost":
+            return
+        self._context.continuity.on_step_end()
         if step.state == "failed":
             self._context.stop.ignore()  # the error may end the program, which is not ours then
             return
         self._scores = {}
         if step.ends_epoch:
-            self._position = Position(step.number, step.epoch + 1, 0)
+            self._context.position = Position(step.number, step.epoch + 1, 0)
         else:
-            done = self._position.step_of_epoch + 1
-            self._position = Position(step.number, step.epoch, done)
+            done = self._context.position.step_of_epoch + 1
+            self._context.position = Position(step.number, step.epoch, done)
 
     def _after(self, step: Step) -> int:
         """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
-        context = self._context
+        context, saving = self._context, self._context.saving
         self._report(step)
-        number = 0
+        is_time_to_change = False
         if context.vote.pending is not None or context.size == 1:
-            requests = context.vote.result(step.number)
-            if requests.buffers and context.buffers is not None:
-                context.buffers.adopt()
-            if requests.terminate or requests.interrupt:
-                number = signal.SIGTERM if requests.terminate else signal.SIGINT
-                number = context.stop.signal or number
-        saving = context.saving
+            is_time_to_change = self._count_votes(step.number)
         if saving.is_on:
-            if number or saving.is_due(step.number, step.ends_epoch, self._scores):
+            if context.stopping or saving.is_due(step.number, step.ends_epoch, self._scores):
                 self._save()
             self._report_checkpoints()
-        return number
+        if is_time_to_change and not context.stopping:
+            context.continuity.regroup()  # last: who is new begins with the next step
+        return context.stopping
+
+    def _count_votes(self, step: int) -> bool:
+        """Do what the workers want; whether they want to change to another generation."""
+        context = self._context
+        try:
+            requests = context.vote.result(step)
+            if requests.buffers and context.buffers is not None:
+                context.buffers.adopt()
+        except PeerError:
+            if context.survival is None:
+                raise
+            context.continuity.regroup()
+            return False
+        if requests.terminate or requests.interrupt:
+            number = signal.SIGTERM if requests.terminate else signal.SIGINT
+            context.stopping = context.stop.signal or number
+        return requests.generation == context.size
 
     def _report(self, step: Step) -> None:
         """Tell what an applied step was like, and the epoch that it ends; once.
@@ -266,6 +306,7 @@ class Run:
         if step.number == self._reported:
             return
         self._reported = step.number
+        self._context.metrics.epochs = step.epoch
         self._epoch_samples += step.samples
         phases = step.phases
         if (watch := stopwatch.find(self.membership.group)) is not None:
@@ -282,7 +323,8 @@ class Run:
 
     def _end_epoch(self, step: Step) -> None:
         context = self._context
-        sums = gather(self.membership, context.metrics.take_epoch(), "Adding up the epoch")
+        sums = context.continuity.add_up(context.metrics.sums_of_epoch, "Adding up the epoch")
+        context.metrics.end_epoch()
         metrics = means(sums)
         self._scores = metrics | self._scores  # of two with one name, the evaluation's
         now_s = time.perf_counter()
@@ -303,9 +345,10 @@ class Run:
         context.metrics.flush(wait=True)
         context.saving.save(
             context.state,
-            self._position,
+            self._context.position,
             facts=context.facts,
-            epoch_sums=context.metrics.epoch,
+            add_up=context.continuity.add_up,
+            metrics=context.metrics,
             scores=self._scores,
         )
 

@@ -42,6 +42,8 @@ class Metrics:
     def __init__(self, report: Callable[[Any, Sums], None]) -> None:
         """`report(report, sums)` is called once per step, in order, some time after it."""
         self.epoch: Sums = {}
+        self.epochs = 0
+        """How many are over: the number of the one whose sums these are."""
         self._report = report
         self._now: dict[str, tuple[_Sum, _Sum]] = {}
         """Name to sum and count."""
@@ -76,6 +78,21 @@ class Metrics:
         """The step under way will not be finished."""
         self._now = {}
 
+    def put_aside(self) -> dict[str, tuple[_Sum, _Sum]]:
+        """What the step under way has so far, which it begins anew without."""
+        aside, self._now = self._now, {}
+        return aside
+
+    def take_back(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
+        self._now = aside
+
+    def so_far(self) -> Sums:
+        """The sums of the step under way; waits for tensors."""
+        return {
+            name: [part.number + sum(t.item() for t in part.tensors) for part in entry]
+            for name, entry in self._now.items()
+        }
+
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
         entries, self._now = self._now, {}
@@ -99,11 +116,14 @@ class Metrics:
             merge(self.epoch, sums)
             self._report(report, sums)
 
-    def take_epoch(self) -> Sums:
-        """This worker's sums of the epoch, which is over."""
+    def sums_of_epoch(self) -> Sums:
+        """This worker's sums of the epoch so far, all of them."""
         self.flush(wait=True)
-        taken, self.epoch = self.epoch, {}
-        return taken
+        return self.epoch
+
+    def end_epoch(self) -> None:
+        """The epoch is over, and the next has no sums yet."""
+        self.epoch, self.epochs = {}, self.epochs + 1
 
 
 def merge(into: Sums, sums: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from paceline.checkpoint import Written
+from paceline.comm.membership import Membership
 from paceline.errors import UsageError
 from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, write_info
 from paceline.progress import Progress
@@ -103,8 +104,8 @@ class Sink(Protocol):
 class FolderSink:
     """The run folder: every worker's own events; on rank 0 what concerns all, and `run.json`."""
 
-    def __init__(self, folder: RunFolder, rank: int, info: RunInfo) -> None:
-        self._folder, self._is_first, self._info = folder, rank == 0, info
+    def __init__(self, folder: RunFolder, rank: int, info: RunInfo, members: Membership) -> None:
+        self._folder, self._members, self._info = folder, members, info
         self._events = EventWriter(folder, rank)
         self._info_due_s = 0.0
         self._has_failed = self._is_over = False
@@ -151,7 +152,7 @@ class FolderSink:
         self._update(status=status, step=step)
 
     def _write_first(self, kind: str, **facts: Any) -> None:
-        if self._is_first:
+        if self._members.rank == 0:
             self._events.write(kind, **facts)
         if self._is_over:  # an evaluation or a save after the loop
             self._events.close()
@@ -159,7 +160,7 @@ class FolderSink:
     def _update(self, **changes: Any) -> None:
         """Change `run.json`; a disk that is full now may have room later."""
         self._info_due_s = time.monotonic() + INFO_PERIOD_S
-        if not self._is_first:
+        if self._members.rank != 0:
             return
         self._info = dataclasses.replace(self._info, updated=time.time(), **changes)
         try:
@@ -171,18 +172,23 @@ class FolderSink:
 
 
 class TerminalSink:
-    """Rank 0's terminal."""
+    """Rank 0's terminal; the others listen without a word, because they may become rank 0."""
 
-    def __init__(self, mode: str, folder: RunFolder | None) -> None:
-        self._mode, self._folder, self._advice = mode, folder, ""
+    def __init__(self, mode: str, folder: RunFolder | None, *, draws: bool) -> None:
+        self._mode, self._folder, self._draws, self._advice = mode, folder, draws, ""
         # Refuses a mode that does not exist before the run begins, and stays silent until then.
         self._progress = Progress(mode, draws=False)
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
-        self._progress = Progress(self._mode)
+        self._progress = Progress(self._mode, draws=self._draws)
         names = ("name", "workers", "epochs", "steps", "steps_per_epoch", "global_batch")
         known = {name: getattr(info, name) for name in names}
         self._progress.start(**known, step=step, lines=[*info.policy, *lines])
+
+    def draw(self) -> None:
+        """Be rank 0's from now on."""
+        silent, self._progress = self._progress, Progress(self._mode)
+        self._progress.take_over(silent)
 
     def step(self, report: StepReport) -> None:
         self._progress.step(
@@ -233,6 +239,13 @@ class Sinks:
                 getattr(sink, method)(*args)
             except Exception as error:
                 self._switch_off(sink, method, error)
+
+    def take_over(self, sinks: Sequence[Sink], *start: Any) -> None:
+        """Draw from now on, and tell these too, to which `start` is the beginning."""
+        if self._terminal is not None:
+            self._terminal.draw()
+        Sinks(sinks, None).tell("start", *start)
+        self._sinks += sinks
 
     def tell_step(self, report: StepReport, sums: Sums) -> None:
         self.tell("step", report._replace(sums=sums))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from paceline.ddp.checks import broadcast_tensors
 from paceline.errors import CheckpointError, UsageError
 from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
-from paceline.run.metrics import Sums, gather
+from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
 from paceline.update import Update
 
@@ -199,7 +199,8 @@ class Saving:
         position: Position,
         *,
         facts: Mapping[str, Any],
-        epoch_sums: Sums,
+        add_up: Callable[[Callable[[], Sums], str], Sums],
+        metrics: Metrics,
         scores: Mapping[str, float],
     ) -> None:
         """Save, unless this very step has been; a collective: every worker calls it."""
@@ -208,8 +209,8 @@ class Saving:
         is_news = metric is not None and not self._has_metric
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
+        sums = add_up(metrics.sums_of_epoch, "Adding up the epoch so far")
         self.saved_step, self._has_metric = position.step, metric is not None
-        sums = gather(self._membership, epoch_sums, "Adding up the epoch so far")
         if self._checkpoints is not None and self._membership.rank == 0:
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
@@ -231,18 +232,12 @@ class Saving:
     def find_lost(self, step: int) -> str:
         """What to say of steps that no checkpoint holds, although the last save was to hold all.
 
-        A collective, and all workers get the same; empty where nothing is lost.
+        Rank 0 knows; empty where nothing is lost.
         """
-        mine = ""
-        if self.is_on and self._checkpoints is not None and self._membership.rank == 0:
-            lost = step - self.written_step
-            mine = f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
-        if self._membership.size > 1:
-            group, device = self._membership.group, self._membership.word_device
-            mine = comm.exchange(group, mine, device, "Asking what is saved")[0]
-        if mine:
-            self.saved_step = None  # so that another save tries again
-        return mine
+        if not self.is_on or self._checkpoints is None or self._membership.rank != 0:
+            return ""
+        lost = step - self.written_step
+        return f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
 
 
 class FolderLock:
@@ -318,6 +313,27 @@ def _hand_out(
     if saved is not None:
         return saved.state, facts
     return put_together(text.encode("utf-8", "surrogatepass"), tensors, what), facts
+
+
+def hand_over(members: Membership, state: Any, root: int, what: str) -> Any:
+    """The state that rank `root` has, on every worker; the others pass None."""
+    is_root = members.rank == root
+    tensors, skeleton = take_apart(state) if is_root else ({}, b"")
+    shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
+    mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
+    text, shapes = comm.exchange(members.group, mine, members.word_device, what)[root]
+    if not is_root:
+        tensors = {
+            name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
+            for name, (dtype, shape) in shapes.items()
+        }
+    broadcast_tensors(
+        lambda flat: comm.broadcast(members.group, flat, root, what),
+        list(tensors.values()),
+        is_root=is_root,
+        device=members.word_device,
+    )
+    return state if is_root else put_together(text.encode("utf-8", "surrogatepass"), tensors, what)
 
 
 def copy_from_rank_0(members: Membership, tensors: Sequence[Tensor], what: str) -> None:

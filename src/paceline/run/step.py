@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.observe.phases import Phase
 from paceline.record import StepRecording
 from paceline.run.context import StepContext
@@ -32,7 +32,8 @@ class Step:
     """One step of a run, on one worker.
 
         new --with--> open --(end of the block)--> applied
-                       └────────(an error)───────> failed: all is as before
+                      ^  └─────────(an error)────> failed: all is as before
+                      └ a worker died: the survivors begin anew, inside `batches()`
 
     Invariant: parameters, buffers, optimizer, scheduler and scaler change at the end of the block,
     all of them or none.
@@ -64,13 +65,20 @@ class Step:
         self._around = ExitStack()
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
+        self._begin_s = self._clock_s = 0.0
+        self._is_lost = self._is_healed = False
+        self._deal(portion)
+
+    def _deal(self, portion: Portion) -> None:
+        """These shards of the batch are this worker's; none of them is computed yet."""
+        self._shards = portion.shards
+        self.local_samples = sum([len(shard.indices) for shard in portion.shards])
         self._shard: Shard | None = None
         self._losses: list[Loss] = []
         self._items = 0.0
         self._has_items: bool | None = None
-        self._is_weighted = self._has_idle_worker = False
+        self._is_weighted = self._has_idle_worker = self._is_summed = False
         self._scale = 1.0
-        self._begin_s = self._clock_s = 0.0
 
     def __enter__(self) -> Step:
         if self.state != "new":
@@ -79,6 +87,20 @@ class Step:
                 advice="Take steps from the run: `for step in run: with step: ...`.",
             )
         context = self._context
+        self._begin_s = time.perf_counter()
+        self._before = context.generators.state()
+        if context.watching.trace_step == self.number:
+            indices = [index for shard in self._shards for index in shard.indices]
+            recording = context.watching.recording(context.model, indices, context.sinks)
+            self._recording = self._around.enter_context(recording)
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        """Clear the gradients, and remember what has to be put back if this fails."""
+        context = self._context
+        if context.survival is not None:
+            context.survival.on_step(self.number)
         context.update.begin(self.number)
         context.model._begin_step(self.number)
         if context.step_note is not None:
@@ -86,12 +108,6 @@ class Step:
         self.state = "open"
         lr = context.config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
-        self._begin_s = time.perf_counter()
-        self._before = context.generators.state()
-        if context.watching.trace_step == self.number:
-            indices = [index for shard in self._shards for index in shard.indices]
-            recording = context.watching.recording(context.model, indices, context.sinks)
-            self._recording = self._around.enter_context(recording)
         if context.buffers is not None:
             context.buffers.begin()
         self._scale = context.size / self.samples
@@ -100,7 +116,6 @@ class Step:
             context.noise.begin(self.number)
             if context.noise.is_measuring:
                 self._scale, self._is_weighted = 1.0, True
-        return self
 
     def batches(self) -> Iterator[Any]:
         """This worker's shards of the global batch, on the model's device.
@@ -112,6 +127,12 @@ class Step:
                 f"Step {self.number}: batches() is for one loop inside `with step:`.",
                 advice="Keep the batches in a list to go through them twice.",
             )
+        while True:
+            yield from self._batches()
+            if self._sum_up() or self._begin_anew():
+                return
+
+    def _batches(self) -> Iterator[Any]:
         context = self._context
         for shard in self._shards:
             self._clock_s = time.perf_counter()
@@ -128,7 +149,45 @@ class Step:
             else:
                 with context.model.no_sync():
                     yield batch
+            if self._is_lost:
+                return
             self._end_shard()
+
+    def _sum_up(self) -> bool:
+        """Do what all workers do together when their shards are computed; False if one died."""
+        context = self._context
+        try:
+            if not self._is_lost:
+                if not self._shards:
+                    context.model._take_part()
+                if context.size > 1 and self.number >= context.vote.next_step:
+                    context.vote.start(self.number)
+                if context.buffers is not None:
+                    context.buffers.settle(self.number, min(context.shards, self.samples))
+                self._is_summed = True
+        except PeerError:
+            if context.survival is None:
+                raise
+            self._is_lost = True
+        return not self._is_lost
+
+    def _begin_anew(self) -> bool:
+        """A worker has died: deal the batch to those who are left; True if it is applied already.
+
+        That is so where others had all of the sum when it was lost here.
+        """
+        context = self._context
+        self._undo()
+        losses = context.metrics.put_aside()
+        portion = context.continuity.deal_anew(self.number)
+        self._is_lost = False
+        if portion is None:
+            context.metrics.take_back(losses)
+            self._is_healed = True
+            return True
+        self._deal(portion)
+        self._begin()
+        return False
 
     def _end_shard(self) -> None:
         """The loop continues with the next batch, or is over."""
@@ -186,12 +245,20 @@ class Step:
             if self._is_weighted:
                 weight = (self._items + count) * self._scale
             context.model._weigh(weight)
-        context.update.backward(loss, factor)
         value = loss.detach()
-        self._losses.append(Loss(value, shard.number, shard.indices))
-        self._items += count
         add = context.metrics.add if is_mean else context.metrics.add_sum
         add("loss", value, count)
+        if context.survival is not None and shard is self._shards[-1]:
+            context.continuity.leave_word(self.number)
+        try:
+            context.update.backward(loss, factor)
+        except PeerError:
+            if context.survival is None:
+                raise
+            self._is_lost = True
+            return
+        self._losses.append(Loss(value, shard.number, shard.indices))
+        self._items += count
         if context.noise is not None:
             context.noise.add(count)
         self._lap(Phase.BACKWARD)
@@ -201,7 +268,9 @@ class Step:
         kind: type[BaseException] | None,
         error: BaseException | None,
         frames: TracebackType | None,
-    ) -> None:
+    ) -> bool:
+        survival = self._context.survival
+        is_lost = survival is not None and survival.explains(error)
         try:
             if kind is None:
                 with self._around:
@@ -211,6 +280,10 @@ class Step:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
                 self._around.__exit__(kind, error, frames)
+        except PeerError:
+            if survival is None:
+                raise
+            is_lost = True
         finally:
             if self.state != "applied":
                 self._put_back()
@@ -218,10 +291,17 @@ class Step:
             self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
             if self._context.device.type != "cpu":
                 self.phases = {Phase.DATA: self.phases.get(Phase.DATA, 0.0)}
+            if is_lost:
+                self.state = "lost"
             self._on_end(self)
+        return is_lost
 
     def _finish(self) -> None:
+        if self._is_healed:
+            return
         context, shards = self._context, self._shards
+        if self._is_lost:
+            raise PeerError(f"Step {self.number}: a worker is gone.")
         if len(self._losses) != len(shards):
             raise UsageError(
                 f"Step {self.number}: {len(self._losses)} of this worker's {len(shards)} shards "
@@ -230,15 +310,10 @@ class Step:
                 "leave the step out, leave the `with` block by an exception.",
             )
         self._end_shard()  # the loop may have been left by `break` after the last batch
-        if not shards:
-            context.model._take_part()
-        if context.size > 1:
-            if self.number >= context.vote.next_step:
-                context.vote.start(self.number)
-        elif self._is_weighted and (total := self._items * self._scale) != 1.0:
+        if not self._is_summed and not self._sum_up():
+            raise PeerError(f"Step {self.number}: a worker is gone.")
+        if context.size == 1 and self._is_weighted and (total := self._items * self._scale) != 1.0:
             context.update.multiply_grads(mean_factor(1, total))
-        if context.buffers is not None:
-            context.buffers.settle(self.number, min(context.shards, self.samples))
         if context.noise is not None and context.noise.is_measuring:
             context.noise.end(scale=context.update.loss_scale)
         self._clock_s = time.perf_counter()
@@ -250,16 +325,19 @@ class Step:
 
     def _put_back(self) -> None:
         """Leave this worker as it was before the step."""
-        context = self._context
         self.state = "failed"
+        self._undo()
+        self._context.metrics.forget()
+        self._context.generators.restore(self._before)
+
+    def _undo(self) -> None:
+        context = self._context
         context.model._begin_step(self.number)
         if context.noise is not None:
             context.noise.cancel()
         context.update.abandon()
         if context.buffers is not None:
             context.buffers.restore()
-        context.metrics.forget()
-        context.generators.restore(self._before)
 
     def _refuse_loss(self, loss: Any) -> None:
         what = f"is {loss!r:.80}, not a tensor"

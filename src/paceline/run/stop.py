@@ -89,6 +89,8 @@ class Requests(NamedTuple):
     """How many were asked to stop by another signal."""
     buffers: float = 0.0
     """How many have seen a buffer change that nobody thought would."""
+    generation: float = 0.0
+    """How many have heard of a generation that begins between two steps."""
 
 
 class Vote:
@@ -107,6 +109,8 @@ class Vote:
         self.next_step = 0
         """The step of the next vote; the same on every worker."""
         self._membership, self._request, self._buffers = membership, request, buffers
+        self.is_due: Callable[[], bool] = lambda: False
+        """Whether a new generation waits to be joined."""
         self._last_s, self._last_step = time.monotonic(), 0
         self.pending: tuple[int, Tensor, comm.Pending] | None = None
         """The vote whose result nobody has asked for yet."""
@@ -144,7 +148,12 @@ class Vote:
         number = self._request.signal
         has_news = self._buffers is not None and self._buffers.has_news
         is_interrupt = number == signal.SIGINT
-        return Requests(float(is_interrupt), float(number and not is_interrupt), float(has_news))
+        return Requests(
+            float(is_interrupt),
+            float(number and not is_interrupt),
+            float(has_news),
+            float(self.is_due()),
+        )
 
     def _begin_anew(self) -> None:
         """Another generation has not begun to vote."""

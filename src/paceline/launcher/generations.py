@@ -1,0 +1,162 @@
+"""Keeping a training alive: who died is replaced, and the others are told to continue without it.
+
+`survive.roster` decides, the supervisor hears and starts; here is what lies between: the lines to
+the workers, the ledgers of the dead, and what a person reads of it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.survive.link import MESSAGE_BYTES, Ledger
+from paceline.survive.roster import Announce, GiveUp, Order, RestartAll, Roster, Start, Stop
+
+
+@dataclass
+class Line:
+    """The launcher's end of what it shares with one worker."""
+
+    socket: socket.socket
+    ledger: Ledger
+    theirs: tuple[int, int]
+    """Descriptors for the worker: its end of the line, and its ledger."""
+
+    @classmethod
+    def open(cls) -> Line:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptor = Ledger.create()
+        return cls(ours, Ledger(descriptor), (theirs.detach(), descriptor))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.ledger.close()
+
+
+@dataclass
+class Generations:
+    """The workers of one machine, from generation to generation."""
+
+    roster: Roster
+    say: Callable[[str], None]
+    lines: dict[int, Line] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the run, as its first workers told them."""
+    starts: list[Start] = field(default_factory=list)
+    """Replacements that are to be started when their time has come."""
+    is_over: bool = False
+    """Nobody can continue, or nobody should."""
+    lost_in: int = 0
+    """The step in which the last worker died; 0 while somebody lives."""
+    is_on: bool = False
+    """Whether a run of ours trains: other scripts end with their first worker."""
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Ledgers of the dead that nobody has taken yet."""
+    _died: int = 0
+    _died_s: float = 0.0
+
+    def on_word(self, seat: int) -> None:
+        """A worker says something."""
+        try:
+            data = self.lines[seat].socket.recv(MESSAGE_BYTES)
+        except OSError:
+            return
+        if not data:
+            return
+        match json.loads(data):
+            case {"said": "joined", "generation": int(number)} as message:
+                self.is_on = True
+                self.facts = message.get("facts", self.facts)
+                for name in message.get("taken", ()):
+                    self._left.pop(name, None)
+                self._carry_out(self.roster.on_joined(seat, number))
+                self._tell_of_recovery(seat, number)
+            case {"said": "ready"}:
+                self._carry_out(self.roster.on_ready(seat))
+            case {"said": "lost", "generation": int(number)}:
+                self._carry_out(self.roster.on_lost(seat, number, time.monotonic()))
+            case {"said": "finished"}:
+                self._carry_out(self.roster.on_finished(seat))
+
+    def on_exit(self, seat: int, how: str, *, is_kill: bool, is_error: bool) -> bool:
+        """A worker has ended, by an error of its own or not; whether others can continue."""
+        if not self.is_on or seat not in self.lines:
+            return False
+        line = self.lines.pop(seat)
+        ledger, step = line.ledger.read(), line.ledger.step
+        line.close()
+        was_member = seat in self.roster.members
+        if was_member:
+            for name in ledger.get("taken", ()):
+                self._left.pop(name, None)
+            self._died += 1
+            self._died_s = time.monotonic()
+            self._left[f"{seat}.{self._died}"] = ledger
+        orders = self.roster.on_died(
+            seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic()
+        )
+        if was_member:
+            left = len(self.roster.members)
+            self.say(f"worker {seat} {how} in step {step}; {left} continue.")
+        self._carry_out(orders)
+        if not self.roster.members and not is_error:
+            self.lost_in = step
+        return not self.is_over
+
+    @property
+    def due_s(self) -> float | None:
+        times = [start.at_s for start in self.starts]
+        if self.roster.due_s is not None:
+            times.append(self.roster.due_s)
+        return min(times, default=None)
+
+    def take_starts(self) -> list[int]:
+        """Seats whose replacement is to be started now."""
+        now_s = time.monotonic()
+        self._carry_out(self.roster.on_time(now_s))
+        due = [start for start in self.starts if start.at_s <= now_s]
+        self.starts = [start for start in self.starts if start.at_s > now_s]
+        return [start.seat for start in due]
+
+    def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            match order:
+                case Announce():
+                    self._announce(order)
+                case Start():
+                    self.starts.append(order)
+                case GiveUp(seat, reason):
+                    self.say(f"worker {seat} is not replaced: {reason}.")
+                case Stop(reason):
+                    self.is_over = True
+                    self.say(f"{reason}: that is a bug, not an accident.")
+                case RestartAll():
+                    self.is_over = True
+
+    def _announce(self, order: Announce) -> None:
+        for rank, seat in enumerate(order.members):
+            message = {
+                "number": order.generation,
+                "rank": rank,
+                "size": len(order.members),
+                "is_urgent": order.is_urgent,
+                "inherited": self._left if rank == 0 else {},
+            }
+            try:
+                self.lines[seat].socket.send(json.dumps(message).encode())
+            except (OSError, KeyError):
+                continue  # its end will be heard of next
+
+    def _tell_of_recovery(self, seat: int, number: int) -> None:
+        if number and self.roster.is_formed:
+            size = len(self.roster.members)
+            if self._died_s:
+                ms = 1000 * (time.monotonic() - self._died_s)
+                self._died_s = 0.0
+                self.say(f"the others continue after {ms:.0f} ms; no step was lost.")
+            elif size == self.roster.size:
+                self.say(f"all {size} workers train again.")

@@ -1,0 +1,170 @@
+"""What a run's workers do together between two steps, and how they are brought in step again.
+
+A worker may die at any moment, and those who are left may have come unequally far: by one step at
+most, and by the results of what they did together since. Whoever has less gets it from those who
+have more, so that nothing is done twice and nobody waits for something that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from paceline import comm
+from paceline.errors import PeerError
+from paceline.run.metrics import Sums, merge
+from paceline.run.plan import Portion
+from paceline.run.state import hand_over
+
+if TYPE_CHECKING:
+    from paceline.run.context import StepContext
+
+
+class Continuity:
+    """The thread of a run on one worker, from generation to generation."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        rank = context.membership.rank
+        self._led = rank == 0
+        """Whether this worker was rank 0 so far, the one that writes."""
+        self._has_state = rank >= 0
+        """A replacement has none of its own."""
+        self._results: list[list[Any]] = []
+        """What the workers have told each other since the last step, in order."""
+        self._asked = 0
+        self._portions: Iterator[Portion] = iter(())
+        self._ahead: Portion | None = None
+
+    def begin(self) -> None:
+        """Hand out steps from where the run is."""
+        context = self._context
+        if context.survival is not None:
+            context.vote.is_due = lambda: context.survival.is_due  # type: ignore[union-attr]
+            context.survival.begin(context.agreed)
+        self.deal()
+
+    def deal(self) -> None:
+        """Hand out the steps that are not applied, to the workers that are there now."""
+        self._ahead = None
+        self._portions = self._context.loader.portions(self._context.position)
+
+    def next_portion(self) -> Portion | None:
+        """This worker's part of the next step; None after the last."""
+        ahead, self._ahead = self._ahead, None
+        while ahead is None:
+            try:
+                return next(self._portions, None)
+            except PeerError:
+                if self._context.survival is None:
+                    raise
+                self.regroup()
+        return ahead
+
+    def regroup(self) -> None:
+        """Continue in the newest generation."""
+        context = self._context
+        assert context.survival is not None
+        context.survival.regroup()
+        self.deal()
+
+    def deal_anew(self, step: int) -> Portion | None:
+        """This worker's part of a step that was lost; None if that is applied already."""
+        self.regroup()
+        portion = self.next_portion()
+        if portion is not None and portion.step == step:
+            return portion
+        self._ahead = portion
+        return None
+
+    def on_step_end(self) -> None:
+        self._results, self._asked = [], 0
+
+    def exchange(self, compute: Callable[[], Any], what: str) -> list[Any]:
+        """The values of all workers, each of which calls this between two steps.
+
+        `compute` gives this one's. Where a worker dies meanwhile it is called again, unless
+        somebody has all of them.
+        """
+        members = self._context.membership
+        while self._asked >= len(self._results):
+            try:
+                mine = compute()
+                everyone = [mine]
+                if members.size > 1:
+                    everyone = comm.exchange(members.group, mine, members.word_device, what)
+                self._results.append(everyone)
+            except PeerError:
+                if self._context.survival is None:
+                    raise
+                self.regroup()
+        self._asked += 1
+        return self._results[self._asked - 1]
+
+    def add_up(self, compute: Callable[[], Sums], what: str) -> Sums:
+        """The sums of all workers, added in rank order and so equal everywhere to the last bit."""
+        everyone = self.exchange(compute, what)
+        if len(everyone) == 1:
+            return dict(everyone[0])
+        total: Sums = {}
+        for sums in everyone:
+            merge(total, sums)
+        return total
+
+    def leave_word(self, step: int) -> None:
+        """Write down what nobody else knows, before the sum that completes `step`."""
+        context, metrics = self._context, self._context.metrics
+        assert context.survival is not None
+        context.survival.write(
+            {
+                "step": context.position.step,
+                "epoch": metrics.epochs,
+                "sums": metrics.epoch,
+                "next": metrics.so_far() if context.device.type == "cpu" else {},
+            }
+        )
+
+    def heal(self, inherited: dict[str, Any]) -> None:
+        """Make everybody's state that of the worker which has come furthest."""
+        context, members = self._context, self._context.membership
+        metrics, saving, buffers = context.metrics, context.saving, context.buffers
+        mine = {
+            "step": context.position.step if self._has_state else -1,
+            "results": self._results,
+            "epochs": metrics.epochs,
+            "saved": saving.saved_step if self._led else None,
+            "stopping": context.stopping,
+            "model": context.model._number,
+            "live": [] if buffers is None else sorted(buffers.live),
+        }
+        what = "Comparing how far the workers are"
+        everyone = comm.exchange(members.group, mine, members.word_device, what)
+        best = max(each["step"] for each in everyone)
+        if best < 0:
+            raise PeerError("Nobody is left who knows the state of the run.")
+        furthest = [each for each in everyone if each["step"] == best]
+        leader = everyone.index(furthest[0])
+        if any(each["step"] < best for each in everyone):
+            state = context.state.gather(context.position, {}) if members.rank == leader else None
+            state = hand_over(members, state, leader, "Healing")
+            if mine["step"] < best:
+                context.position, _ = context.state.give_back(state)
+                context.generators.seed(context.config.seed, "between", best)
+                self._has_state, self._asked = True, 0
+                metrics.epochs = furthest[0]["epochs"]
+        context.stopping = max(each["stopping"] for each in everyone)
+        self._results = max((each["results"] for each in furthest), key=len)
+        # What a dead one was writing may be there or not: it is written once more.
+        saving.saved_step = next((s for each in everyone if (s := each["saved"]) is not None), None)
+        context.model._number = context.model._reducer.number = furthest[0]["model"]
+        if buffers is not None:
+            buffers.live.update(name for each in everyone for name in each["live"])
+        for ledger in inherited.values():
+            if ledger.get("epoch") == metrics.epochs:
+                merge(metrics.epoch, ledger["sums"])
+                if ledger["step"] + 1 == best:
+                    merge(metrics.epoch, ledger["next"])
+        self.leave_word(best)
+        if members.rank == 0 and not self._led:
+            context.take_over()
+        self._led = members.rank == 0

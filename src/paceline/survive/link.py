@@ -1,0 +1,141 @@
+"""What launcher and worker tell each other, and what a worker leaves behind.
+
+They talk through a pair of sockets, one short JSON message at a time. What the launcher must know
+of a worker that was killed lies in memory that both have mapped: writing there wakes nobody, so it
+can be done in every step, and it outlives the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline import env
+
+MESSAGE_BYTES = 64 * 2**10
+SLOT_BYTES = 16 * 2**10
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Who takes part from now on, seen by one of them."""
+
+    number: int
+    rank: int
+    size: int
+    is_urgent: bool = True
+    """The one before is broken; otherwise it ends between two steps."""
+    inherited: dict[str, Any] = field(default_factory=dict)
+    """The ledgers of workers that died, by name; on rank 0 only."""
+
+
+class Ledger:
+    """A page of a worker: how far it is, and what only it knows.
+
+    Two slots take turns, and the number of the one that is complete is written last: whenever
+    the worker is killed, what it wrote before is whole.
+    """
+
+    BYTES = 2 * _WORD_BYTES + 2 * SLOT_BYTES
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, self.BYTES)
+        self._words = memoryview(self._memory)[: 2 * _WORD_BYTES].cast("Q")
+
+    @classmethod
+    def create(cls) -> int:
+        """The descriptor of an empty one."""
+        descriptor = os.memfd_create("paceline-ledger", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, cls.BYTES)
+        return descriptor
+
+    @property
+    def step(self) -> int:
+        """The step that the worker is in, or was in last."""
+        return self._words[1]
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._words[1] = number
+
+    def write(self, value: dict[str, Any]) -> None:
+        """Replace what is there; what is too long to be kept leaves the old value."""
+        data = json.dumps(value).encode()
+        if len(data) + _WORD_BYTES > SLOT_BYTES:
+            return
+        turn = self._words[0] + 1
+        start = 2 * _WORD_BYTES + turn % 2 * SLOT_BYTES
+        record = len(data).to_bytes(_WORD_BYTES, "little") + data
+        self._memory[start : start + len(record)] = record
+        self._words[0] = turn
+
+    def read(self) -> dict[str, Any]:
+        turn = self._words[0]
+        if not turn:
+            return {}
+        start = 2 * _WORD_BYTES + turn % 2 * SLOT_BYTES
+        length = int.from_bytes(self._memory[start : start + _WORD_BYTES], "little")
+        data = self._memory[start + _WORD_BYTES : start + _WORD_BYTES + min(length, SLOT_BYTES)]
+        try:
+            value = json.loads(data)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+
+class Link:
+    """A worker's line to its launcher."""
+
+    def __init__(
+        self,
+        line: socket.socket,
+        ledger: Ledger,
+        is_replacement: bool = False,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.facts = facts or {}
+        """Of the run that a replacement joins."""
+        self.is_replacement = is_replacement
+        """Whether the others are training already."""
+        self.newest: Generation | None = None
+        """What was last announced."""
+        self._line = line
+
+    @classmethod
+    def find(cls) -> Link | None:
+        """The line that this process was started with, if its launcher keeps trainings alive."""
+        given = env.read_survival()
+        if given is None:
+            return None
+        line = socket.socket(fileno=os.dup(given["line"]))
+        return cls(line, Ledger(given["ledger"]), given["is_replacement"], given["facts"])
+
+    def tell(self, what: str, **values: Any) -> None:
+        """Say something; a launcher that is gone ends this process soon enough."""
+        try:
+            self._line.send(json.dumps({"said": what, **values}).encode())
+        except OSError:
+            return
+
+    def announcements(self) -> Iterator[Generation]:
+        """Every generation that is announced, as it is; ends with the launcher."""
+        while True:
+            try:
+                data = self._line.recv(MESSAGE_BYTES)
+            except OSError:
+                return
+            if not data:
+                return
+            self.newest = Generation(**json.loads(data))
+            yield self.newest

@@ -1,0 +1,147 @@
+"""A worker's side of survival: out of a broken group, into the next generation, in step again.
+
+    training --(the launcher announces, or a sum fails)--> lost
+       ^                                                    │  every wait in the old group ends
+       │                                                    v
+       └--(joined)-- healed <-- group formed <-- met <-- announced, the newest one counts
+
+A thread hears the launcher. When a generation is urgent it shuts the sockets of the current group,
+so that a rank which waits there gets an error within milliseconds, whoever it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.comm import collectives
+from paceline.comm.membership import Membership, NoGroup
+from paceline.errors import PeerError
+from paceline.survive.groups import Groups
+from paceline.survive.link import Generation, Link
+
+ANNOUNCE_TIMEOUT_S = 600.0
+"""How long to wait for the next generation; a launcher that lives answers in milliseconds."""
+LOOK_S = 0.002
+
+
+class Overtaken(Exception):
+    """A newer generation was announced while this one was being formed."""
+
+
+class Survival:
+    """Keeps a membership on the newest generation that the launcher has announced."""
+
+    def __init__(
+        self,
+        link: Link,
+        membership: Membership,
+        groups: Groups,
+        heal: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`heal` makes the state of all members equal; called by all of them, in a new group.
+
+        It is given the ledgers of workers that died, by name, on one member only.
+        """
+        self.number = -1 if link.is_replacement else 0
+        """The generation that this worker is in."""
+        self.taken: set[str] = set()
+        """The dead whose ledgers this worker has added to its own."""
+        self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
+        collectives.ask_nobody()
+        self._heard = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, name="paceline-link", daemon=True)
+        self._listener.start()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a generation waits to be joined between two steps."""
+        newest = self._link.newest
+        return newest is not None and newest.number > self.number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation of this worker is broken."""
+        newest = self._link.newest
+        return newest is not None and newest.number > self.number and newest.is_urgent
+
+    def explains(self, error: BaseException | None) -> bool:
+        """Whether an error only says that another worker is gone."""
+        return isinstance(error, PeerError) or (isinstance(error, Exception) and self.is_over)
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Take part for the first time: a replacement asks to be let in."""
+        if self.number < 0:
+            self._link.tell("ready")
+            self.regroup()
+        else:
+            self._link.tell("joined", generation=self.number, facts=facts)
+
+    def regroup(self) -> None:
+        """Leave the current group, and return as a member of the newest generation."""
+        if self.number >= 0:
+            self.report_lost()
+        while True:
+            self._membership.move_on(NoGroup())
+            self._groups.leave()
+            generation = self._wait_for_newer()
+            self.number = generation.number
+            try:
+                self._membership.move_on(self._form(generation))
+                self._heal({k: v for k, v in generation.inherited.items() if k not in self.taken})
+                self.taken |= set(generation.inherited)
+            except Overtaken:
+                continue
+            except PeerError:
+                self.report_lost()
+                continue
+            self._link.tell("joined", generation=self.number, taken=list(self.taken))
+            return
+
+    def on_step(self, number: int) -> None:
+        """This worker begins a step."""
+        self._link.ledger.step = number
+
+    def finish(self) -> None:
+        """Everything is done: from now on this worker may end."""
+        self._link.tell("finished")
+
+    def write(self, ledger: dict[str, Any]) -> None:
+        """Leave this for the others, should this worker die."""
+        self._link.ledger.write({**ledger, "taken": sorted(self.taken)})
+
+    def report_lost(self) -> None:
+        """Tell the launcher that the group is broken, in case that nobody died."""
+        self._link.tell("lost", generation=self.number)
+
+    def _form(self, generation: Generation) -> Any:
+        """The group of a generation, once all its members are there."""
+        meeting = self._groups.meet(generation.number, generation.rank, generation.size)
+        while not meeting.is_complete():
+            if self._newest_number() > generation.number:
+                raise Overtaken
+            time.sleep(LOOK_S)
+        return self._groups.make(meeting)
+
+    def _newest_number(self) -> int:
+        newest = self._link.newest
+        return -1 if newest is None else newest.number
+
+    def _wait_for_newer(self) -> Generation:
+        with self._heard:
+            if not self._heard.wait_for(lambda: self.is_due, ANNOUNCE_TIMEOUT_S):
+                raise PeerError(
+                    f"The launcher announced no new generation for {ANNOUNCE_TIMEOUT_S:.0f} s.",
+                    advice="See what it printed.",
+                )
+            assert self._link.newest is not None
+            return self._link.newest
+
+    def _listen(self) -> None:
+        for generation in self._link.announcements():
+            if generation.is_urgent:
+                self._groups.interrupt()
+            with self._heard:
+                self._heard.notify_all()

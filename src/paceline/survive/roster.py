@@ -1,0 +1,247 @@
+"""Who trains in which generation: the launcher's side of survival, without any process.
+
+Events go in, orders come out, and time is an argument, so that a test can play any sequence of
+deaths. `launcher.supervise` feeds it and carries the orders out.
+
+    starting --ready--> waiting --announced--> member --died--> its seat is filled anew
+                                                 └----leaving, finished--> gone
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+SAME_STEP = 3
+"""So many deaths at one step are a bug, not an accident."""
+START_TRIES = 5
+"""So often a replacement may die before it is ready."""
+FIRST_BACKOFF_S = 1.0
+LOST_GRACE_S = 0.05
+"""How long a broken group waits for the news of a death that would explain it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell `members`, in rank order, of a generation.
+
+    If it is urgent the last one is broken: whatever they wait for will not come. Otherwise they
+    change to it between two steps.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    is_urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a worker for this seat, at that time."""
+
+    seat: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAll:
+    """Nobody is left who knows the state: begin with the newest checkpoint."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End everybody."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No further replacement for this seat; the others continue."""
+
+    seat: int
+    reason: str
+
+
+Order = Announce | Start | RestartAll | Stop | GiveUp
+
+
+class _State(Enum):
+    STARTING = auto()
+    WAITING = auto()
+    MEMBER = auto()
+    LEAVING = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True)
+class _Seat:
+    state: _State = _State.STARTING
+    joined: int = -1
+    """The newest generation it has joined."""
+    failed_starts: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Roster:
+    """The seats of one run and the worker that sits on each now.
+
+    Invariant: members of a generation are listed oldest first, so that rank 0 and its duties move
+    only when the worker that had them is gone.
+    """
+
+    size: int
+    min_workers: int = 1
+    max_replacements: int | None = None
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    """Of the current generation, in rank order."""
+    is_held: bool = False
+    """Too few are left: they wait for replacements."""
+    replaced: int = 0
+    _seats: dict[int, _Seat] = field(default_factory=dict)
+    _lost_at_s: float | None = None
+    _deaths: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _counted: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.members = tuple(range(self.size))
+        self._seats = {seat: _Seat(_State.MEMBER) for seat in self.members}
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether every member has joined the current generation."""
+        return all(self._seats[seat].joined == self.generation for seat in self.members)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether somebody ever joined a generation: until then there is nothing to survive."""
+        return self.generation > 0 or self.is_formed
+
+    def on_joined(self, seat: int, generation: int) -> list[Order]:
+        """A member has the group, and the state, of a generation."""
+        self._seats[seat].joined = generation
+        self._seats[seat].failed_starts = 0
+        return self._invite()
+
+    def on_ready(self, seat: int) -> list[Order]:
+        """A replacement has built everything and waits to be let in."""
+        self._seats[seat].state = _State.WAITING
+        if self.is_held and len(self.members) + len(self._waiting) >= self.min_workers:
+            self.is_held = False
+            return [self._announce((*self.members, *self._waiting), is_urgent=True)]
+        return self._invite()
+
+    def on_died(
+        self, seat: int, *, step: int, how: str, is_kill: bool, now_s: float
+    ) -> list[Order]:
+        """A worker ended that should not have, in `step`."""
+        state = self._seats[seat].state
+        self._seats[seat].state = _State.GONE
+        if state is _State.GONE:
+            return []
+        was_member = seat in self.members
+        if was_member and not self.has_trained:
+            return [RestartAll(f"worker {seat} {how} before training began")]
+        orders: list[Order] = []
+        if was_member:
+            if reason := self._count(seat, step, how, is_kill=is_kill):
+                return [Stop(reason)]
+            orders += self._lose(tuple(each for each in self.members if each != seat))
+            if not self.members:
+                return [RestartAll(f"worker {seat}, the last one, {how}")]
+        if state is not _State.LEAVING:
+            orders += self._replace(seat, how, was_member=was_member, now_s=now_s)
+        return orders
+
+    def on_lost(self, seat: int, generation: int, now_s: float) -> list[Order]:
+        """A member's group is broken; who died, if anybody did, will be heard of soon."""
+        if generation == self.generation and seat in self.members and self._lost_at_s is None:
+            self._lost_at_s = now_s
+        return []
+
+    @property
+    def due_s(self) -> float | None:
+        """When to call `on_time`."""
+        return None if self._lost_at_s is None else self._lost_at_s + LOST_GRACE_S
+
+    def on_time(self, now_s: float) -> list[Order]:
+        """Nobody died: the same members form another group."""
+        if self.due_s is None or now_s < self.due_s or self.is_held:
+            return []
+        return [self._announce(self.members, is_urgent=True)]
+
+    def on_leaving(self, seat: int) -> list[Order]:
+        """A member is asked to go, and goes after a step."""
+        self._seats[seat].state = _State.LEAVING
+        rest = tuple(each for each in self.members if each != seat)
+        return [self._announce(rest, is_urgent=False)] if rest and seat in self.members else []
+
+    def on_finished(self, seat: int) -> list[Order]:
+        """A member has done all there was to do; it takes part in nothing any more."""
+        self._seats[seat].state = _State.GONE
+        self.members = tuple(each for each in self.members if each != seat)
+        return []
+
+    def grow(self, now_s: float) -> list[Order]:
+        """Another worker than those that the run began with."""
+        seat = max(self._seats) + 1
+        self._seats[seat] = _Seat()
+        return [Start(seat, now_s)]
+
+    @property
+    def _waiting(self) -> tuple[int, ...]:
+        return tuple(s for s, each in self._seats.items() if each.state is _State.WAITING)
+
+    def _invite(self) -> list[Order]:
+        """Let those in that wait, once nobody is on the way to another generation."""
+        if self.is_held or not self._waiting or not self.is_formed or not self.members:
+            return []
+        return [self._announce((*self.members, *self._waiting), is_urgent=False)]
+
+    def _lose(self, rest: tuple[int, ...]) -> list[Order]:
+        self.members = rest
+        if not any(self._seats[seat].joined >= 0 for seat in rest):  # newcomers know nothing yet
+            self.members = ()
+            return []
+        if len(rest) < self.min_workers:
+            self.is_held = True
+            return []
+        return [self._announce(rest, is_urgent=True)]
+
+    def _announce(self, members: tuple[int, ...], *, is_urgent: bool) -> Announce:
+        self.generation += 1
+        self.members = members
+        self._lost_at_s = None
+        for seat in members:
+            if self._seats[seat].state is _State.WAITING:
+                self._seats[seat].state = _State.MEMBER
+        return Announce(self.generation, members, is_urgent)
+
+    def _replace(self, seat: int, how: str, *, was_member: bool, now_s: float) -> list[Order]:
+        if self.max_replacements is not None and self.replaced >= self.max_replacements:
+            return [GiveUp(seat, f"all {self.max_replacements} replacements are used up")]
+        place = self._seats[seat]
+        failed = 0 if was_member else place.failed_starts + 1
+        if failed >= START_TRIES:
+            return [GiveUp(seat, f"its replacement {how} {failed} times before it was ready")]
+        self.replaced += 1
+        self._seats[seat] = _Seat(failed_starts=failed)
+        return [Start(seat, now_s + (FIRST_BACKOFF_S * 2 ** (failed - 1) if failed else 0.0))]
+
+    def _count(self, seat: int, step: int, how: str, *, is_kill: bool) -> str:
+        """Why this death was one too many, or nothing.
+
+        A crash follows the sample that causes it from worker to worker; who kills picks a worker.
+        Several deaths in one generation count as one: they had one cause.
+        """
+        key = (step, seat) if is_kill else (step,)
+        if (self.generation, step) in self._counted:
+            return ""
+        self._counted.add((self.generation, step))
+        self._deaths[key] += 1
+        if self._deaths[key] < SAME_STEP:
+            return ""
+        return f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}"

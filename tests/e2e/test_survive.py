@@ -1,0 +1,188 @@
+"""Workers of a run are killed at every moment, and the training ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from paceline import Run, RunOptions
+
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import torch, paceline
+from torch.nn.functional import cross_entropy
+from survive_model import build, data
+
+here = pathlib.Path(__file__).parent
+plan = json.loads((here / "plan.json").read_text())
+rank = os.environ["RANK"]
+
+def strike(step, moment):
+    for number, (who, when, where, what) in enumerate(plan):
+        done = here / f"done{number}.{who}"
+        if (str(who), when, where) == (rank, step, moment) and not done.exists():
+            if what != "always":
+                done.touch()
+            if what == "raise" or what == "always":
+                raise ValueError("planned")
+            os.kill(os.getpid(), getattr(signal, what))
+
+net, optimizer = build()
+current = [0]
+optimizer.register_step_pre_hook(lambda *_: strike(current[0], "commit"))
+run = paceline.Run(net, optimizer, data(), global_batch=12, epochs=3, shards=4,
+                   scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+                   folder=here / "run", options=paceline.RunOptions(progress="plain"))
+for step in run:
+    current[0] = step.number
+    with step:
+        for x, y in step.batches():
+            strike(step.number, "forward")
+            step.backward(cross_entropy(run.model(x), y))
+        strike(step.number, "batches")
+        time.sleep(0.03)
+    strike(step.number, "between")
+    if step.ends_epoch:
+        def score(batch):
+            strike(step.number, "evaluation")
+            return {"mean": run.model(batch[0]).mean()}
+        run.evaluate(score)
+torch.save([net.state_dict(), run.step], here / f"end{rank}.pt")
+"""
+
+MODEL = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3)).double()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.02)
+
+def data():
+    x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) * 2).long() % 3)
+"""
+
+
+def paceline_run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "run", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def prepare(folder: Path, plan: list[tuple[int, int, str, str]]) -> Path:
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "survive_model.py").write_text(MODEL)
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return script
+
+
+def reference() -> tuple[dict[str, Any], dict[int, float]]:
+    """The same training in one process; its parameters, and the losses of its epochs."""
+    scope: dict[str, Any] = {}
+    exec(compile(MODEL, "model", "exec"), scope)
+    net, optimizer = scope["build"]()
+    losses = {}
+
+    class Sink:
+        def __getattr__(self, _name: str) -> Any:
+            return lambda *_: None
+
+        def epoch(self, summary: Any) -> None:
+            losses[summary.epoch] = summary.metrics["loss"]
+
+    names = ("start", "step", "evaluation", "message", "checkpoint", "stop")
+    sink: Any = type("Quiet", (Sink,), {name: lambda *_: None for name in names})()
+    run = Run(
+        net,
+        optimizer,
+        scope["data"](),
+        global_batch=12,
+        epochs=3,
+        shards=4,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        sinks=[sink],
+        options=RunOptions(progress="quiet"),
+    )
+    for step in run:
+        with step:
+            for x, y in step.batches():
+                step.backward(cross_entropy(run.model(x), y))
+    return net.state_dict(), losses
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    """By epoch, from the event files, in which each epoch must be written once."""
+    found: dict[int, float] = {}
+    for path in sorted((folder / "run" / "events").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "epoch":
+                assert event["epoch"] not in found
+                found[event["epoch"]] = event["metrics"]["loss"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [
+            (0, 3, "forward", "SIGKILL"),
+            (1, 8, "commit", "SIGKILL"),
+            (2, 16, "evaluation", "SIGKILL"),
+        ],
+        [(1, 2, "batches", "SIGSEGV"), (2, 8, "between", "SIGKILL"), (0, 16, "commit", "SIGABRT")],
+        [(0, 5, "forward", "SIGKILL"), (2, 5, "forward", "SIGKILL"), (1, 14, "forward", "raise")],
+    ],
+)
+def test_a_run_ends_as_if_nobody_had_died(plan: list[Any], tmp_path: Path) -> None:
+    script = prepare(tmp_path, plan)
+    done = paceline_run(tmp_path, "--workers", 3, script)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"worker \d was killed|worker \d raised", done.stderr)) == len(plan)
+    expected, losses = reference()
+    for rank in range(3):
+        state, steps = torch.load(tmp_path / f"end{rank}.pt")
+        assert steps == 24
+        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-11)
+    assert losses_in(tmp_path) == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_step_that_kills_whoever_computes_it_is_a_bug_and_stops_the_run(tmp_path: Path) -> None:
+    plan = [(rank, 4, "forward", "always") for rank in range(3)]
+    done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan))
+    assert done.returncode == 1
+    assert "step 4 ended a worker 3 times" in done.stderr
+    assert "ValueError: planned" in done.stderr
+
+
+def test_without_survivors_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    plan = [(rank, 12, "forward", "SIGKILL") for rank in range(2)]
+    done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
+    assert done.returncode == 0, done.stderr
+    assert "starting again from the newest checkpoint" in done.stderr
+    torch.testing.assert_close(
+        torch.load(tmp_path / "end0.pt")[0], reference()[0], rtol=1e-9, atol=1e-11
+    )
+
+
+def test_the_first_death_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:
+    plan = [(1, 3, "forward", "SIGKILL")]
+    done = paceline_run(tmp_path, "--no-survive", "--workers", 2, prepare(tmp_path, plan))
+    assert done.returncode == 137

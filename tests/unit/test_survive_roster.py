@@ -1,0 +1,195 @@
+"""Who trains in which generation, whatever dies when: played without any process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.survive.roster import Announce, GiveUp, Order, RestartAll, Roster, Start, Stop
+
+NOW_S = 100.0
+
+
+def formed(size: int = 3, **options: int) -> Roster:
+    roster = Roster(size=size, **options)
+    for seat in range(size):
+        assert roster.on_joined(seat, 0) == []
+    return roster
+
+
+def die(roster: Roster, seat: int, step: int = 5, *, is_kill: bool = True) -> list[Order]:
+    return roster.on_died(seat, step=step, how="was killed", is_kill=is_kill, now_s=NOW_S)
+
+
+def test_survivors_form_the_next_generation_at_once_and_the_seat_is_filled() -> None:
+    roster = formed()
+    assert die(roster, 1) == [Announce(1, (0, 2), is_urgent=True), Start(1, NOW_S)]
+
+
+def test_a_replacement_comes_last_so_that_duties_stay_where_they_are() -> None:
+    roster = formed()
+    die(roster, 0)
+    assert roster.on_ready(0) == []  # the survivors are still on their way
+    roster.on_joined(1, 1)
+    assert roster.on_joined(2, 1) == [Announce(2, (1, 2, 0), is_urgent=False)]
+
+
+def test_a_death_while_a_generation_forms_makes_the_next_one() -> None:
+    roster = formed()
+    die(roster, 1)
+    assert die(roster, 0) == [Announce(2, (2,), is_urgent=True), Start(0, NOW_S)]
+
+
+def test_a_newcomer_that_dies_while_joining_does_not_break_the_others() -> None:
+    roster = formed()
+    die(roster, 1)
+    roster.on_joined(0, 1)
+    roster.on_joined(2, 1)
+    assert roster.on_ready(1) == [Announce(2, (0, 2, 1), is_urgent=False)]
+    assert die(roster, 1) == [Announce(3, (0, 2), is_urgent=True), Start(1, NOW_S)]
+
+
+def test_who_has_not_joined_cannot_carry_on_alone() -> None:
+    roster = formed(2)
+    die(roster, 0)
+    roster.on_joined(1, 1)
+    assert roster.on_ready(0) == [Announce(2, (1, 0), is_urgent=False)]
+    assert isinstance(die(roster, 1)[0], RestartAll)
+
+
+def test_without_survivors_everybody_begins_with_the_checkpoint() -> None:
+    roster = formed(2)
+    die(roster, 0)
+    assert isinstance(die(roster, 1)[0], RestartAll)
+
+
+def test_a_death_before_training_began_starts_everybody_again() -> None:
+    roster = Roster(size=2)
+    roster.on_joined(0, 0)
+    assert isinstance(die(roster, 1)[0], RestartAll)
+
+
+@pytest.mark.parametrize("is_kill", [True, False])
+def test_the_third_death_of_a_worker_at_one_step_is_a_bug(is_kill: bool) -> None:
+    roster = formed()
+    for _ in range(2):
+        assert isinstance(die(roster, 1, is_kill=is_kill)[0], Announce)
+        roster.on_joined(0, roster.generation)
+        roster.on_joined(2, roster.generation)
+        roster.on_ready(1)
+        for seat in range(3):
+            roster.on_joined(seat, roster.generation)
+    [order] = die(roster, 1, is_kill=is_kill)
+    assert isinstance(order, Stop)
+    assert "step 5" in order.reason
+
+
+def test_a_crash_that_follows_its_sample_is_a_bug_too_but_kills_of_different_workers_are_not() -> (
+    None
+):
+    for is_kill in (True, False):
+        roster = formed(4)
+        orders = [die(roster, seat, is_kill=is_kill)[0] for seat in (1, 2, 3)]
+        assert isinstance(orders[2], Announce if is_kill else Stop)
+
+
+def test_all_but_one_at_once_leave_one_that_continues() -> None:
+    roster = formed(4)
+    for seat in (0, 1, 3):
+        die(roster, seat, is_kill=True)
+    assert roster.members == (2,)
+
+
+def test_with_too_few_workers_the_rest_waits_for_replacements() -> None:
+    roster = formed(3, min_workers=2)
+    die(roster, 0)
+    assert die(roster, 1) == [Start(1, NOW_S)]
+    assert roster.is_held
+    assert roster.on_ready(1) == [Announce(2, (2, 1), is_urgent=True)]
+
+
+def test_a_group_that_broke_without_a_death_is_formed_anew_after_a_moment() -> None:
+    roster = formed(2)
+    roster.on_lost(0, 0, NOW_S)
+    assert roster.on_time(NOW_S) == []
+    assert roster.due_s is not None
+    assert roster.on_time(roster.due_s) == [Announce(1, (0, 1), is_urgent=True)]
+    assert roster.due_s is None
+
+
+def test_news_of_a_death_overtakes_a_broken_group() -> None:
+    roster = formed(3)
+    roster.on_lost(0, 0, NOW_S)
+    die(roster, 2)
+    roster.on_lost(1, 0, NOW_S)  # of the generation that is over
+    assert roster.due_s is None
+
+
+def test_a_replacement_that_cannot_start_is_tried_again_later_and_then_given_up() -> None:
+    roster = formed()
+    die(roster, 1)
+    delays = []
+    while isinstance(order := die(roster, 1)[-1], Start):
+        delays.append(order.at_s - NOW_S)
+    assert delays == [1.0, 2.0, 4.0, 8.0]
+    assert isinstance(order, GiveUp)
+    assert roster.members == (0, 2)
+
+
+def test_replacements_can_be_bounded() -> None:
+    roster = formed(3, max_replacements=1)
+    assert die(roster, 1)[-1] == Start(1, NOW_S)
+    assert isinstance(die(roster, 2, step=6)[-1], GiveUp)
+
+
+def test_who_is_asked_to_leave_leaves_after_a_step_and_is_not_replaced() -> None:
+    roster = formed()
+    assert roster.on_leaving(1) == [Announce(1, (0, 2), is_urgent=False)]
+    assert die(roster, 1) == []
+
+
+def test_who_has_finished_takes_part_in_nothing_any_more() -> None:
+    roster = formed()
+    roster.on_finished(0)
+    assert die(roster, 1)[0] == Announce(1, (2,), is_urgent=True)
+    assert die(roster, 0) == []
+
+
+def test_a_run_can_grow() -> None:
+    roster = formed(2)
+    assert roster.grow(NOW_S) == [Start(2, NOW_S)]
+    assert roster.on_ready(2) == [Announce(1, (0, 1, 2), is_urgent=False)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_members_are_alive_and_generations_grow(seed: int) -> None:
+    rng = random.Random(seed)
+    roster = formed(4)
+    alive, starting, generation = {0, 1, 2, 3}, set[int](), 0
+    for moment in range(300):
+        choice = rng.random()
+        if choice < 0.2 and len(alive) > 1:
+            seat = rng.choice(sorted(alive | starting))
+            alive.discard(seat)
+            starting.discard(seat)
+            orders = die(roster, seat, step=moment)
+        elif choice < 0.5 and starting:
+            seat = rng.choice(sorted(starting))
+            starting.remove(seat)
+            alive.add(seat)
+            orders = roster.on_ready(seat)
+        else:
+            orders = []
+            for seat in roster.members:
+                orders += roster.on_joined(seat, roster.generation)
+        for order in orders:
+            assert not isinstance(order, Stop)
+            if isinstance(order, Start):
+                starting.add(order.seat)
+            if isinstance(order, Announce):
+                assert order.generation == generation + 1
+                generation = order.generation
+                assert set(order.members) <= alive
+        if not (set(roster.members) & alive):
+            return
