@@ -65,7 +65,8 @@ from torch.utils.data import TensorDataset
 
 def build():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3)).double()
+    first, last = nn.Linear(6, 16, bias=False), nn.Linear(16, 3)
+    net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Dropout(0.2), last).double()
     return net, torch.optim.AdamW(net.parameters(), lr=0.02)
 
 def data():
