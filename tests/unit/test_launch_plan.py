@@ -192,7 +192,7 @@ def test_a_flag_wins_over_torchruns_variable_which_wins_over_the_default() -> No
     assert found["max_restarts"] == ("2", "PET_MAX_RESTARTS")
     assert found["role"] == ("default", "default")
     assert options_of(environ).max_restarts == 2
-    assert options_of({"PET_MAX_RESTARTS": ""}).max_restarts == 0, "empty is as good as unset"
+    assert options_of({"PET_MAX_RESTARTS": ""}).max_restarts is None, "empty is as good as unset"
 
 
 def test_an_option_has_the_name_of_its_flag_and_can_be_given_in_python() -> None:

@@ -54,6 +54,7 @@ class Generations:
     """The step in which the last worker died; 0 while somebody lives."""
     is_on: bool = False
     """Whether a run of ours trains: other scripts end with their first worker."""
+    _finished: set[int] = field(default_factory=set)
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ledgers of the dead that nobody has taken yet."""
     _died: int = 0
@@ -80,11 +81,12 @@ class Generations:
             case {"said": "lost", "generation": int(number)}:
                 self._carry_out(self.roster.on_lost(seat, number, time.monotonic()))
             case {"said": "finished"}:
+                self._finished.add(seat)
                 self._carry_out(self.roster.on_finished(seat))
 
     def on_exit(self, seat: int, how: str, *, is_kill: bool, is_error: bool) -> bool:
         """A worker has ended, by an error of its own or not; whether others can continue."""
-        if not self.is_on or seat not in self.lines:
+        if not self.is_on or seat not in self.lines or seat in self._finished:
             return False
         line = self.lines.pop(seat)
         ledger, step = line.ledger.read(), line.ledger.step

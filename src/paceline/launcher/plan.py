@@ -52,13 +52,15 @@ class WorkerSpec:
     """By stream: standard output and standard error."""
     label: int | None
     """The rank to put before its lines, if any."""
+    may_lead: bool
+    """Whether it is rank 0, or may become it when that one dies."""
     takes_terminal: bool
     """Alone on the console, it inherits the launcher's streams as they are."""
 
     @property
     def speaks_for_all(self) -> bool:
-        """Whether it may say where the run is, in which rank 0 does; others may become that."""
-        return self.routes[STDOUT].on_console
+        """Whether it may say where the run is, and somebody sees it."""
+        return self.may_lead and self.routes[STDOUT].on_console
 
     @property
     def marks_lines(self) -> bool:
@@ -108,6 +110,7 @@ def plan_workers(
                 error_file=error_file,
                 routes=routes,
                 label=None if options.no_label or place.size == 1 else place.rank,
+                may_lead=place.rank == 0 or place.is_single_node,
                 takes_terminal=place.size == 1 and is_plain,
             )
         )

@@ -50,7 +50,9 @@ class StepContext:
         self.config, options = config, config.options
         self.world = world = config.world or find_world()
         self.membership = members = Membership.of(world.group)
-        link = Link.find() if members.group is dist.group.WORLD else None
+        link = None
+        if members.group is dist.group.WORLD and dist.get_backend() == "gloo":
+            link = Link.find()  # NCCL's groups are not formed anew yet
         if link is not None and link.is_replacement:
             members.move_on(NoGroup())
         self.size = members.size
