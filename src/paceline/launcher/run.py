@@ -41,7 +41,7 @@ from paceline.launcher.plan import (
 from paceline.launcher.process import Ending, WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import SignalInbox, Supervisor
-from paceline.launcher.template import Template
+from paceline.launcher.template import Forked, Template, TemplateError
 from paceline.launcher.worker import Instructions
 from paceline.survive.roster import SAME_STEP, Roster
 
@@ -179,7 +179,7 @@ class LocalRun:
         if self.template is None and self._wants_template(first.local_size):
             self.template = Template(python_argv(os.environ), specs[0].environment)
         generations = None
-        if first.is_single_node and not self.options.no_survive:
+        if first.is_single_node and not self.options.no_survive and sys.platform == "linux":
             roster = Roster(
                 size=len(specs),
                 min_workers=min(self.options.min_workers, len(specs)),
@@ -195,12 +195,15 @@ class LocalRun:
             inbox=self.inbox,
             look_elsewhere=look_elsewhere,
             generations=generations,
+            template=self.template,
         ).run()
 
     def _wants_template(self, workers: int) -> bool:
         """Whether several workers will import torch, as far as the program tells."""
         options = self.options
         if options.no_template or options.kind == "program" or workers == 1:
+            return False
+        if sys.platform != "linux" or "PYTHON_EXEC" in os.environ:
             return False
         if options.kind == "module":
             return True
@@ -235,25 +238,24 @@ class LocalRun:
         )
         on_terminal = os.isatty(0)
         leads_group = not (spec.takes_terminal and on_terminal)
+        environment = {**spec.environment, **pipes.variables, **instructions.as_variable()}
         if self.template is not None:
-            streams = {number: pipes.streams[number] for number in (STDOUT, STDERR)}
-            descriptors = {fd: fd for fd in pipes.theirs}
-            descriptors |= {n: n if fd is None else fd for n, fd in streams.items()}
-            with open(os.devnull) as nothing:
-                descriptors[0] = nothing.fileno() if on_terminal else 0
-                forked = self.template.start(
-                    spec.argv[spec.argv.index(WORKER_FILE) + 1 :],
-                    {**spec.environment, **pipes.variables, **instructions.as_variable()},
-                    descriptors,
+            try:
+                forked = self._fork(self.template, spec, pipes, environment, leads_group)
+                return WorkerProcess(
+                    spec.rank,
+                    forked.pid,
+                    forked.poll,
+                    spec.error_file,
+                    pipes,
                     leads_group=leads_group,
                 )
-            return WorkerProcess(
-                spec.rank, forked.pid, forked.poll, spec.error_file, pipes, leads_group=leads_group
-            )
+            except TemplateError:
+                self.template = None  # from now on each is a new Python
         try:
             process = subprocess.Popen(
                 spec.argv,
-                env={**spec.environment, **pipes.variables, **instructions.as_variable()},
+                env=environment,
                 pass_fds=pipes.theirs,
                 # Many workers cannot share a keyboard: one that reads it would be stopped.
                 stdin=subprocess.DEVNULL if on_terminal and not spec.takes_terminal else None,
@@ -269,6 +271,22 @@ class LocalRun:
         return WorkerProcess(
             spec.rank, process.pid, process.poll, spec.error_file, pipes, leads_group=leads_group
         )
+
+    def _fork(
+        self,
+        template: Template,
+        spec: WorkerSpec,
+        pipes: Pipes,
+        environment: dict[str, str],
+        leads_group: bool,
+    ) -> Forked:
+        """Have the template fork a worker, with the descriptors that a new Python would inherit."""
+        descriptors = {fd: fd for fd in pipes.theirs}
+        descriptors |= {n: n if fd is None else fd for n, fd in pipes.streams.items()}
+        with open(os.devnull) as nothing:
+            descriptors[0] = nothing.fileno() if os.isatty(0) else 0
+            arguments = spec.argv[spec.argv.index(WORKER_FILE) + 1 :]
+            return template.start(arguments, environment, descriptors, leads_group=leads_group)
 
 
 def say(text: str) -> None:

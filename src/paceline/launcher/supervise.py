@@ -39,6 +39,7 @@ from paceline.launcher.process import (
     read_step,
 )
 from paceline.launcher.store import StoreServer
+from paceline.launcher.template import Template
 from paceline.launcher.worker import ALIVE, BEATS, FAILED
 from paceline.observe.units import count_text
 
@@ -77,6 +78,7 @@ class Supervisor:
     inbox: SignalInbox | None = None
     look_elsewhere: Callable[[], str] | None = None
     generations: Generations | None = None
+    template: Template | None = None
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -109,6 +111,12 @@ class Supervisor:
     def _start_all(self) -> None:
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
+        self._plan_greeting()
+        if self.template is not None:
+            self._listen(self.template.fileno(), lambda: None)
+            while not self.template.look() and self.signal is None:
+                self._turn()
+            self.selector.unregister(self.template.fileno())
         for spec in self.specs:
             self.on_signal()
             if self.signal is not None:
@@ -121,6 +129,8 @@ class Supervisor:
             self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
         if self.stall_s:
             self._after(self.stall_s / BEATS, "look", self.on_look)
+
+    def _plan_greeting(self) -> None:
         first, shown = self.specs[0], env.read_terminal(self.specs[0].environment)
         is_bar = shown.progress == "bar" or (shown.progress in ("", "auto") and not shown.is_ci)
         if is_bar and first.speaks_for_all and not first.takes_terminal:

@@ -67,6 +67,7 @@ class Template:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(START_TIMEOUT_S)
+        self._is_ready = False
         with theirs:
             self._process = subprocess.Popen(
                 [*python, __file__, str(theirs.fileno()), str(os.getpid())],
@@ -74,6 +75,21 @@ class Template:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+
+    def fileno(self) -> int:
+        return self._line.fileno()
+
+    def look(self) -> bool:
+        """Whether it has imported everything, or is gone, so that `start` answers at once."""
+        if not self._is_ready:
+            try:
+                self._line.recv(64, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pass
+            self._is_ready = True
+        return True
 
     def start(
         self,
@@ -118,6 +134,7 @@ def main(line_fd: int, launcher: int) -> None:
     for name in MODULES:
         __import__(name)
     gc.collect()
+    line.send(b"ready")
     gc.freeze()  # what was imported is not looked at again, so its pages stay shared
     while True:
         data, fds, _, _ = socket.recv_fds(line, REQUEST_BYTES, 64)

@@ -1,0 +1,63 @@
+"""A worker that was forked from the template finds what a new Python would have found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = """
+import json, os, signal, sys, threading
+import numpy, torch
+
+facts = {
+    "argv": sys.argv,
+    "name": __name__,
+    "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "path": sys.path[0],
+    "flags": list(sys.flags),
+    "threads": torch.get_num_threads(),
+    "open": len(os.listdir("/proc/self/fd")),
+    "python threads": threading.active_count(),
+    "leads its group": os.getpgid(0) == os.getpid(),
+    "parent": os.getppid() == int(os.environ["LAUNCHER"]) if "LAUNCHER" in os.environ else None,
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "terminate": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+    "stdin": sys.stdin.read(),
+    "variables": sorted(name for name in os.environ if name not in ("_", "KMP_INIT_AT_FORK")),
+    "world": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
+    "sum": torch.ones(200, 200).matmul(torch.ones(200, 200)).sum().item(),
+}
+print(json.dumps([facts, numpy.random.random()]))
+"""
+
+
+def facts_of(folder: Path, *flags: str) -> tuple[list[Any], list[float]]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "--no-label", "--workers", "2", *flags]
+    done = subprocess.run(
+        [*command, "script.py", "--lr", "1"],
+        cwd=folder,
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows.sort(key=lambda row: row[0]["world"])
+    return [facts for facts, _ in rows], [number for _, number in rows]
+
+
+def test_a_forked_worker_is_like_a_new_python_and_has_random_numbers_of_its_own(
+    tmp_path: Path,
+) -> None:
+    new, _ = facts_of(tmp_path, "--no-template")
+    forked, numbers = facts_of(tmp_path)
+    assert forked == new
+    assert numbers[0] != numbers[1]
