@@ -122,7 +122,7 @@ class Supervisor:
             if self.signal is not None:
                 break
             self._start_one(spec)
-        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
+        self._set_guard()
         if self.store is not None:
             self.store.start()
         if self.look_elsewhere is not None:
@@ -208,6 +208,13 @@ class Supervisor:
         before.close()
         self.workers.remove(before)
         self._start_one(next(spec for spec in self.specs if spec.rank == seat))
+        self._set_guard()
+
+    def _set_guard(self) -> None:
+        before = self.guard
+        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
+        if before is not None:
+            before.close()
 
     def on_output(self, source: Source) -> None:
         if not source.read(time.monotonic()):
