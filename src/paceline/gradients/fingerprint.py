@@ -38,7 +38,7 @@ class Fingerprint:
         self._device = device
         self._chunk_bytes = 2**18 if device.type == "cpu" else 2**22
         self._chunks_by_turn = self._plan(params)
-        self._weights: Tensor | None = None
+        self._weights: dict[torch.device, Tensor] = {}
         self._shifts = torch.arange(0, DIGITS * DIGIT_BITS, DIGIT_BITS, device=device)
 
     def _plan(self, params: Sequence[ParamRef]) -> list[list[list[Piece]]]:
@@ -53,14 +53,16 @@ class Fingerprint:
                     pieces.append(((ref, start, stop), (stop - start) * param.element_size()))
         total = sum(nbytes + _PER_TENSOR_BYTES for _, nbytes in pieces)
         turns: list[list[list[Piece]]] = [[] for _ in range(TURNS)]
-        before, room = 0, 0
+        before, room, where = 0, 0, self._device
         for piece, nbytes in pieces:
             chunks = turns[before * TURNS // total]
             before += nbytes + _PER_TENSOR_BYTES
             room -= nbytes
-            if not chunks or room < 0:
+            param = piece[0].get()
+            device = where if param is None else param.device
+            if not chunks or room < 0 or device != where:
                 chunks.append([])
-                room = self._chunk_bytes - nbytes
+                room, where = self._chunk_bytes - nbytes, device
             chunks[-1].append(piece)
         return [chunks for chunks in turns if chunks]
 
@@ -71,7 +73,7 @@ class Fingerprint:
             return None
         total: Tensor | None = None
         for pieces in self._chunks_by_turn[step // EVERY % len(self._chunks_by_turn)]:
-            hashed = self._hash(pieces)
+            hashed = self._hash(pieces).to(self._device)
             total = hashed if total is None else torch.add(hashed, total, alpha=_MIX)
         assert total is not None  # no turn is without chunks
         digits = (total >> self._shifts) & (2**DIGIT_BITS - 1)
@@ -83,10 +85,6 @@ class Fingerprint:
         All modulo 2^32: another word always gives another sum, several others nearly always. Mixed,
         because otherwise the highest bits of two words, which are signs, could cancel out.
         """
-        if self._weights is None:
-            generator = torch.Generator().manual_seed(0)
-            weights = torch.randint(2**31, (self._chunk_bytes // 4,), generator=generator)
-            self._weights = (weights.to(torch.int32) | 1).to(self._device)
         found = ((ref.get(), start, stop) for ref, start, stop in pieces)
         parts = [_flat(param, start, stop) for param, start, stop in found if param is not None]
         if len({part.dtype for part in parts}) > 1:
@@ -96,7 +94,12 @@ class Fingerprint:
             data = data.view(torch.uint8)
             data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
         words = data.view(torch.int32)
-        mixed = (words >> 15).bitwise_xor_(words).mul_(self._weights[: words.numel()])
+        weights = self._weights.get(words.device)
+        if weights is None:
+            generator = torch.Generator().manual_seed(0)
+            weights = torch.randint(2**31, (self._chunk_bytes // 4,), generator=generator)
+            weights = self._weights[words.device] = (weights.to(torch.int32) | 1).to(words.device)
+        mixed = (words >> 15).bitwise_xor_(words).mul_(weights[: words.numel()])
         return mixed.sum(dtype=torch.int32)
 
 
