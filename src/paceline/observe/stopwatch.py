@@ -398,9 +398,17 @@ def _enter_here(phase: Phase, *_: object) -> None:
             watch.enter(phase)
 
 
+def note_recorder() -> None:
+    """Somebody here records steps: a run, or the script itself."""
+    _recorders.append(True)
+
+
+_recorders: list[bool] = []
+
+
 def _say_what_was_not_recorded(step: int) -> None:
     """Nobody records a step of a loop that is all the script's own; it must not be silent."""
-    if not {"paceline.run", "paceline.record.step"} & set(sys.modules):
+    if not _recorders:
         print(
             f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
             f"paceline.Run. Here, put paceline.record_step(model, optimizer, step={step}, "

@@ -32,6 +32,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.wrapper import bare
 from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError, check_whole
+from paceline.observe import stopwatch
 from paceline.observe.run_folder import RunFolder
 from paceline.record import facts, schema
 from paceline.record.engines import (
@@ -80,6 +81,7 @@ def record_step(
             f"record_step() got a model of the type {type(model).__name__}.",
             advice="Wrap the model in paceline.DataParallel or DistributedDataParallel first.",
         )
+    stopwatch.note_recorder()
     check_whole("step", step)
     target = None if folder is None else RunFolder(folder)
     if target is not None:

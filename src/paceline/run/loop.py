@@ -161,10 +161,8 @@ class Run:
         if self._open is not None and self._open.state == "applied":
             self._report(self._open)
         self._save()
-        if not self._is_running:
-            self._report_checkpoints(wait=True)
-            if lost := self._context.saving.find_lost(self.step):
-                raise _not_saved(f"over, but {lost}")
+        if not self._is_running and (lost := self._find_lost()):
+            raise _not_saved(f"over, but {lost}")
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -243,13 +241,19 @@ class Run:
             generation = self.membership.generation
             if context.survival is not None and saving.is_on and saving.saved_step != self.step:
                 self._save()
-            self._report_checkpoints(wait=True)
-            what = "Asking what is saved"
-            lost = context.continuity.exchange(partial(saving.find_lost, self.step), what)[0]
-        if lost:
-            saving.saved_step = None  # so that another save tries again
+            lost = self._find_lost()
         if context.survival is not None:
             context.survival.finish()
+        return lost
+
+    def _find_lost(self) -> str:
+        """What to say of steps that no checkpoint holds, when all are written that can be."""
+        saving = self._context.saving
+        self._report_checkpoints(wait=True)
+        find = partial(saving.find_lost, self.step)
+        lost: str = self._context.continuity.exchange(find, "Asking what is saved")[0]
+        if lost:
+            saving.saved_step = None  # so that another save tries again
         return lost
 
     def _on_step_end(self, step: Step) -> None:

@@ -13,7 +13,7 @@ from paceline import env, record
 from paceline.comm.membership import Membership
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.observe import spans, stragglers
+from paceline.observe import spans, stopwatch, stragglers
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stragglers import Blame, StragglerDetector
 from paceline.record import StepRecording
@@ -31,6 +31,7 @@ class Watching:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder | None) -> None:
+        stopwatch.note_recorder()
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
         self.trace_step = config.options.trace_step or env.read_observation().trace_step
