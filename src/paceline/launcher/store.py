@@ -286,6 +286,8 @@ class StoreClient:
     def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
         self.prefix = prefix
         self.connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+        # Otherwise a request after one without an answer waits for the kernel's delayed receipt.
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ping = bytes([Query.PING]) + MAGIC
         self.connection.sendall(bytes([Query.VALIDATE]) + MAGIC + ping)
         if self._receive(4) != MAGIC:
