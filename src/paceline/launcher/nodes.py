@@ -218,7 +218,9 @@ class Rendezvous:
 
         def missing() -> str:
             try:
-                self.client = StoreClient(host, self.port, self.prefix, STORE_TIMEOUT_S)
+                self.client = StoreClient(
+                    host, self.port, self.prefix, STORE_TIMEOUT_S, self.server
+                )
             except OSError as error:
                 return f"a launcher to listen there ({error.strerror or error})"
             return ""

@@ -124,6 +124,15 @@ class StoreServer:
             self._thread = threading.Thread(target=self._serve, name="paceline store", daemon=True)
             self._thread.start()
 
+    def connect(self) -> socket.socket:
+        """A connection from inside this process, which no interface that goes down can cut."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        caller = Caller(ours)
+        self.callers.add(caller)
+        self._selector.register(ours, selectors.EVENT_READ, caller)
+        return theirs
+
     def clear(self, keep: str = "") -> None:
         """Forget what workers have left here, for those that come next."""
         kept = f"/{keep}/".encode()
@@ -283,11 +292,17 @@ def _text(value: bytes) -> bytes:
 class StoreClient:
     """What launchers of several machines ask their store. A store that is gone is an OSError."""
 
-    def __init__(self, host: str, port: int, prefix: str, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, prefix: str, timeout_s: float, server: StoreServer | None = None
+    ) -> None:
+        """`server` is the one to ask if it is in this process."""
         self.prefix = prefix
-        self.connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
-        # Otherwise a request after one without an answer waits for the kernel's delayed receipt.
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if server is not None:
+            self.connection = server.connect()
+        else:
+            self.connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+            # Otherwise a request after one without an answer waits for a delayed receipt.
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ping = bytes([Query.PING]) + MAGIC
         self.connection.sendall(bytes([Query.VALIDATE]) + MAGIC + ping)
         if self._receive(4) != MAGIC:
