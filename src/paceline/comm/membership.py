@@ -12,10 +12,10 @@ from typing import Any
 
 
 class NoGroup:
-    """Stands for a group where there is none: nobody else is there, and nobody is rank 0."""
+    """Stands for a group where there is none: alone, and writing for nobody."""
 
     def rank(self) -> int:
-        return -1
+        return 0
 
     def size(self) -> int:
         return 1
@@ -54,6 +54,14 @@ class Membership:
     @property
     def size(self) -> int:
         return int(self.group.size())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks, draws and writes for the group: rank 0, unless it is apart.
+
+        A worker that waits to be let into a training is alone, and must not write its files.
+        """
+        return self.rank == 0 and not isinstance(self.group, NoGroup)
 
     def follow(self, on_generation: Callable[[], None]) -> None:
         """Call this bound method at every new generation, in the order of following.

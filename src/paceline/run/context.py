@@ -53,7 +53,9 @@ class StepContext:
         link = None
         if members.group is dist.group.WORLD and dist.get_backend() == "gloo":
             link = Link.find()  # NCCL's groups are not formed anew yet
-        if link is not None and link.is_replacement:
+        self.is_replacement = link is not None and link.is_replacement
+        """Whether this worker joins a training that is under way."""
+        if self.is_replacement:
             members.move_on(NoGroup())
         self.size = members.size
         """Of the current generation, as a plain number because every step asks for it."""
@@ -110,13 +112,13 @@ class StepContext:
         if folder is not None:
             sinks.append(FolderSink(folder, world.rank, self.info, members))
         terminal = None
-        if members.rank == 0:
+        if members.leads:
             sinks += config.sinks
-        if members.rank == 0 or link is not None:
-            terminal = TerminalSink(options.progress, folder, draws=members.rank == 0)
+        if members.leads or link is not None:
+            terminal = TerminalSink(options.progress, folder, draws=members.leads)
         self.sinks = Sinks(sinks, terminal)
         self.metrics = Metrics(self.sinks.tell_step)
-        if members.rank == 0:
+        if members.leads:
             self.metrics.epoch = sums
         self.generators = Generators(device)
         self.generators.seed(config.seed, "between", position.step)

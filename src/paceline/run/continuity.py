@@ -25,16 +25,17 @@ class Continuity:
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        rank = context.membership.rank
-        self._led = rank == 0
+        self._led = context.membership.leads
         """Whether this worker was rank 0 so far, the one that writes."""
-        self._has_state = rank >= 0
+        self._has_state = not context.is_replacement
         """A replacement has none of its own."""
         self._results: list[list[Any]] = []
         """What the workers have told each other since the last step, in order."""
         self._asked = 0
         self._portions: Iterator[Portion] = iter(())
         self._ahead: Portion | None = None
+        self._dealt_in = -1
+        """The generation to whose members the steps are dealt."""
 
     def begin(self) -> None:
         """Hand out steps from where the run is."""
@@ -47,7 +48,13 @@ class Continuity:
     def deal(self) -> None:
         """Hand out the steps that are not applied, to the workers that are there now."""
         self._ahead = None
+        self._dealt_in = self._context.membership.generation
         self._portions = self._context.loader.portions(self._context.position)
+
+    def deal_to_members(self) -> None:
+        """Deal anew if somebody else has moved the membership on since."""
+        if self._dealt_in != self._context.membership.generation:
+            self.deal()
 
     def next_portion(self) -> Portion | None:
         """This worker's part of the next step; None after the last."""
@@ -111,8 +118,8 @@ class Continuity:
             merge(total, sums)
         return total
 
-    def leave_word(self, step: int) -> None:
-        """Write down what nobody else knows, before the sum that completes `step`."""
+    def leave_word(self) -> None:
+        """Write down what nobody else knows, before the sum that completes a step."""
         context, metrics = self._context, self._context.metrics
         assert context.survival is not None
         context.survival.write(
@@ -164,7 +171,7 @@ class Continuity:
                 merge(metrics.epoch, ledger["sums"])
                 if ledger["step"] + 1 == best:
                     merge(metrics.epoch, ledger["next"])
-        self.leave_word(best)
-        if members.rank == 0 and not self._led:
+        self.leave_word()
+        if members.leads and not self._led:
             context.take_over()
-        self._led = members.rank == 0
+        self._led = members.leads

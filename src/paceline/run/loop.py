@@ -182,7 +182,6 @@ class Run:
         context.sinks.tell("start", context.info, self.step, context.lines)
         context.watching.begin(members, context.sinks)
         continuity.begin()
-        generation = members.generation
         try:
             while (portion := continuity.next_portion()) is not None:
                 if self.options.handle_signals and not context.stop.before:
@@ -194,22 +193,19 @@ class Run:
                     if number := self._after(step):
                         status, reason = "stopped", f"stopped by {name_signal(number)}"
                         # A launcher that sees one worker leave would end the one that writes.
-                        self._report_checkpoints(wait=True)
                         lost = self._leave_together()
                         break
                 elif step.state == "lost":
                     continuity.regroup()
                 elif step.state == "failed":
-                    generation = -1
+                    continuity.deal()  # the same step comes again
                 else:
                     raise UsageError(
                         f"Step {step.number} was not run.",
                         advice="Run every step: `for step in run: with step: ...`; `break` ends "
                         "the loop.",
                     )
-                if generation != members.generation:  # or the same step comes again
-                    generation = members.generation
-                    continuity.deal()
+                continuity.deal_to_members()
             else:
                 context.update.finish()
                 lost = self._leave_together()

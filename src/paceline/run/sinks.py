@@ -152,7 +152,7 @@ class FolderSink:
         self._update(status=status, step=step)
 
     def _write_first(self, kind: str, **facts: Any) -> None:
-        if self._members.rank == 0:
+        if self._members.leads:
             self._events.write(kind, **facts)
         if self._is_over:  # an evaluation or a save after the loop
             self._events.close()
@@ -160,7 +160,7 @@ class FolderSink:
     def _update(self, **changes: Any) -> None:
         """Change `run.json`; a disk that is full now may have room later."""
         self._info_due_s = time.monotonic() + INFO_PERIOD_S
-        if self._members.rank != 0:
+        if not self._members.leads:
             return
         self._info = dataclasses.replace(self._info, updated=time.time(), **changes)
         try:

@@ -126,7 +126,7 @@ class Saving:
 
     def _open(self) -> None:
         folder, options = self._folder, self._options
-        if folder is not None and self._checkpoints is None and self._membership.rank == 0:
+        if folder is not None and self._checkpoints is None and self._membership.leads:
             self._lock = FolderLock(folder)
             self._checkpoints = Checkpoints(
                 folder.checkpoints,
@@ -173,7 +173,7 @@ class Saving:
             return
         folder = self._folder.path
         if there is None:
-            info = find_info(self._folder) if self._membership.rank == 0 else None
+            info = find_info(self._folder) if self._membership.leads else None
             keys = ("seed", "global_batch", "dataset_size")
             there = {} if info is None else {key: getattr(info, key) for key in keys}
         differences = [key for key in MUST_BE_EQUAL if key in there and there[key] != here[key]]
@@ -211,7 +211,7 @@ class Saving:
             return
         sums = add_up(metrics.sums_of_epoch, "Adding up the epoch so far")
         self.saved_step, self._has_metric = position.step, metric is not None
-        if self._checkpoints is not None and self._membership.rank == 0:
+        if self._checkpoints is not None and self._membership.leads:
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
             )
@@ -234,7 +234,7 @@ class Saving:
 
         Rank 0 knows; empty where nothing is lost.
         """
-        if not self.is_on or self._checkpoints is None or self._membership.rank != 0:
+        if not self.is_on or self._checkpoints is None or not self._membership.leads:
             return ""
         lost = step - self.written_step
         return f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)

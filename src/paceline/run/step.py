@@ -249,7 +249,7 @@ class Step:
         add = context.metrics.add if is_mean else context.metrics.add_sum
         add("loss", value, count)
         if context.survival is not None and shard is self._shards[-1]:
-            context.continuity.leave_word(self.number)
+            context.continuity.leave_word()
         try:
             context.update.backward(loss, factor)
         except PeerError:
