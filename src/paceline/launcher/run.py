@@ -105,7 +105,7 @@ class LocalRun:
     """This machine's part of a run: what stays the same when the workers are restarted."""
 
     def __init__(self, options: LaunchOptions, stack: ExitStack) -> None:
-        self.options = options
+        self.options, self.stack = options, stack
         self.local_size = count_workers(options.nproc_per_node)
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
@@ -178,11 +178,18 @@ class LocalRun:
         )
         if self.template is None and self._wants_template(first.local_size):
             self.template = Template(python_argv(os.environ), specs[0].environment)
+            self.stack.callback(self.template.close)
         generations = None
         if first.is_single_node and not self.options.no_survive and sys.platform == "linux":
+            if self.options.min_workers > len(specs):
+                raise UsageError(
+                    f"--min-workers is {self.options.min_workers}, but there are {len(specs)} "
+                    "workers.",
+                    advice="Use a number from 1 to that of --workers.",
+                )
             roster = Roster(
                 size=len(specs),
-                min_workers=min(self.options.min_workers, len(specs)),
+                min_workers=self.options.min_workers,
                 max_replacements=self.options.max_restarts,
             )
             generations = Generations(roster, lambda text: say(f"paceline: {text}\n"))

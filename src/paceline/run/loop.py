@@ -332,7 +332,13 @@ class Run:
         samples, self._epoch_samples = self._epoch_samples, 0
         context.sinks.tell("epoch", Summary(step.epoch, step.number, metrics, seconds, samples))
         if context.noise is not None:
-            estimate = context.noise.read(self.membership.group)
+            estimate = None
+            try:
+                estimate = context.noise.read(self.membership.group)
+            except PeerError:  # what the dead one had measured is gone: say nothing this time
+                if context.survival is None:
+                    raise
+                context.continuity.regroup()
             if estimate is not None:
                 scale, advice = estimate.noise_scale, estimate.advice
                 facts = {"step": step.number, "noise_scale": scale, "advice": advice}

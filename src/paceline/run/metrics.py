@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import comm
-from paceline.comm.membership import Membership
 from paceline.errors import UsageError
 from paceline.update import HostCopy
 
@@ -136,17 +134,6 @@ def merge(into: Sums, sums: Mapping[str, Any]) -> None:
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items() if count}
-
-
-def gather(members: Membership, sums: Sums, what: str) -> Sums:
-    """The sums of all workers, added in rank order and so equal everywhere to the last bit."""
-    if members.size == 1:
-        return sums
-    added: Sums = {}
-    plain = {name: [repr(total), repr(count)] for name, (total, count) in sums.items()}
-    for theirs in comm.exchange(members.group, plain, members.word_device, what):
-        merge(added, {name: [float(t), float(c)] for name, (t, c) in theirs.items()})
-    return added
 
 
 def _together(tensors: list[Tensor]) -> HostCopy | list[float]:

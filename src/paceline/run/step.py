@@ -60,7 +60,6 @@ class Step:
         """What the optimizer's first group learns with in this step, where it is a plain number."""
         self.phases: dict[str, float] = {}
         """Where that went, as far as the host sees it: of a GPU the loading of data only."""
-        self._shards = portion.shards
         self._context, self._on_end = context, on_end
         self._around = ExitStack()
         self._recording: StepRecording | None = None

@@ -46,7 +46,6 @@ class Groups:
         """`connections` are those of the group that is there now."""
         self._store, self._connections = store, connections
         self._backend, self._timeout = backend, timeout
-        self._before: list[str] = []
 
     def meet(self, number: int, rank: int, size: int) -> Meeting:
         return Meeting(self._store, number, rank, size)
