@@ -110,6 +110,13 @@ def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | N
     return given if is_for_us else None  # a child of the worker's must not speak for it
 
 
+def take_survival() -> dict[str, Any] | None:
+    """The same, once: whoever asks next gets None."""
+    given = read_survival()
+    os.environ.pop(SURVIVAL_VARIABLE, None)
+    return given
+
+
 def joins_running() -> bool:
     """Whether this worker replaces one of a training that is under way."""
     given = read_survival()
@@ -297,13 +304,13 @@ def step_file(error_file: str) -> str:
     return os.path.join(os.path.dirname(error_file), "step")
 
 
-def open_step_note(environ: Mapping[str, str] = os.environ) -> mmap.mmap | None:
-    """Eight bytes for this worker's step, which its launcher finds however it ends."""
+def open_step_note(environ: Mapping[str, str] = os.environ) -> memoryview | None:
+    """One number for this worker's step, which its launcher finds however it ends."""
     if FAILURE_VARIABLE in environ and "TORCHELASTIC_ERROR_FILE" in environ:
         path = step_file(environ["TORCHELASTIC_ERROR_FILE"])
         with suppress(OSError), open(path, "wb+") as file:
             file.truncate(8)
-            return mmap.mmap(file.fileno(), 8)
+            return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
     return None
 
 

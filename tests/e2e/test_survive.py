@@ -41,6 +41,8 @@ optimizer.register_step_pre_hook(lambda *_: strike(current[0], "commit"))
 run = paceline.Run(net, optimizer, data(), global_batch=12, epochs=3, shards=4,
                    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
                    folder=here / "run", options=paceline.RunOptions(progress="plain"))
+before = run.evaluate(lambda batch: {"mean": batch[0].mean()})  # a replacement does it alone
+assert abs(before["mean"] - data().tensors[0].mean()) < 1e-9
 for step in run:
     current[0] = step.number
     with step:
@@ -56,6 +58,12 @@ for step in run:
             return {"mean": run.model(batch[0]).mean()}
         run.evaluate(score)
 torch.save([net.state_dict(), run.step], here / f"end{rank}.pt")
+other, optimizer = build()
+again = paceline.Run(other, optimizer, data(), global_batch=12, epochs=1, shards=4)
+for step in again:
+    with step:
+        for x, y in step.batches():
+            step.backward(cross_entropy(again.model(x), y))
 """
 
 MODEL = """
@@ -181,6 +189,12 @@ def test_without_survivors_a_run_continues_from_its_checkpoint(tmp_path: Path) -
     torch.testing.assert_close(
         torch.load(tmp_path / "end0.pt")[0], reference()[0], rtol=1e-9, atol=1e-11
     )
+
+
+def test_more_workers_than_there_are_cannot_be_waited_for(tmp_path: Path) -> None:
+    done = paceline_run(tmp_path, "--workers", 2, "--min-workers", 3, prepare(tmp_path, []))
+    assert done.returncode == 2
+    assert "--min-workers is 3, but there are 2 workers" in done.stderr
 
 
 def test_the_first_death_ends_a_run_that_is_not_to_survive(tmp_path: Path) -> None:

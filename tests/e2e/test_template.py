@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from paceline.launcher.template import Template, TemplateError
 
 SCRIPT = """
 import json, os, signal, sys, threading
@@ -33,6 +39,14 @@ facts = {
 }
 print(json.dumps([facts, numpy.random.random()]))
 """
+
+
+def test_a_template_that_is_closed_is_gone_and_says_so(tmp_path: Path) -> None:
+    template = Template([sys.executable], os.environ)
+    template.close()
+    assert template._process.returncode == -signal.SIGKILL
+    with pytest.raises(TemplateError):
+        template.start(["script.py"], {}, {0: 0}, leads_group=True)
 
 
 def facts_of(folder: Path, *flags: str) -> tuple[list[Any], list[float]]:

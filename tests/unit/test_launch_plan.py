@@ -284,6 +284,8 @@ def test_workers_are_counted_by_number_or_by_core() -> None:
         ({"master_port": "-1"}, "is -1.*\n.*from 0 to 65535"),
         ({"max_restarts": "-1"}, "--max-restarts is -1"),
         ({"max_restarts": "x"}, "'x'.*\n.*a whole number"),
+        ({"min_workers": "0"}, "--min-workers is 0.\n.*from 1 to 4096"),
+        ({"min_workers": "-1"}, "--min-workers is -1"),
         ({"shutdown_timeout": "-1"}, "number of seconds"),
         ({"monitor_interval": "nan"}, "number of seconds"),
         ({"redirects": "4"}, "is .*\n.*0 none, 1 stdout"),

@@ -11,7 +11,8 @@ from dataclasses import asdict
 import pytest
 
 from paceline.env import SURVIVAL_VARIABLE as VARIABLE
-from paceline.survive.link import SLOT_BYTES, Generation, Ledger, Link
+from paceline.launcher.generations import Line
+from paceline.survive.link import SLOT_BYTES, Generation, Ledger, Link, receive, send
 
 
 @pytest.fixture
@@ -53,6 +54,39 @@ def test_a_process_started_by_a_worker_does_not_speak_for_it(
     given = {"pid": os.getpid() + 1, "line": 0, "ledger": 0, "is_replacement": False}
     monkeypatch.setenv(VARIABLE, json.dumps(given))
     assert Link.find() is None
+
+
+@pytest.mark.parametrize("length", [10, SLOT_BYTES, 10**6])
+def test_a_message_of_any_length_arrives_and_leaves_nothing_open(length: int) -> None:
+    launcher, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with launcher, worker:
+        before = len(os.listdir("/proc/self/fd"))
+        for end, other in ((launcher, worker), (worker, launcher)):
+            send(end, {"text": "x" * length})
+            assert receive(other) == {"text": "x" * length}
+        assert len(os.listdir("/proc/self/fd")) == before
+        launcher.close()
+        assert receive(worker) is None
+
+
+def test_the_line_is_for_the_first_run_of_a_replacement_which_hears_the_facts_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = Line.open()
+    send(line.socket, {"seed": 3})
+    numbers = {"line": line.theirs[0], "ledger": line.theirs[1]}
+    given = {"pid": os.getpid(), "is_replacement": True, **numbers}
+    monkeypatch.setenv(VARIABLE, json.dumps(given))
+    link = Link.find()
+    assert link is not None
+    assert (link.is_replacement, link.facts) == (True, {"seed": 3})
+    assert Link.find() is None
+    link.tell("ready")
+    assert receive(line.socket) == {"said": "ready"}
+    line.close()
+    link.ledger.close()
+    for number in line.theirs:
+        os.close(number)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "3"])

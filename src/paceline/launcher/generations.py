@@ -6,14 +6,13 @@ the workers, the ledgers of the dead, and what a person reads of it.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.survive.link import MESSAGE_BYTES, Ledger
+from paceline.survive.link import Ledger, receive, send
 from paceline.survive.roster import Announce, GiveUp, Order, RestartAll, Roster, Start, Stop
 
 
@@ -29,6 +28,7 @@ class Line:
     @classmethod
     def open(cls) -> Line:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)  # a worker that is stopped must not stop the launcher
         descriptor = Ledger.create()
         return cls(ours, Ledger(descriptor), (theirs.detach(), descriptor))
 
@@ -62,14 +62,12 @@ class Generations:
 
     def on_word(self, seat: int) -> None:
         """A worker says something."""
-        try:
-            data = self.lines[seat].socket.recv(MESSAGE_BYTES)
-        except OSError:
-            return
-        if not data:
-            return
-        match json.loads(data):
-            case {"said": "joined", "generation": int(number)} as message:
+        while (message := receive(self.lines[seat].socket)) is not None:
+            self._hear(seat, message)
+
+    def _hear(self, seat: int, message: dict[str, Any]) -> None:
+        match message:
+            case {"said": "joined", "generation": int(number)}:
                 self.is_on = True
                 self.facts = message.get("facts", self.facts)
                 for name in message.get("taken", ()):
@@ -84,13 +82,34 @@ class Generations:
                 self._finished.add(seat)
                 self._carry_out(self.roster.on_finished(seat))
 
-    def on_exit(self, seat: int, how: str, *, is_kill: bool, is_error: bool) -> bool:
-        """A worker has ended, by an error of its own or not; whether others can continue."""
-        if not self.is_on or seat not in self.lines or seat in self._finished:
-            return False
+    def open_line(self, seat: int) -> Line:
+        """The line to a worker that is about to be started."""
+        line = self.lines[seat] = Line.open()
+        if self.is_on:
+            send(line.socket, self.facts)
+        return line
+
+    def close_line(self, seat: int) -> dict[str, Any]:
+        """Hear the last words of a worker that has ended; its ledger."""
+        self.on_word(seat)
         line = self.lines.pop(seat)
-        ledger, step = line.ledger.read(), line.ledger.step
+        ledger = line.ledger.read()
         line.close()
+        return ledger
+
+    def on_exit(
+        self,
+        seat: int,
+        ledger: dict[str, Any],
+        how: str,
+        *,
+        step: int,
+        is_kill: bool,
+        is_error: bool,
+    ) -> bool:
+        """A worker has ended early, by an error of its own or not; whether others can continue."""
+        if not self.is_on or seat in self._finished:
+            return False
         was_member = seat in self.roster.members
         if was_member:
             for name in ledger.get("taken", ()):
@@ -149,7 +168,7 @@ class Generations:
                 "inherited": self._left if rank == 0 else {},
             }
             try:
-                self.lines[seat].socket.send(json.dumps(message).encode())
+                send(self.lines[seat].socket, message)
             except (OSError, KeyError):
                 continue  # its end will be heard of next
 

@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -275,8 +275,8 @@ def read_step(error_file: str) -> int:
     """The last step that a worker began, if it runs a `Run`; else 0."""
     try:
         with open(step_file(error_file), "rb") as file:
-            return int(struct.unpack("<q", file.read(8))[0])
-    except (OSError, struct.error):
+            return int.from_bytes(file.read(8), sys.byteorder)
+    except OSError:
         return 0
 
 

@@ -26,7 +26,7 @@ from paceline.comm.sockets import interface_towards
 from paceline.env import Placement, loopback_interface
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
-from paceline.launcher.generations import Generations, Line
+from paceline.launcher.generations import Generations
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
@@ -165,6 +165,12 @@ class LocalRun:
         look_elsewhere: Callable[[], str] | None = None,
     ) -> Ending:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
+        least = self.options.min_workers
+        if least > first.size:
+            raise UsageError(
+                f"--min-workers is {least}, but there are {first.size} workers.",
+                advice="Use a number from 1 to that of --workers.",
+            )
         is_local = first.is_on_loopback
         specs = plan_workers(
             self.options,
@@ -181,15 +187,9 @@ class LocalRun:
             self.stack.callback(self.template.close)
         generations = None
         if first.is_single_node and not self.options.no_survive and sys.platform == "linux":
-            if self.options.min_workers > len(specs):
-                raise UsageError(
-                    f"--min-workers is {self.options.min_workers}, but there are {len(specs)} "
-                    "workers.",
-                    advice="Use a number from 1 to that of --workers.",
-                )
             roster = Roster(
                 size=len(specs),
-                min_workers=self.options.min_workers,
+                min_workers=least,
                 max_replacements=self.options.max_restarts,
             )
             generations = Generations(roster, lambda text: say(f"paceline: {text}\n"))
@@ -227,13 +227,12 @@ class LocalRun:
         """Start a worker as a program of its own."""
         survival: dict[str, Any] = {}
         if generations is not None:
-            line = generations.lines[spec.rank] = Line.open()
+            line = generations.open_line(spec.rank)
             pipes.theirs += line.theirs
             survival = {
                 "line_fd": line.theirs[0],
                 "ledger_fd": line.theirs[1],
                 "is_replacement": generations.is_on,
-                "facts": generations.facts,
             }
         instructions = Instructions(
             parent=os.getpid(),

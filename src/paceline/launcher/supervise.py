@@ -206,6 +206,9 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(before.pipes.status_fd)
         before.close()
+        for path in (before.error_file, env.step_file(before.error_file)):
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # or the next one's end would be taken for this one's
         self.workers.remove(before)
         self._start_one(next(spec for spec in self.specs if spec.rank == seat))
         self._set_guard()
@@ -242,22 +245,10 @@ class Supervisor:
         self.alive.remove(worker)
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
-        line = None if self.generations is None else self.generations.lines.get(worker.rank)
-        if line is not None:
-            self.selector.unregister(line.socket.fileno())
-        if not self.ending_since_ns and self.generations is not None and line is not None:
-            error = read_error(worker.error_file)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            how = f"raised {error['summary'].partition(chr(10))[0]}" if error else how
-            how = f"was {worker.accused}" if worker.accused else how
-            self.generations.on_word(worker.rank)
-            is_early = code != 0 or worker.rank in self.generations.roster.members
-            if is_early and self.generations.on_exit(
-                worker.rank, how, is_kill=code == -9 and not error, is_error=bool(error)
-            ):
-                worker.send(signal.SIGKILL)  # what it has started
-                return
-        error = read_error(worker.error_file)
+        error, step = read_error(worker.error_file), read_step(worker.error_file)
+        if self._is_survived(worker, code, error, step):
+            worker.send(signal.SIGKILL)  # what it has started
+            return
         if worker.accused:
             error = {"summary": worker.accused}
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
@@ -268,11 +259,32 @@ class Supervisor:
             rank=worker.rank,
             exit_code=code,
             ended_by_launcher=not by_itself,
-            step=read_step(worker.error_file),
+            step=step,
             **(noticed | error if by_itself else noticed),
         )
         if end.failed:
             self.on_failure(end.is_secondary)
+
+    def _is_survived(
+        self, worker: WorkerProcess, code: int, error: dict[str, Any], step: int
+    ) -> bool:
+        """Whether the others continue without a worker that has ended."""
+        generations, rank = self.generations, worker.rank
+        if generations is None:
+            return False
+        self.selector.unregister(generations.lines[rank].socket.fileno())
+        ledger = generations.close_line(rank)
+        is_member = rank in generations.roster.members
+        if self.ending_since_ns or (code == 0 and not is_member):
+            return False
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if error:
+            lines = error["summary"].splitlines()
+            how = f"raised {' '.join(lines[:1] if is_member else lines)}"
+        how = f"was {worker.accused}" if worker.accused else how
+        return generations.on_exit(
+            rank, ledger, how, step=step, is_kill=code == -9 and not error, is_error=bool(error)
+        )
 
     def on_failure(self, is_secondary: bool) -> None:
         if not is_secondary:

@@ -64,7 +64,7 @@ class Template:
 
     def __init__(self, python: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it, as `python` says how Python is started; it imports while others work."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _adopt_orphans(True)
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(START_TIMEOUT_S)
         self._is_ready = False
@@ -123,6 +123,12 @@ class Template:
         self._line.close()
         self._process.kill()
         self._process.wait()
+        _adopt_orphans(False)
+
+
+def _adopt_orphans(is_wanted: bool) -> None:
+    """Whether a process whose parent ends, below this one, becomes a child of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted))
 
 
 def main(line_fd: int, launcher: int) -> None:

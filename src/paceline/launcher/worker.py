@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
@@ -63,7 +63,6 @@ class Instructions:
     ledger_fd: int = -1
     """Memory in which this worker leaves what others need if it dies."""
     is_replacement: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def take(cls) -> Instructions:
@@ -92,7 +91,6 @@ def main(arguments: list[str]) -> int:
                 "line": instructions.line_fd,
                 "ledger": instructions.ledger_fd,
                 "is_replacement": instructions.is_replacement,
-                "facts": instructions.facts,
             }
         )
     if instructions.kind == "program":

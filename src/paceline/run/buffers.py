@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline import comm
 from paceline.comm.membership import Membership
-from paceline.run.state import copy_from_rank_0
+from paceline.run.state import copy_from
 
 
 class Buffers:
@@ -122,7 +122,7 @@ class Buffers:
 
     def _copy_live(self, what: str) -> None:
         tensors = [self._module.get_buffer(name).data for name in sorted(self.live)]
-        copy_from_rank_0(self._membership, tensors, what)
+        copy_from(self._membership, 0, tensors, what)
         for name in self.live:
             self._marks.pop(name, None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -93,7 +92,8 @@ class StepContext:
         agreed = {**self.facts, **config.to_agree_on(), "trace_step": self.watching.trace_step}
         _refuse_different_facts(members, agreed)
         if link is not None and link.is_replacement:
-            _refuse_differences([link.facts, json.loads(json.dumps(agreed))])
+            ours = json.loads(json.dumps(agreed))
+            _refuse_difference(link.facts, ours, "in the run", "in a worker that would join it")
         if self.saving.is_on:
             self.state.check_savable()
         with ExitStack() as undo:
@@ -261,18 +261,18 @@ def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:
     """All workers must have been started with the same arguments."""
     if members.size == 1:
         return
-    _refuse_differences(
-        comm.exchange(members.group, facts, members.word_device, "Comparing the runs")
-    )
-
-
-def _refuse_differences(everyone: Sequence[dict[str, Any]]) -> None:
+    everyone = comm.exchange(members.group, facts, members.word_device, "Comparing the runs")
     for rank, theirs in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if theirs[key] != value:
-                raise DesyncError(
-                    "The workers were started with different arguments.",
-                    f"First difference: {key} is {value!r} on rank 0, {theirs[key]!r} on rank "
-                    f"{rank}.",
-                    "Pass the same to Run on every worker.",
-                )
+        _refuse_difference(everyone[0], theirs, "on rank 0", f"on rank {rank}")
+
+
+def _refuse_difference(
+    facts: dict[str, Any], others: dict[str, Any], where: str, elsewhere: str
+) -> None:
+    for key, value in facts.items():
+        if others[key] != value:
+            raise DesyncError(
+                "The workers were started with different arguments.",
+                f"First difference: {key} is {value!r} {where}, {others[key]!r} {elsewhere}.",
+                "Pass the same to Run on every worker.",
+            )

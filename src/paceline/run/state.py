@@ -150,13 +150,18 @@ class Saving:
                 saved = self._checkpoints.load()
             except Exception as error:
                 problem = error
-        text = "" if problem is None else str(problem)
-        found = _hand_out(self._membership, saved, text)
+        # The folder may be on rank 0's disk alone.
+        mine = None if saved is None else (saved.state, saved.facts)
+        why_not = "" if problem is None else str(problem)
+        what = "Handing out the checkpoint"
+        found, why_not = hand_over(self._membership, (mine, why_not), 0, what)
         if problem is not None:
             raise problem
+        if why_not:
+            raise CheckpointError(f"Rank 0 cannot begin: {why_not}")
         if found is not None:
             self.saved_step = position_in(found[0]).step
-        return found
+        return found  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         """Have the folder to ourselves until `end`."""
@@ -283,42 +288,12 @@ class FolderLock:
         self.give_up()
 
 
-def _hand_out(
-    members: Membership, saved: Saved | None, problem: str
-) -> tuple[Any, dict[str, Any]] | None:
-    """Rank 0's checkpoint, or None, on every worker: the folder may be on rank 0's disk alone.
-
-    `problem` says why rank 0 could not load one; then every other worker raises.
-    """
-    if members.size == 1:
-        return None if saved is None else (saved.state, saved.facts)
-    what = "Handing out the checkpoint"
-    tensors, skeleton = take_apart(saved.state) if saved is not None else ({}, b"")
-    shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    text = skeleton.decode("utf-8", "surrogatepass")
-    mine = None if saved is None else [text, shapes, saved.facts]
-    everyone = comm.exchange(members.group, [mine, problem], members.word_device, what)
-    first, problem = everyone[0]
-    if problem and members.rank != 0:
-        raise CheckpointError(f"Rank 0 cannot begin: {problem}")
-    if first is None:
-        return None
-    text, shapes, facts = first
-    if saved is None:
-        tensors = {
-            name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
-            for name, (dtype, shape) in shapes.items()
-        }
-    copy_from_rank_0(members, list(tensors.values()), what)
-    if saved is not None:
-        return saved.state, facts
-    return put_together(text.encode("utf-8", "surrogatepass"), tensors, what), facts
-
-
-def hand_over(members: Membership, state: Any, root: int, what: str) -> Any:
-    """The state that rank `root` has, on every worker; the others pass None."""
+def hand_over(members: Membership, value: Any, root: int, what: str) -> Any:
+    """The value that rank `root` has, on every worker; what the others pass is not looked at."""
     is_root = members.rank == root
-    tensors, skeleton = take_apart(state) if is_root else ({}, b"")
+    if members.size == 1:
+        return value
+    tensors, skeleton = take_apart(value) if is_root else ({}, b"")
     shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
     text, shapes = comm.exchange(members.group, mine, members.word_device, what)[root]
@@ -327,20 +302,15 @@ def hand_over(members: Membership, state: Any, root: int, what: str) -> Any:
             name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
             for name, (dtype, shape) in shapes.items()
         }
+    copy_from(members, root, list(tensors.values()), what)
+    return value if is_root else put_together(text.encode("utf-8", "surrogatepass"), tensors, what)
+
+
+def copy_from(members: Membership, root: int, tensors: Sequence[Tensor], what: str) -> None:
+    """Overwrite the tensors with those of rank `root`, some megabytes at a time."""
     broadcast_tensors(
         lambda flat: comm.broadcast(members.group, flat, root, what),
-        list(tensors.values()),
-        is_root=is_root,
-        device=members.word_device,
-    )
-    return state if is_root else put_together(text.encode("utf-8", "surrogatepass"), tensors, what)
-
-
-def copy_from_rank_0(members: Membership, tensors: Sequence[Tensor], what: str) -> None:
-    """Overwrite the tensors with rank 0's, some megabytes at a time."""
-    broadcast_tensors(
-        lambda flat: comm.broadcast(members.group, flat, 0, what),
         tensors,
-        is_root=members.rank == 0,
+        is_root=members.rank == root,
         device=members.word_device,
     )

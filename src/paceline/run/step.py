@@ -9,7 +9,6 @@ with step:                                   begin: gradients cleared, state rem
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -98,12 +97,10 @@ class Step:
     def _begin(self) -> None:
         """Clear the gradients, and remember what has to be put back if this fails."""
         context = self._context
-        if context.survival is not None:
-            context.survival.on_step(self.number)
         context.update.begin(self.number)
         context.model._begin_step(self.number)
         if context.step_note is not None:
-            struct.pack_into("<q", context.step_note, 0, self.number)
+            context.step_note[0] = self.number
         self.state = "open"
         lr = context.config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None

@@ -1,8 +1,8 @@
 """What launcher and worker tell each other, and what a worker leaves behind.
 
-They talk through a pair of sockets, one short JSON message at a time. What the launcher must know
-of a worker that was killed lies in memory that both have mapped: writing there wakes nobody, so it
-can be done in every step, and it outlives the worker.
+They talk through a pair of sockets, one JSON message at a time. What others need of a worker that
+was killed lies in memory that the launcher has mapped too: writing there wakes nobody, so it can be
+done in every step, and it outlives the worker.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,18 +36,43 @@ class Generation:
     """The ledgers of workers that died, by name; on rank 0 only."""
 
 
+def send(line: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message of any length; one that a socket would not take travels as a file."""
+    data = json.dumps(message).encode()
+    if len(data) <= MESSAGE_BYTES:
+        line.send(data)
+        return
+    with open(os.memfd_create("paceline-message", os.MFD_CLOEXEC), "wb") as file:
+        file.write(data)
+        file.flush()
+        socket.send_fds(line, [b"f"], [file.fileno()])
+
+
+def receive(line: socket.socket) -> dict[str, Any] | None:
+    """The next message; None when there is none to come, or on a line that does not wait, yet."""
+    try:
+        data, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 1)
+    except OSError:
+        return None
+    for number in files:
+        with open(number, "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return json.loads(data) if data else None
+
+
 class Ledger:
-    """A page of a worker: how far it is, and what only it knows.
+    """A page of a worker: what only it knows.
 
     Two slots take turns, and the number of the one that is complete is written last: whenever
     the worker is killed, what it wrote before is whole.
     """
 
-    BYTES = 2 * _WORD_BYTES + 2 * SLOT_BYTES
+    BYTES = _WORD_BYTES + 2 * SLOT_BYTES
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, self.BYTES)
-        self._words = memoryview(self._memory)[: 2 * _WORD_BYTES].cast("Q")
+        self._words = memoryview(self._memory)[:_WORD_BYTES].cast("Q")
 
     @classmethod
     def create(cls) -> int:
@@ -55,22 +81,13 @@ class Ledger:
         os.ftruncate(descriptor, cls.BYTES)
         return descriptor
 
-    @property
-    def step(self) -> int:
-        """The step that the worker is in, or was in last."""
-        return self._words[1]
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self._words[1] = number
-
     def write(self, value: dict[str, Any]) -> None:
         """Replace what is there; what is too long to be kept leaves the old value."""
         data = json.dumps(value).encode()
         if len(data) + _WORD_BYTES > SLOT_BYTES:
             return
         turn = self._words[0] + 1
-        start = 2 * _WORD_BYTES + turn % 2 * SLOT_BYTES
+        start = _WORD_BYTES + turn % 2 * SLOT_BYTES
         record = len(data).to_bytes(_WORD_BYTES, "little") + data
         self._memory[start : start + len(record)] = record
         self._words[0] = turn
@@ -79,7 +96,7 @@ class Ledger:
         turn = self._words[0]
         if not turn:
             return {}
-        start = 2 * _WORD_BYTES + turn % 2 * SLOT_BYTES
+        start = _WORD_BYTES + turn % 2 * SLOT_BYTES
         length = int.from_bytes(self._memory[start : start + _WORD_BYTES], "little")
         data = self._memory[start + _WORD_BYTES : start + _WORD_BYTES + min(length, SLOT_BYTES)]
         try:
@@ -114,28 +131,25 @@ class Link:
 
     @classmethod
     def find(cls) -> Link | None:
-        """The line that this process was started with, if its launcher keeps trainings alive."""
-        given = env.read_survival()
+        """The line that this process was started with, if its launcher keeps trainings alive.
+
+        It is for the first run of a process: a replacement could not begin with a later one.
+        """
+        given = env.take_survival()
         if given is None:
             return None
-        line = socket.socket(fileno=os.dup(given["line"]))
-        return cls(line, Ledger(given["ledger"]), given["is_replacement"], given["facts"])
+        # A copy: the line stays open as long as the process, whatever becomes of the run.
+        line, is_replacement = socket.socket(fileno=os.dup(given["line"])), given["is_replacement"]
+        facts = receive(line) if is_replacement else None
+        return cls(line, Ledger(given["ledger"]), is_replacement, facts)
 
     def tell(self, what: str, **values: Any) -> None:
         """Say something; a launcher that is gone ends this process soon enough."""
-        try:
-            self._line.send(json.dumps({"said": what, **values}).encode())
-        except OSError:
-            return
+        with suppress(OSError):
+            send(self._line, {"said": what, **values})
 
     def announcements(self) -> Iterator[Generation]:
         """Every generation that is announced, as it is; ends with the launcher."""
-        while True:
-            try:
-                data = self._line.recv(MESSAGE_BYTES)
-            except OSError:
-                return
-            if not data:
-                return
-            self.newest = Generation(**json.loads(data))
+        while (message := receive(self._line)) is not None:
+            self.newest = Generation(**message)
             yield self.newest

@@ -100,10 +100,6 @@ class Survival:
             self._link.tell("joined", generation=self.number, taken=list(self.taken))
             return
 
-    def on_step(self, number: int) -> None:
-        """This worker begins a step."""
-        self._link.ledger.step = number
-
     def finish(self) -> None:
         """Everything is done: from now on this worker may end."""
         self._link.tell("finished")
