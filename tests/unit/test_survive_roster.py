@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from paceline.survive.roster import Announce, GiveUp, Order, RestartAll, Roster, Start, Stop
+from paceline.survive.roster import (
+    Announce,
+    Dismiss,
+    GiveUp,
+    Order,
+    RestartAll,
+    Roster,
+    Start,
+    Stop,
+)
 
 NOW_S = 100.0
 
@@ -154,6 +163,19 @@ def test_who_has_finished_takes_part_in_nothing_any_more() -> None:
     roster.on_finished(0)
     assert die(roster, 1)[0] == Announce(1, (2,), is_urgent=True)
     assert die(roster, 0) == []
+
+
+def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() -> None:
+    roster = formed(4)
+    die(roster, 0)
+    die(roster, 1)
+    for seat in (2, 3):
+        roster.on_joined(seat, 2)
+    assert roster.on_ready(1) == [Announce(3, (2, 3, 1), is_urgent=False)]
+    assert roster.on_finished(2) == [Dismiss(0), Dismiss(1)]
+    assert roster.on_finished(3) == []
+    assert roster.on_ready(0) == []
+    assert die(roster, 1) == []
 
 
 def test_a_run_can_grow() -> None:

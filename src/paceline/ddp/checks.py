@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import Any
 
 import torch
@@ -123,10 +123,14 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite the tensors with the root's, in as few messages as sensible.
 
-    `broadcast` sends bytes on `device`; None: on the tensors' own.
+    `broadcast` sends bytes on `device`, whatever devices the tensors of a rank are on; None: on the
+    tensors' own, which are then alike everywhere.
     """
-    for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES):
-        flat = torch.cat([_as_bytes(tensor) for tensor in chunk]).to(device=device)
+    by_device = device is None
+    for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES, by_device=by_device):
+        runs = groupby(chunk, lambda tensor: tensor.device)
+        parts = [torch.cat([_as_bytes(t) for t in run]).to(device=device) for _, run in runs]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         broadcast(flat)
         if is_root:
             continue
@@ -138,13 +142,19 @@ def broadcast_tensors(
             start = stop
 
 
-def _chunks(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one device, each of at most `limit_bytes` unless one alone is larger."""
+def _chunks(
+    tensors: Sequence[Tensor], limit_bytes: int, *, by_device: bool
+) -> Iterator[list[Tensor]]:
+    """Runs of tensors, each of at most `limit_bytes` unless one alone is larger.
+
+    `by_device`: and of one device each.
+    """
     chunk: list[Tensor] = []
     filled = 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        if chunk and (filled + nbytes > limit_bytes or tensor.device != chunk[0].device):
+        is_elsewhere = by_device and bool(chunk) and tensor.device != chunk[0].device
+        if chunk and (filled + nbytes > limit_bytes or is_elsewhere):
             yield chunk
             chunk, filled = [], 0
         chunk.append(tensor)

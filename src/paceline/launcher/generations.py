@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.survive.link import Ledger, receive, send
-from paceline.survive.roster import Announce, GiveUp, Order, RestartAll, Roster, Start, Stop
+from paceline.survive.roster import (
+    Announce,
+    Dismiss,
+    GiveUp,
+    Order,
+    RestartAll,
+    Roster,
+    Start,
+    Stop,
+)
 
 
 @dataclass
@@ -48,6 +57,8 @@ class Generations:
     """Of the run, as its first workers told them."""
     starts: list[Start] = field(default_factory=list)
     """Replacements that are to be started when their time has come."""
+    dismissed: set[int] = field(default_factory=set)
+    """Replacements that came too late, and are to be ended."""
     is_over: bool = False
     """Nobody can continue, or nobody should."""
     lost_in: int = 0
@@ -108,6 +119,8 @@ class Generations:
         is_error: bool,
     ) -> bool:
         """A worker has ended early, by an error of its own or not; whether others can continue."""
+        if seat in self.dismissed:
+            return True
         if not self.is_on or seat in self._finished:
             return False
         was_member = seat in self.roster.members
@@ -126,7 +139,7 @@ class Generations:
         self._carry_out(orders)
         if not self.roster.members and not is_error:
             self.lost_in = step
-        return not self.is_over
+        return not self.is_over and (bool(self.roster.members) or not self.roster.is_finished)
 
     @property
     def due_s(self) -> float | None:
@@ -150,6 +163,9 @@ class Generations:
                     self._announce(order)
                 case Start():
                     self.starts.append(order)
+                case Dismiss(seat):
+                    self.starts = [start for start in self.starts if start.seat != seat]
+                    self.dismissed.add(seat)
                 case GiveUp(seat, reason):
                     self.say(f"worker {seat} is not replaced: {reason}.")
                 case Stop(reason):

@@ -193,6 +193,9 @@ class Supervisor:
         if self.generations is not None and not self.ending_since_ns:
             for seat in self.generations.take_starts():
                 self._replace(seat)
+            for worker in self.alive:
+                if worker.rank in self.generations.dismissed:
+                    worker.send(signal.SIGKILL)
 
     def _replace(self, seat: int) -> None:
         """Start a worker in the place of one that has ended."""

@@ -65,7 +65,14 @@ class GiveUp:
     reason: str
 
 
-Order = Announce | Start | RestartAll | Stop | GiveUp
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """End a replacement for which nothing is left to do."""
+
+    seat: int
+
+
+Order = Announce | Start | RestartAll | Stop | GiveUp | Dismiss
 
 
 class _State(Enum):
@@ -101,6 +108,8 @@ class Roster:
     is_held: bool = False
     """Too few are left: they wait for replacements."""
     replaced: int = 0
+    is_finished: bool = False
+    """A member has done all there was to do, and nobody finishes before all have: no more joins."""
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _lost_at_s: float | None = None
     _deaths: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -128,6 +137,8 @@ class Roster:
 
     def on_ready(self, seat: int) -> list[Order]:
         """A replacement has built everything and waits to be let in."""
+        if self.is_finished:
+            return self._dismiss()
         self._seats[seat].state = _State.WAITING
         if self.is_held and len(self.members) + len(self._waiting) >= self.min_workers:
             self.is_held = False
@@ -150,9 +161,11 @@ class Roster:
             if reason := self._count(seat, step, how, is_kill=is_kill):
                 return [Stop(reason)]
             orders += self._lose(tuple(each for each in self.members if each != seat))
+            if not self.members and self.is_finished:
+                return []
             if not self.members:
                 return [RestartAll(f"worker {seat}, the last one, {how}")]
-        if state is not _State.LEAVING:
+        if state is not _State.LEAVING and not self.is_finished:
             orders += self._replace(seat, how, was_member=was_member, now_s=now_s)
         return orders
 
@@ -183,13 +196,23 @@ class Roster:
         """A member has done all there was to do; it takes part in nothing any more."""
         self._seats[seat].state = _State.GONE
         self.members = tuple(each for each in self.members if each != seat)
-        return []
+        self.is_finished = True
+        return self._dismiss()
 
     def grow(self, now_s: float) -> list[Order]:
         """Another worker than those that the run began with."""
         seat = max(self._seats) + 1
         self._seats[seat] = _Seat()
         return [Start(seat, now_s)]
+
+    def _dismiss(self) -> list[Order]:
+        """Those who have never joined are not waited for."""
+        seats = self._seats.items()
+        late = [s for s, each in seats if each.joined < 0 and each.state is not _State.GONE]
+        for seat in late:
+            self._seats[seat].state = _State.GONE
+        self.members = tuple(each for each in self.members if each not in late)
+        return [Dismiss(seat) for seat in late]
 
     @property
     def _waiting(self) -> tuple[int, ...]:
