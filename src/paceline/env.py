@@ -294,6 +294,22 @@ def note_failure(environ: Mapping[str, str]) -> None:
         pass
 
 
+def note_signal(environ: Mapping[str, str]) -> None:
+    """As a launcher, let workers know that the signal which they get next is for all of them."""
+    with suppress(OSError), open(_signal_file(environ), "wb"):
+        pass
+
+
+def is_ending(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher ends all workers, because of a failure or a signal."""
+    return has_failed_peer(environ) or os.path.exists(_signal_file(environ))
+
+
+def _signal_file(environ: Mapping[str, str]) -> str:
+    folder = os.path.dirname(environ.get(FAILURE_VARIABLE, ""))
+    return folder and os.path.join(folder, "signalled")
+
+
 def has_failed_peer(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher ends this worker because another one has failed."""
     return os.path.exists(environ.get(FAILURE_VARIABLE, ""))

@@ -153,15 +153,38 @@ def test_the_second_signal_ends_a_step_that_hangs(folder: Path) -> None:
     assert process.returncode == -signal.SIGINT
 
 
-def test_workers_stop_after_the_same_step_if_only_one_gets_the_signal(
+def pids_of(folder: Path) -> dict[int, int]:
+    """By rank, of the last start."""
+    starts = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]
+    return {event["rank"]: event["pid"] for event in starts}
+
+
+def test_without_survival_all_workers_stop_after_the_same_step_if_one_gets_the_signal(
     folder: Path,
 ) -> None:
-    run = ("-m", "paceline", "run", "--nproc-per-node", 2,
+    run = ("-m", "paceline", "run", "--nproc-per-node", 2, "--no-survive",
            "train.py", MANY, 0.02, 0, 1)  # fmt: skip
     with started(folder, *run) as process:
         wait_for_steps(folder, 5, ranks=2)
-        starts = [e for e in read_events(RunFolder(folder / "run")) if e["kind"] == "start"]
-        os.kill(next(event["pid"] for event in starts if event["rank"] == 1), signal.SIGTERM)
+        os.kill(pids_of(folder)[1], signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 143
     assert_all_stopped_together(folder, ranks=2)
+
+
+def test_workers_that_are_asked_to_leave_one_by_one_leave_a_run_that_is_saved(
+    folder: Path,
+) -> None:
+    run = ("-m", "paceline", "run", "--workers", 2, "train.py", MANY, 0.02, 0, 1)
+    with started(folder, *run) as process:
+        wait_for_steps(folder, 5, ranks=2)
+        for pid in pids_of(folder).values():
+            os.kill(pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "has left after step" in errors
+    info = read_info(RunFolder(folder / "run"))
+    assert info is not None
+    assert info.status == "stopped"
+    saved = [e["step"] for e in read_events(RunFolder(folder / "run")) if e["kind"] == "checkpoint"]
+    assert saved[-1] == info.step > 0

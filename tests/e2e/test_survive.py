@@ -24,6 +24,7 @@ from survive_model import build, data
 here = pathlib.Path(__file__).parent
 plan = json.loads((here / "plan.json").read_text())
 rank = os.environ["RANK"]
+pause_s = float(sys.argv[1]) if sys.argv[1:] else 0.03
 
 def strike(step, moment):
     for number, (who, when, where, what) in enumerate(plan):
@@ -33,7 +34,8 @@ def strike(step, moment):
                 done.touch()
             if what == "raise" or what == "always":
                 raise ValueError("planned")
-            os.kill(os.getpid(), getattr(signal, what))
+            whom = os.getppid() if what.startswith("SIGUSR") else os.getpid()
+            os.kill(whom, getattr(signal, what))
 
 net, optimizer = build()
 current = [0]
@@ -50,7 +52,7 @@ for step in run:
             strike(step.number, "forward")
             step.backward(cross_entropy(run.model(x), y))
         strike(step.number, "batches")
-        time.sleep(0.03)
+        time.sleep(pause_s)
     strike(step.number, "between")
     if step.ends_epoch:
         def score(batch):
@@ -167,6 +169,27 @@ def test_a_run_ends_as_if_nobody_had_died(plan: list[Any], tmp_path: Path) -> No
     assert len(re.findall(r"worker \d was killed|worker \d raised", done.stderr)) == len(plan)
     expected, losses = reference()
     for rank in range(3):
+        state, steps = torch.load(tmp_path / f"end{rank}.pt")
+        assert steps == 24
+        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-11)
+    assert losses_in(tmp_path) == pytest.approx(losses, rel=1e-6)
+
+
+def test_workers_leave_and_join_between_two_steps_and_nothing_is_done_again(tmp_path: Path) -> None:
+    plan = [
+        (0, 3, "batches", "SIGTERM"),
+        (1, 6, "between", "SIGUSR1"),
+        (1, 19, "between", "SIGUSR2"),
+    ]
+    done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan), 0.15)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"worker (\d) has left after step (\d+), as asked; 2 continue", done.stderr)
+    assert [rank for rank, _ in said] == ["0", "0"]  # a seat that is free is taken again
+    assert 3 <= int(said[0][1]) <= 5
+    assert "all 3 workers train again" in done.stderr
+    assert "continue after" not in done.stderr
+    expected, losses = reference()
+    for rank in (1, 2):
         state, steps = torch.load(tmp_path / f"end{rank}.pt")
         assert steps == 24
         torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-11)

@@ -152,10 +152,45 @@ def test_replacements_can_be_bounded() -> None:
     assert isinstance(die(roster, 2, step=6)[-1], GiveUp)
 
 
-def test_who_is_asked_to_leave_leaves_after_a_step_and_is_not_replaced() -> None:
+def test_who_is_asked_to_leave_goes_between_two_steps_and_is_not_replaced() -> None:
     roster = formed()
-    assert roster.on_leaving(1) == [Announce(1, (0, 2), is_urgent=False)]
+    assert roster.on_leaving(1, NOW_S) == [Announce(1, (0, 1, 2), is_urgent=False, leaving=(1,))]
+    assert roster.on_left(1) == [Announce(2, (0, 2), is_urgent=True)]
     assert die(roster, 1) == []
+    assert roster.size == 2
+
+
+def test_who_dies_before_it_has_left_is_not_replaced_either() -> None:
+    roster = formed()
+    roster.on_leaving(1, NOW_S)
+    assert die(roster, 1) == [Announce(2, (0, 2), is_urgent=True)]
+
+
+def test_a_death_before_somebody_has_left_lets_it_go_a_generation_later() -> None:
+    roster = formed()
+    roster.on_leaving(1, NOW_S)
+    assert die(roster, 0)[0] == Announce(2, (1, 2), is_urgent=True)
+    roster.on_joined(1, 2)
+    assert roster.on_joined(2, 2) == [Announce(3, (1, 2), is_urgent=False, leaving=(1,))]
+
+
+def test_where_too_few_would_be_left_another_one_comes_first() -> None:
+    roster = formed(2, min_workers=2)
+    assert roster.on_leaving(1, NOW_S) == [Start(2, NOW_S)]
+    assert roster.on_ready(2) == [Announce(1, (0, 1, 2), is_urgent=False, leaving=(1,))]
+
+
+def test_nobody_leaves_whose_state_only_newcomers_would_inherit() -> None:
+    roster = formed(1)
+    assert roster.on_leaving(0, NOW_S) == [Start(1, NOW_S)]
+    assert roster.on_ready(1) == [Announce(1, (0, 1), is_urgent=False)]
+    roster.on_joined(0, 1)
+    assert roster.on_joined(1, 1) == [Announce(2, (0, 1), is_urgent=False, leaving=(0,))]
+
+
+def test_too_few_workers_that_nobody_can_join_stop_the_run() -> None:
+    roster = formed(2, min_workers=2, max_replacements=0)
+    assert isinstance(die(roster, 1)[-1], Stop)
 
 
 def test_who_has_finished_takes_part_in_nothing_any_more() -> None:
@@ -178,10 +213,20 @@ def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() 
     assert die(roster, 1) == []
 
 
-def test_a_run_can_grow() -> None:
+def test_a_run_can_grow_and_shrink_and_fills_free_seats_first() -> None:
     roster = formed(2)
     assert roster.grow(NOW_S) == [Start(2, NOW_S)]
     assert roster.on_ready(2) == [Announce(1, (0, 1, 2), is_urgent=False)]
+    for seat in range(3):
+        roster.on_joined(seat, 1)
+    assert roster.shrink(NOW_S) == [Announce(2, (0, 1, 2), is_urgent=False, leaving=(2,))]
+    roster.on_left(2)
+    roster.on_joined(0, 3)
+    roster.on_joined(1, 3)
+    assert roster.grow(NOW_S) == [Start(3, NOW_S)], "the process on seat 2 has not ended yet"
+    assert die(roster, 2) == []
+    assert roster.grow(NOW_S) == [Start(2, NOW_S)]
+    assert roster.size == 4
 
 
 @pytest.mark.parametrize("seed", range(20))

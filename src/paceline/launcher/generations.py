@@ -6,12 +6,14 @@ the workers, the ledgers of the dead, and what a person reads of it.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.observe.units import count_text
 from paceline.survive.link import Ledger, receive, send
 from paceline.survive.roster import (
     Announce,
@@ -67,9 +69,11 @@ class Generations:
     """Whether a run of ours trains: other scripts end with their first worker."""
     _finished: set[int] = field(default_factory=set)
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Ledgers of the dead that nobody has taken yet."""
-    _died: int = 0
+    """Ledgers of the dead, and of those who left, that nobody has taken yet."""
+    _ledgers: int = 0
     _died_s: float = 0.0
+    _training: int = 0
+    """How many were training when that was last looked at."""
 
     def on_word(self, seat: int) -> None:
         """A worker says something."""
@@ -89,6 +93,16 @@ class Generations:
                 self._carry_out(self.roster.on_ready(seat))
             case {"said": "lost", "generation": int(number)}:
                 self._carry_out(self.roster.on_lost(seat, number, time.monotonic()))
+            case {"said": "leaving"}:
+                self._carry_out(self.roster.on_leaving(seat, time.monotonic()))
+            case {"said": "left", "step": int(step)}:
+                self._inherit(seat, self.lines[seat].ledger.read())
+                orders = self.roster.on_left(seat)
+                self.say(
+                    f"worker {seat} has left after step {step}, as asked; {self._rest()}. "
+                    f"`kill -USR1 {os.getpid()}` adds one."
+                )
+                self._carry_out(orders)
             case {"said": "finished"}:
                 self._finished.add(seat)
                 self._carry_out(self.roster.on_finished(seat))
@@ -96,6 +110,7 @@ class Generations:
     def open_line(self, seat: int) -> Line:
         """The line to a worker that is about to be started."""
         line = self.lines[seat] = Line.open()
+        self._finished.discard(seat)
         if self.is_on:
             send(line.socket, self.facts)
         return line
@@ -123,23 +138,62 @@ class Generations:
             return True
         if not self.is_on or seat in self._finished:
             return False
+        if self.roster.has_left(seat):
+            self.roster.on_gone(seat)
+            return True
         was_member = seat in self.roster.members
         if was_member:
-            for name in ledger.get("taken", ()):
-                self._left.pop(name, None)
-            self._died += 1
             self._died_s = time.monotonic()
-            self._left[f"{seat}.{self._died}"] = ledger
+            self._inherit(seat, ledger)
         orders = self.roster.on_died(
             seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic()
         )
         if was_member:
-            left = len(self.roster.members)
-            self.say(f"worker {seat} {how} in step {step}; {left} continue.")
+            self.say(f"worker {seat} {how} in step {step}; {self._rest()}.")
         self._carry_out(orders)
         if not self.roster.members and not is_error:
             self.lost_in = step
         return not self.is_over and (bool(self.roster.members) or not self.roster.is_finished)
+
+    def grow(self) -> None:
+        """A person wants one worker more."""
+        size, shards = self.roster.size, self.facts.get("shards", 0)
+        if not self.is_on:
+            self.say("SIGUSR1 adds a worker to a run that trains, and none does yet.")
+        elif size >= shards:
+            self.say(
+                f"no worker is added: {size} share {count_text(shards, 'shard')}, so another one "
+                "would have nothing to compute. A new run can have more: Run(shards=...)."
+            )
+        else:
+            self._carry_out(self.roster.grow(time.monotonic()))
+
+    def shrink(self) -> None:
+        """A person wants one worker less."""
+        if not self.is_on:
+            self.say("SIGUSR2 takes a worker from a run that trains, and none does yet.")
+        elif self.roster.size <= self.roster.min_workers:
+            self.say(
+                f"no worker is taken away: {self.roster.size} train, and --min-workers is "
+                f"{self.roster.min_workers}."
+            )
+        else:
+            self._carry_out(self.roster.shrink(time.monotonic()))
+
+    def give_up(self, seat: int, reason: str) -> None:
+        """A worker cannot be started."""
+        self._carry_out(self.roster.give_up(seat, reason))
+
+    def _rest(self) -> str:
+        left = len(self.roster.members)
+        return "1 continues" if left == 1 else f"{left} continue"
+
+    def _inherit(self, seat: int, ledger: dict[str, Any]) -> None:
+        """Keep what a worker leaves behind for the others."""
+        for name in ledger.get("taken", ()):
+            self._left.pop(name, None)
+        self._ledgers += 1
+        self._left[f"{seat}.{self._ledgers}"] = ledger
 
     @property
     def due_s(self) -> float | None:
@@ -170,7 +224,7 @@ class Generations:
                     self.say(f"worker {seat} is not replaced: {reason}.")
                 case Stop(reason):
                     self.is_over = True
-                    self.say(f"{reason}: that is a bug, not an accident.")
+                    self.say(f"{reason}.")
                 case RestartAll():
                     self.is_over = True
 
@@ -181,6 +235,7 @@ class Generations:
                 "rank": rank,
                 "size": len(order.members),
                 "is_urgent": order.is_urgent,
+                "leaves": seat in order.leaving,
                 "inherited": self._left if rank == 0 else {},
             }
             try:
@@ -189,11 +244,13 @@ class Generations:
                 continue  # its end will be heard of next
 
     def _tell_of_recovery(self, seat: int, number: int) -> None:
-        if number and self.roster.is_formed:
-            size = len(self.roster.members)
-            if self._died_s:
-                ms = 1000 * (time.monotonic() - self._died_s)
-                self._died_s = 0.0
-                self.say(f"the others continue after {ms:.0f} ms; no step was lost.")
-            elif size == self.roster.size:
-                self.say(f"all {size} workers train again.")
+        if not self.roster.is_formed:
+            return
+        size = len(self.roster.members)
+        if self._died_s:
+            ms = 1000 * (time.monotonic() - self._died_s)
+            self._died_s = 0.0
+            self.say(f"the others continue after {ms:.0f} ms; no step was lost.")
+        elif number and size == self.roster.size > self._training:
+            self.say(f"all {size} workers train again.")
+        self._training = size

@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,7 +41,7 @@ from paceline.launcher.plan import (
 )
 from paceline.launcher.process import Ending, WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
-from paceline.launcher.supervise import SignalInbox, Supervisor
+from paceline.launcher.supervise import RESIZING, SignalInbox, Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
 from paceline.launcher.worker import Instructions
 from paceline.survive.roster import SAME_STEP, Roster
@@ -55,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "exit codes: 0 all workers succeeded; 1 a worker failed; 2 the command line is wrong; "
-        "128+n signal n ended the launcher, or the worker that failed first"
+        "128+n signal n ended the launcher, or the worker that failed first. SIGUSR1 and SIGUSR2 "
+        "add a worker to a run and take one away"
     )
     add_flags(parser)
     parser.add_argument("script", help="the script; with -m a module, with --no-python a program")
@@ -110,7 +112,8 @@ class LocalRun:
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
         self.folder = stack.enter_context(private_folder())
-        self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle)))
+        resizing = RESIZING if self._can_survive(options.is_single_node) else ()
+        self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.console = open_console(os.environ)
         self.template: Template | None = None
         if options.writes_logs:
@@ -172,9 +175,9 @@ class LocalRun:
                 advice="Use a number from 1 to that of --workers.",
             )
         is_local = first.is_on_loopback
-        specs = plan_workers(
+        plan = partial(
+            plan_workers,
             self.options,
-            first,
             run_id=self.run_id,
             folder=os.path.join(self.folder, f"attempt_{attempt}"),
             environ=os.environ,
@@ -182,11 +185,12 @@ class LocalRun:
             interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,
         )
+        specs = plan(first)
         if self.template is None and self._wants_template(first.local_size):
             self.template = Template(python_argv(os.environ), specs[0].environment)
             self.stack.callback(self.template.close)
         generations = None
-        if first.is_single_node and not self.options.no_survive and sys.platform == "linux":
+        if self._can_survive(first.is_single_node):
             roster = Roster(
                 size=len(specs),
                 min_workers=least,
@@ -202,8 +206,12 @@ class LocalRun:
             inbox=self.inbox,
             look_elsewhere=look_elsewhere,
             generations=generations,
+            make_spec=lambda seat: plan(replace(first, size=seat + 1, local_size=seat + 1))[-1],
             template=self.template,
         ).run()
+
+    def _can_survive(self, is_single_node: bool) -> bool:
+        return is_single_node and not self.options.no_survive and sys.platform == "linux"
 
     def _wants_template(self, workers: int) -> bool:
         """Whether several workers will import torch, as far as the program tells."""

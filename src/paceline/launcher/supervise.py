@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from paceline import env
-from paceline.errors import UsageError
+from paceline.errors import SettingError, UsageError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
 from paceline.launcher.generations import Generations
 from paceline.launcher.output import Console, Pipes, Source
@@ -57,6 +57,10 @@ STOPPING = "stopping, once more kills"
 MOST_LOOKS = 6
 # Under load a process may be silent for a while without being at fault.
 LEAST_SILENCE_S = 5.0
+RESIZING: dict[int, Callable[[Generations], None]] = {
+    signal.SIGUSR1: Generations.grow,
+    signal.SIGUSR2: Generations.shrink,
+}
 # A signal that comes just before the wait does not end it, and not every kernel tells of exits.
 _LONGEST_WAIT_S = 0.2
 
@@ -78,6 +82,8 @@ class Supervisor:
     inbox: SignalInbox | None = None
     look_elsewhere: Callable[[], str] | None = None
     generations: Generations | None = None
+    make_spec: Callable[[int], WorkerSpec] | None = None
+    """Plans a worker on a seat that nobody had yet."""
     template: Template | None = None
 
     def __post_init__(self) -> None:
@@ -198,8 +204,25 @@ class Supervisor:
                     worker.send(signal.SIGKILL)
 
     def _replace(self, seat: int) -> None:
-        """Start a worker in the place of one that has ended."""
-        before = next(each for each in self.workers if each.rank == seat)
+        """Start a worker on a seat, in the place of one that has ended if there was one."""
+        before = next((each for each in self.workers if each.rank == seat), None)
+        if before is not None:
+            self._clear(before)
+        spec = next((spec for spec in self.specs if spec.rank == seat), None)
+        if spec is None:
+            assert self.make_spec is not None
+            assert self.generations is not None
+            try:
+                spec = self.make_spec(seat)
+            except SettingError as error:
+                self.generations.give_up(seat, error.what)
+                return
+            self.specs.append(spec)
+        self._start_one(spec)
+        self._set_guard()
+
+    def _clear(self, before: WorkerProcess) -> None:
+        """Forget a worker that has ended."""
         for source in before.pipes.sources:
             if source in self.sources:
                 self.on_output(source)
@@ -213,8 +236,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # or the next one's end would be taken for this one's
         self.workers.remove(before)
-        self._start_one(next(spec for spec in self.specs if spec.rank == seat))
-        self._set_guard()
+        self.ends.pop(before.rank, None)
 
     def _set_guard(self) -> None:
         before = self.guard
@@ -297,7 +319,10 @@ class Supervisor:
 
     def on_signal(self) -> None:
         for number in self.inbox.read() if self.inbox is not None else ():
-            if not self.ending_since_ns:
+            if number in RESIZING and number not in self.options.signals_to_handle:
+                if self.generations is not None and not self.ending_since_ns:
+                    RESIZING[number](self.generations)
+            elif not self.ending_since_ns:
                 self.signal = number
                 self.end_all(number)
                 if self.console.screen is not None:
@@ -335,8 +360,8 @@ class Supervisor:
         if self.ending_since_ns:
             return
         self.ending_since_ns = time.monotonic_ns()
-        if self.signal is None:
-            env.note_failure(self.specs[0].environment)
+        note = env.note_failure if self.signal is None else env.note_signal
+        note(self.specs[0].environment)
         for worker in self.alive:
             if not worker.failed_ns:  # one that has failed is ending by itself
                 worker.send(number)
@@ -388,17 +413,19 @@ class Supervisor:
 class SignalInbox:
     """Turns signals to the launcher into something its loop can wait for."""
 
-    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+    def __init__(self, numbers: Iterable[int], *others: int) -> None:
+        """`numbers` end a run, `others` do not."""
+        self._ending = frozenset(numbers)
         self.reader, self.writer = socket.socketpair()
         self.reader.setblocking(False)
         self.writer.setblocking(False)
         self.seen: list[int] = []
-        """All that ever came: after one of them nothing is started any more."""
+        """All that ever came and end a run: after one of them nothing is started any more."""
         self.wakeup_before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         # What nohup or a shell has switched off stays off.
         self.before: dict[int, Any] = {
             number: signal.signal(number, self._on_signal)
-            for number in numbers
+            for number in {*self._ending, *others}
             if signal.getsignal(number) is not signal.SIG_IGN
         }
 
@@ -417,7 +444,7 @@ class SignalInbox:
             numbers = [number for number in self.reader.recv(64) if number in self.before]
         except BlockingIOError:
             return []
-        self.seen += numbers
+        self.seen += [number for number in numbers if number in self._ending]
         return numbers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -84,8 +84,9 @@ class StepContext:
         self.shards = shards = config.shards or known.get("shards") or world.size
         check_batch(config.global_batch, shards)
         plan = config.plan(shards)
-        _check_batch_norm(model, world.size, shards, plan)
-        self.facts = config.facts(module, plan, shards=shards, workers=world.size)
+        workers = known["workers"] if self.is_replacement else world.size
+        _check_batch_norm(model, workers, shards, plan)
+        self.facts = config.facts(module, plan, shards=shards, workers=workers)
         """What identifies the run, and what else a checkpoint says of it."""
         self.saving.refuse_other_run(self.facts, before)
         self.watching = Watching(config, folder)
@@ -107,6 +108,8 @@ class StepContext:
         self.agreed = agreed
         self.stopping = 0
         """The signal that the workers have agreed to stop for."""
+        self.has_left = False
+        """Whether this worker alone has stopped, and the others continue."""
         self.info = config.describe(folder, plan, module, self.facts)
         sinks: list[Sink] = []
         if folder is not None:

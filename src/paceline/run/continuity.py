@@ -42,6 +42,7 @@ class Continuity:
         context = self._context
         if context.survival is not None:
             context.vote.is_due = lambda: context.survival.is_due  # type: ignore[union-attr]
+            context.stop.leave = context.survival.ask_to_leave
             context.survival.begin(context.agreed)
         self.deal()
 
@@ -117,6 +118,17 @@ class Continuity:
         for sums in everyone:
             merge(total, sums)
         return total
+
+    def leave(self) -> None:
+        """Go between two steps, while the others continue."""
+        context = self._context
+        assert context.survival is not None
+        context.metrics.flush(wait=True)
+        self.leave_word()
+        context.survival.step_aside()
+        context.saving.end()
+        context.sinks.fall_silent()
+        context.survival.tell_left(context.position.step)
 
     def leave_word(self) -> None:
         """Write down what nobody else knows, before the sum that completes a step."""

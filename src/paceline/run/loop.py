@@ -192,8 +192,10 @@ class Run:
                 if step.state == "applied":
                     if number := self._after(step):
                         status, reason = "stopped", f"stopped by {name_signal(number)}"
-                        # A launcher that sees one worker leave would end the one that writes.
-                        lost = self._leave_together()
+                        if context.has_left:
+                            reason = "this worker was asked to leave; the others continue"
+                        else:  # a launcher that sees one worker go would end the one that writes
+                            lost = self._leave_together()
                         break
                 elif step.state == "lost":
                     continuity.regroup()
@@ -278,7 +280,13 @@ class Run:
                 self._save()
             self._report_checkpoints()
         if is_time_to_change and not context.stopping:
-            context.continuity.regroup()  # last: who is new begins with the next step
+            assert context.survival is not None
+            if context.survival.is_leaving:
+                self._report_checkpoints(wait=True)
+                context.continuity.leave()
+                context.has_left, context.stopping = True, signal.SIGTERM
+            else:
+                context.continuity.regroup()  # last: who is new begins with the next step
         return context.stopping
 
     def _count_votes(self, step: int) -> bool:

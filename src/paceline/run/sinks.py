@@ -247,6 +247,11 @@ class Sinks:
         Sinks(sinks, None).tell("start", *start)
         self._sinks += sinks
 
+    def fall_silent(self) -> None:
+        """Somebody else draws from now on."""
+        self._sinks = [sink for sink in self._sinks if sink is not self._terminal]
+        self._terminal = None
+
     def tell_step(self, report: StepReport, sums: Sums) -> None:
         self.tell("step", report._replace(sums=sums))
 

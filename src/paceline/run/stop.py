@@ -1,10 +1,11 @@
 """How a run stops: signals ask for it, the workers agree on the step, loaders live until then.
 
-The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after a step, the second ends it at once.
-It reaches one worker or all of them, at different steps; all must leave after the same one. So now
-and then, in the same steps everywhere, they add up what each one wants. How often follows from
-numbers that are themselves agreed on: about ten times a second, and never every step of a fast
-training.
+The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after a step, the second ends it at once. A
+SIGTERM that the launcher did not send is for one worker, where the others can do without it.
+Other signals reach one worker or all of them, at different steps; all must leave after the same
+one. So now and then, in the same steps everywhere, they add up what each one wants. How often
+follows from numbers that are themselves agreed on: about ten times a second, and never every step
+of a fast training.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class StopRequest:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal = 0
+        self.is_leaving = False
+        """Whether this worker alone was asked, and the others can continue without it."""
+        self.leave: Callable[[], bool] = lambda: False
+        """Ask to be let go; False where that cannot be."""
         self._since_s = 0.0
         self._say = say
         self.before: dict[int, Any] = {}
@@ -68,9 +73,11 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if not self.signal:
+        is_for_all = env.is_ending()
+        if not self.signal or (self.is_leaving and is_for_all):
             self.signal, self._since_s = number, now_s
-            if not env.has_failed_peer():  # else there is no step to finish
+            self.is_leaving = number == signal.SIGTERM and not is_for_all and self.leave()
+            if not self.is_leaving and not env.has_failed_peer():  # else no step can be finished
                 name = name_signal(number)
                 self._say(f"{name}: finishing the step and saving; once more ends it at once.")
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:
@@ -146,6 +153,8 @@ class Vote:
     def _own(self) -> Requests:
         """What this worker wants."""
         number = self._request.signal
+        if self._request.is_leaving and self._membership.size > 1:
+            number = 0
         has_news = self._buffers is not None and self._buffers.has_news
         is_interrupt = number == signal.SIGINT
         return Requests(

@@ -32,6 +32,8 @@ class Generation:
     size: int
     is_urgent: bool = True
     """The one before is broken; otherwise it ends between two steps."""
+    leaves: bool = False
+    """This worker is asked to go when it begins."""
     inherited: dict[str, Any] = field(default_factory=dict)
     """The ledgers of workers that died, by name; on rank 0 only."""
 

@@ -67,6 +67,19 @@ class Survival:
         newest = self._link.newest
         return newest is not None and newest.number > self.number and newest.is_urgent
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this worker goes with the generation that waits to be joined."""
+        return self.is_due and self._link.newest is not None and self._link.newest.leaves
+
+    def ask_to_leave(self) -> bool:
+        """Somebody wants this worker to go, and not the others; False if there are no others."""
+        newest = self._link.newest
+        if (self._membership.size if newest is None else newest.size) == 1:
+            return False
+        self._link.tell("leaving")
+        return True
+
     def explains(self, error: BaseException | None) -> bool:
         """Whether an error only says that another worker is gone."""
         return isinstance(error, PeerError) or (isinstance(error, Exception) and self.is_over)
@@ -99,6 +112,15 @@ class Survival:
                 continue
             self._link.tell("joined", generation=self.number, taken=list(self.taken))
             return
+
+    def step_aside(self) -> None:
+        """Take part in nothing any more; from now on somebody else writes."""
+        self._membership.move_on(NoGroup())
+        self._groups.leave()
+
+    def tell_left(self, step: int) -> None:
+        """Everything is handed over: the others continue without this worker."""
+        self._link.tell("left", step=step)
 
     def finish(self) -> None:
         """Everything is done: from now on this worker may end."""

@@ -3,8 +3,8 @@
 Events go in, orders come out, and time is an argument, so that a test can play any sequence of
 deaths. `launcher.supervise` feeds it and carries the orders out.
 
-    starting --ready--> waiting --announced--> member --died--> its seat is filled anew
-                                                 └----leaving, finished--> gone
+    starting --ready--> waiting --announced--> member --died--> gone, its seat is filled anew
+                                                 └--finished, or left as asked--> left --> gone
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import count
 
 SAME_STEP = 3
 """So many deaths at one step are a bug, not an accident."""
@@ -33,6 +34,8 @@ class Announce:
     generation: int
     members: tuple[int, ...]
     is_urgent: bool
+    leaving: tuple[int, ...] = ()
+    """Those of them that go instead; then follows an urgent one of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class _State(Enum):
     STARTING = auto()
     WAITING = auto()
     MEMBER = auto()
-    LEAVING = auto()
+    LEFT = auto()
     GONE = auto()
 
 
@@ -89,6 +92,8 @@ class _Seat:
     joined: int = -1
     """The newest generation it has joined."""
     failed_starts: int = 0
+    is_leaving: bool = False
+    """Asked to go between two steps."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +105,7 @@ class Roster:
     """
 
     size: int
+    """How many workers are wanted."""
     min_workers: int = 1
     max_replacements: int | None = None
     generation: int = 0
@@ -149,9 +155,9 @@ class Roster:
         self, seat: int, *, step: int, how: str, is_kill: bool, now_s: float
     ) -> list[Order]:
         """A worker ended that should not have, in `step`."""
-        state = self._seats[seat].state
-        self._seats[seat].state = _State.GONE
-        if state is _State.GONE:
+        place = self._seats[seat]
+        state, place.state = place.state, _State.GONE
+        if state in (_State.LEFT, _State.GONE):
             return []
         was_member = seat in self.members
         if was_member and not self.has_trained:
@@ -165,7 +171,7 @@ class Roster:
                 return []
             if not self.members:
                 return [RestartAll(f"worker {seat}, the last one, {how}")]
-        if state is not _State.LEAVING and not self.is_finished:
+        if not place.is_leaving and not self.is_finished:
             orders += self._replace(seat, how, was_member=was_member, now_s=now_s)
         return orders
 
@@ -186,24 +192,54 @@ class Roster:
             return []
         return [self._announce(self.members, is_urgent=True)]
 
-    def on_leaving(self, seat: int) -> list[Order]:
-        """A member is asked to go, and goes after a step."""
-        self._seats[seat].state = _State.LEAVING
-        rest = tuple(each for each in self.members if each != seat)
-        return [self._announce(rest, is_urgent=False)] if rest and seat in self.members else []
+    def on_leaving(self, seat: int, now_s: float) -> list[Order]:
+        """A worker is asked to go, which it does between two steps, once enough others train."""
+        place = self._seats[seat]
+        if not place.is_leaving:
+            place.is_leaving = True
+            self.size -= 1
+        return self._fill(now_s) + self._invite()
+
+    def on_left(self, seat: int) -> list[Order]:
+        """A member has gone, as it was asked to; its process ends soon."""
+        self._seats[seat].state = _State.LEFT
+        if seat not in self.members:
+            return []
+        return self._lose(tuple(each for each in self.members if each != seat))
+
+    def has_left(self, seat: int) -> bool:
+        """Whether a worker that takes part no more has still to end."""
+        return self._seats[seat].state is _State.LEFT
+
+    def on_gone(self, seat: int) -> None:
+        """It has ended: somebody else may have the seat."""
+        self._seats[seat].state = _State.GONE
 
     def on_finished(self, seat: int) -> list[Order]:
         """A member has done all there was to do; it takes part in nothing any more."""
-        self._seats[seat].state = _State.GONE
+        self._seats[seat].state = _State.LEFT
         self.members = tuple(each for each in self.members if each != seat)
         self.is_finished = True
         return self._dismiss()
 
     def grow(self, now_s: float) -> list[Order]:
-        """Another worker than those that the run began with."""
-        seat = max(self._seats) + 1
+        """One more worker, on the first seat that is free."""
+        if self.is_finished:
+            return []
+        taken = {seat for seat, each in self._seats.items() if each.state is not _State.GONE}
+        seat = next(number for number in count() if number not in taken)
         self._seats[seat] = _Seat()
+        self.size += 1
         return [Start(seat, now_s)]
+
+    def shrink(self, now_s: float) -> list[Order]:
+        """One worker less: the youngest goes."""
+        staying = [seat for seat in self.members if not self._seats[seat].is_leaving]
+        return self.on_leaving(staying[-1], now_s) if staying else []
+
+    def _fill(self, now_s: float) -> list[Order]:
+        """Others for workers that leave, where too few would be left."""
+        return self.grow(now_s) if self.size < self.min_workers else []
 
     def _dismiss(self) -> list[Order]:
         """Those who have never joined are not waited for."""
@@ -219,10 +255,21 @@ class Roster:
         return tuple(s for s, each in self._seats.items() if each.state is _State.WAITING)
 
     def _invite(self) -> list[Order]:
-        """Let those in that wait, once nobody is on the way to another generation."""
-        if self.is_held or not self._waiting or not self.is_formed or not self.members:
+        """Let those in that wait, and those go that leave.
+
+        Not while somebody is on the way to another generation. Who is new knows nothing yet, so
+        nobody goes unless another member stays.
+        """
+        if self.is_held or not self.is_formed:
             return []
-        return [self._announce((*self.members, *self._waiting), is_urgent=False)]
+        leaving = tuple(seat for seat in self.members if self._seats[seat].is_leaving)
+        staying = len(self.members) - len(leaving)
+        if not staying or staying + len(self._waiting) < self.min_workers:
+            leaving = ()
+        if not self.members or not (leaving or self._waiting):
+            return []
+        members = (*self.members, *self._waiting)
+        return [self._announce(members, is_urgent=False, leaving=leaving)]
 
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
         self.members = rest
@@ -234,25 +281,36 @@ class Roster:
             return []
         return [self._announce(rest, is_urgent=True)]
 
-    def _announce(self, members: tuple[int, ...], *, is_urgent: bool) -> Announce:
+    def _announce(
+        self, members: tuple[int, ...], *, is_urgent: bool, leaving: tuple[int, ...] = ()
+    ) -> Announce:
         self.generation += 1
         self.members = members
         self._lost_at_s = None
         for seat in members:
             if self._seats[seat].state is _State.WAITING:
                 self._seats[seat].state = _State.MEMBER
-        return Announce(self.generation, members, is_urgent)
+        return Announce(self.generation, members, is_urgent, leaving)
 
     def _replace(self, seat: int, how: str, *, was_member: bool, now_s: float) -> list[Order]:
         if self.max_replacements is not None and self.replaced >= self.max_replacements:
-            return [GiveUp(seat, f"all {self.max_replacements} replacements are used up")]
+            return self.give_up(seat, f"all {self.max_replacements} replacements are used up")
         place = self._seats[seat]
         failed = 0 if was_member else place.failed_starts + 1
         if failed >= START_TRIES:
-            return [GiveUp(seat, f"its replacement {how} {failed} times before it was ready")]
+            return self.give_up(seat, f"it {how} {failed} times before it was ready")
         self.replaced += 1
         self._seats[seat] = _Seat(failed_starts=failed)
         return [Start(seat, now_s + (FIRST_BACKOFF_S * 2 ** (failed - 1) if failed else 0.0))]
+
+    def give_up(self, seat: int, reason: str) -> list[Order]:
+        """Leave a seat empty."""
+        self._seats[seat].state = _State.GONE
+        self.size -= 1
+        orders: list[Order] = [GiveUp(seat, reason)]
+        if self.is_held and self.size < self.min_workers:
+            orders.append(Stop(f"fewer than {self.min_workers} workers are left"))
+        return orders
 
     def _count(self, seat: int, step: int, how: str, *, is_kill: bool) -> str:
         """Why this death was one too many, or nothing.
@@ -267,4 +325,7 @@ class Roster:
         self._deaths[key] += 1
         if self._deaths[key] < SAME_STEP:
             return ""
-        return f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}"
+        return (
+            f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}: "
+            "that is a bug, not an accident"
+        )
