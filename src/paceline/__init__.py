@@ -29,6 +29,7 @@ _HOME_BY_NAME = {
     "load_weights": "paceline.checkpoint",
     "record_step": "paceline.record",
     "seed_everything": "paceline.data.foreign",
+    "shard_update": "paceline.update",
     "spans": "paceline.observe",
     "speedup": "paceline.explain.scaling",
 }
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.record import record_step as record_step
     from paceline.run import Run as Run
     from paceline.run import RunOptions as RunOptions
+    from paceline.update import shard_update as shard_update
 
 __getattr__ = load_names(__name__, _HOME_BY_NAME)
 

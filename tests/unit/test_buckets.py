@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.gradients.plan import CONTROL_WORDS, MIB, default_capacities, plan_buckets
-from paceline.transport.flat import Flat
+from paceline.gradients.plan import (
+    ALIGNMENT_BYTES,
+    CONTROL_WORDS,
+    MIB,
+    default_capacities,
+    plan_buckets,
+)
+from paceline.transport.flat import Flat, round_up
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -28,12 +34,13 @@ def test_every_gradient_has_one_slot_and_slots_do_not_overlap(
 ) -> None:
     order = list(range(len(gradients)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    plans = plan_buckets(gradients, order, caps, trailer_apart=apart)
+    plans = plan_buckets(gradients, order, caps, trailer_apart=apart, is_aligned=not apart)
     placed = [slot.param for plan in plans for slot in plan.slots]
     assert sorted(placed) == sorted(order)
     for plan in plans:
+        step = 1 if apart else ALIGNMENT_BYTES // plan.dtype.itemsize
         stops = [0, *(slot.stop for slot in plan.slots)]
-        assert [slot.start for slot in plan.slots] == stops[:-1]
+        assert [slot.start for slot in plan.slots] == [round_up(s, step) for s in stops[:-1]]
         for slot in plan.slots:
             assert slot.stop - slot.start == gradients[slot.param].numel
             assert gradients[slot.param].dtype == plan.dtype

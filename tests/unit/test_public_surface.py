@@ -42,6 +42,7 @@ NAMES_BY_MODULE = {
         "load_weights",
         "record_step",
         "seed_everything",
+        "shard_update",
         "spans",
         "speedup",
     ],

@@ -12,6 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,8 @@ class Bucket:
         self._geometry: list[Any] = []
         self._versions: list[int] | None = None
         self._is_plain = False
+        self._has_gaps = sum(slot.stop - slot.start for slot in plan.slots) < plan.numel
+        """Between gradients, where zeros are."""
         is_cpu = plan.device.type == "cpu"
         self._is_large = is_cpu and plan.numel > _LARGE_NUMEL * len(plan.slots)
         self._is_new = is_cpu and plan.nbytes >= _WORTH_GIVING_BACK_BYTES
@@ -194,6 +197,13 @@ class Bucket:
                 with torch.no_grad():
                     grad.copy_(view)
 
+    def is_handed_out(self) -> bool:
+        """Whether every parameter's gradient is its place in the buffer, at this moment."""
+        if not self._is_intact():
+            return False
+        grads = [None if param is None else param.grad for param in self.params]
+        return all(map(is_, grads, self.views))
+
     def release(self) -> None:
         """Give the memory up to the gradients that are views of it."""
         self.buffer = self.flat = self.trailer = _NO_MEMORY
@@ -242,10 +252,11 @@ class Bucket:
         if self.home is not None and self._is_home_free():
             self.buffer = self.home
         else:
-            self.buffer = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
+            make = torch.zeros if self._has_gaps else torch.empty
+            self.buffer = make(plan.length, dtype=plan.dtype, device=plan.device)
         self.flat, self.trailer = self.buffer[: plan.numel], self.buffer[plan.numel :]
         self.views = self._make_views()
-        self._geometry = _geometry(self.views)
+        self._geometry = geometry(self.views)
         self._versions = None
         self._storage_uses = _storage_uses(self.buffer)
 
@@ -263,7 +274,7 @@ class Bucket:
         The views are what users have as `param.grad`, and `p.grad.data = ...`, `p.grad.set_(...)`
         or `module._apply(...)` make such a tensor another one, without a trace in the object.
         """
-        return self.buffer is not _NO_MEMORY and _geometry(self.views) == self._geometry
+        return self.buffer is not _NO_MEMORY and geometry(self.views) == self._geometry
 
     def _is_unwatched(self) -> bool:
         """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
@@ -283,7 +294,7 @@ class Bucket:
         )
 
 
-def _geometry(views: Sequence[Tensor]) -> list[Any]:
+def geometry(views: Sequence[Tensor]) -> list[Any]:
     """Where each tensor lies, and how: address, strides, number of elements."""
     return [
         *map(Tensor.data_ptr, views),

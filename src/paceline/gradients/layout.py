@@ -31,7 +31,9 @@ class BucketLayout:
     ) -> None:
         self.params = list(params)
         self.trailer_apart = False
-        """Give the trailer a bucket of its own: a hook sees gradients only."""
+        """Give the trailer a bucket of its own: a hook sees gradients only, without gaps."""
+        self.is_aligned = False
+        """Keep the gaps even then."""
         self.buckets: list[Bucket] = []
         self.bucket_of: list[int] = []
         """By parameter, the number of its bucket."""
@@ -75,7 +77,13 @@ class BucketLayout:
         capacities = self._capacities_bytes or default_capacities(
             gradients, messages_are_cheap=self.messages_are_cheap
         )
-        return plan_buckets(gradients, self._order, capacities, trailer_apart=self.trailer_apart)
+        return plan_buckets(
+            gradients,
+            self._order,
+            capacities,
+            trailer_apart=self.trailer_apart,
+            is_aligned=self.is_aligned or not self.trailer_apart,
+        )
 
     def add(self, params: Sequence[ParamRef]) -> None:
         """Take in more parameters; how their gradients come is not known yet."""

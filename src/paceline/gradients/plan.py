@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.errors import UsageError
-from paceline.transport.flat import Flat
+from paceline.transport.flat import Flat, round_up
 
 MIB = 2**20
 CONTROL_WORDS = 4 + 13
 """Elements of the trailer after the flags: `buffer.Words`, then `fingerprint.LENGTH` more."""
+
+
+ALIGNMENT_BYTES = 64
+"""Where torch puts the tensors that it allocates: elsewhere kernels are slower, and some round
+differently. A parameter can live where its gradient does in its bucket; see `update.shares`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,15 @@ def plan_buckets(
     capacities_bytes: Sequence[int],
     *,
     trailer_apart: bool = False,
+    is_aligned: bool = True,
 ) -> list[BucketPlan]:
     """Pack gradients into buckets in the order given, one dtype and device to a bucket.
 
     The i-th bucket to be opened holds at most the i-th capacity, the last capacity repeating.
     A gradient larger than that gets a bucket to itself: none is ever split. Buckets are listed
     in the order in which their last gradient comes. The last bucket carries the trailer, or,
-    where its dtype cannot count (or with `trailer_apart`), a bucket of its own does.
+    where its dtype cannot count (or with `trailer_apart`), a bucket of its own does. With
+    `is_aligned` gradients begin at multiples of `ALIGNMENT_BYTES`, with gaps between them.
     """
     if not capacities_bytes or min(capacities_bytes) <= 0:
         raise UsageError(
@@ -87,17 +94,19 @@ def plan_buckets(
     position_by_param = {param: position for position, param in enumerate(order)}
     groups = closed + list(open_by_kind.values())
     groups.sort(key=lambda members: position_by_param[members[-1]])
-    plans = [_lay_out(gradients, members) for members in groups]
+    plans = [_lay_out(gradients, members, is_aligned) for members in groups]
     return _with_trailer(plans, len(gradients), apart=trailer_apart)
 
 
-def _lay_out(gradients: Sequence[Flat], members: Sequence[int]) -> BucketPlan:
-    slots, start = [], 0
+def _lay_out(gradients: Sequence[Flat], members: Sequence[int], is_aligned: bool) -> BucketPlan:
+    slots, stop = [], 0
     for param in members:
-        slots.append(Slot(param, start, start + gradients[param].numel))
-        start = slots[-1].stop
+        width = gradients[param].dtype.itemsize
+        start = round_up(stop, max(1, ALIGNMENT_BYTES // width)) if is_aligned else stop
+        stop = start + gradients[param].numel
+        slots.append(Slot(param, start, stop))
     first = gradients[members[0]]
-    return BucketPlan(start, first.dtype, first.device, slots=tuple(slots))
+    return BucketPlan(stop, first.dtype, first.device, slots=tuple(slots))
 
 
 def _with_trailer(plans: list[BucketPlan], params: int, *, apart: bool) -> list[BucketPlan]:

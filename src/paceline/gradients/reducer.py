@@ -26,7 +26,14 @@ from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
 from paceline.gradients.weights import LossWeight
 from paceline.observe.stopwatch import Observer
-from paceline.transport import Buckets, Reduction, TransportChoice, mean_factor, place
+from paceline.transport import (
+    Buckets,
+    Reduction,
+    Transport,
+    TransportChoice,
+    mean_factor,
+    place,
+)
 
 MODEL_CHECK_PERIOD = 10
 """Every so many steps the model is searched for parameters that nobody averages."""
@@ -115,6 +122,12 @@ class Reducer(BackwardFollower):
         self._layout.trailer_apart = True
         self._lay_out()
 
+    def align(self) -> None:
+        """Let gradients lie in buckets as their parameters can, even where a hook sees them."""
+        self._layout.is_aligned = True
+        if self._hook is not None:
+            self._lay_out()
+
     def take_over(self, before: Reducer) -> None:
         """Go on where another reducer of the same model stopped."""
         self.steps, self.backwards = before.steps, before.backwards
@@ -144,6 +157,11 @@ class Reducer(BackwardFollower):
     @property
     def has_hook(self) -> bool:
         return self._hook is not None
+
+    @property
+    def transport(self) -> Transport:
+        """How this model's tensors travel; see `TransportChoice.get`."""
+        return self._transport.get()
 
     @property
     def buckets(self) -> Sequence[Bucket]:

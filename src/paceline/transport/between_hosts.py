@@ -58,6 +58,9 @@ class BridgedBuckets(SharedBuckets):
             self._unsent.append((number, what))
         return super().begin(number, buffer, work, what)
 
+    def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
+        return C10d(self.group, "slices belong to single ranks").gather(buffer, what)
+
     def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ()
 

@@ -69,6 +69,10 @@ class Buckets(Protocol):
         """Start summing bucket `number` in place, in the same order on every rank."""
         ...
 
+    def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
+        """Start replacing every slice of bucket `number` by that of the rank which owns it."""
+        ...
+
 
 METHODS = [name for name in vars(Transport) if not name.startswith("_")]
 
@@ -87,6 +91,9 @@ class Scattered:
 
     def start(self, _number: int, buffer: Tensor, _weight: float, what: str) -> Reduction:
         return self._transport.sum(buffer, what)
+
+    def gather(self, _number: int, buffer: Tensor, what: str) -> Reduction:
+        return self._transport.gather(buffer, what)
 
 
 def place(transport: Transport, flats: Sequence[Flat], what: str) -> Buckets:

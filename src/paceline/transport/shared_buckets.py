@@ -26,7 +26,7 @@ from paceline import comm
 from paceline.comm import Group
 from paceline.errors import DesyncError
 from paceline.transport.flat import Flat, slices
-from paceline.transport.interface import mean_factor
+from paceline.transport.interface import Reduction, mean_factor
 from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
 
@@ -94,6 +94,9 @@ class SharedBuckets:
         """Average one bucket over all items, as far as `applies_weights` and `divides` say."""
         self.segment.weights[self._weight[self.position] + number] = weight
         return self.begin(number, buffer, self._average_slice, what)
+
+    def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
+        return self.begin(number, buffer, self.take_slices, what)
 
     def begin(self, number: int, buffer: Tensor, work: Work, what: str) -> SharedSum:
         """Give one bucket to all ranks, for `work` on it; it may lie in memory of its own."""
