@@ -26,6 +26,9 @@ from __future__ import annotations
 class PacelineError(Exception):
     """The root of the tree: `what` happened, `where` it first shows, and `advice`."""
 
+    ends_run = False
+    """Whether a training that survives deaths must not survive this."""
+
     def __init__(self, what: str, where: str = "", advice: str = "") -> None:
         super().__init__(what, where, advice)
         self.what = what
@@ -61,7 +64,12 @@ class DesyncError(PacelineError, RuntimeError):
 
 
 class ReplicaError(DesyncError):
-    """Parameters or buffers that should be equal on all ranks are not."""
+    """Parameters or buffers that should be equal on all ranks are not.
+
+    Whoever survived this would heal the others with what may be the wrong copy.
+    """
+
+    ends_run = True
 
 
 class CheckpointError(PacelineError, RuntimeError):

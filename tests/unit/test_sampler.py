@@ -254,10 +254,10 @@ class TestForgottenSetEpoch:
 
     @pytest.mark.parametrize("workers", [0, 1])  # each iteration forks them anew
     @pytest.mark.parametrize("total", [8, 64])
-    @pytest.mark.parametrize("peeks_first", [True, False])
+    @pytest.mark.parametrize("peeks_first", [2, 1, 0])
     @pytest.mark.parametrize("is_set", [True, False])
-    def test_is_told_from_a_look_at_the_first_batch(
-        self, workers: int, total: int, peeks_first: bool, is_set: bool
+    def test_is_told_from_looks_at_the_first_batch(
+        self, workers: int, total: int, peeks_first: int, is_set: bool
     ) -> None:
         data = list(range(total))
         sampler = DistributedSampler(data, 2, 0)
@@ -265,7 +265,7 @@ class TestForgottenSetEpoch:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for epoch in range(3):
-                if peeks_first:
+                for _ in range(peeks_first):
                     next(iter(loader))
                 if is_set:
                     sampler.set_epoch(epoch)

@@ -13,21 +13,28 @@ with `advance()`, what was really trained on; see docs/sampler.md.
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, islice
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline import env
 from paceline.errors import NotInitializedError, UsageError
 
 T = TypeVar("T")
+_MOST_LOOKS = 3
+"""So many passes of which nobody knows whether they were trained on say nothing."""
+_DEEPEST = 12
+"""Frames between a loader and the sampler that it draws from."""
 
 
 class Tail(Enum):
@@ -88,6 +95,8 @@ class SamplerPass:
     is_exhausted: bool = False
     finished: int = 0
     """How many passes over this order were drawn to their end since `set_epoch()`."""
+    prefetched: int = 0
+    """How many more were, but by a loader with workers before it had given a batch to anybody."""
 
 
 class ResumableSampler(Sampler[T], ABC):
@@ -118,6 +127,7 @@ class ResumableSampler(Sampler[T], ABC):
         self.epoch = 0
         self._pass = SamplerPass(epoch=0)
         self._was_told_an_epoch = False
+        self._epoch_changes = 0
         self._has_warned = False
 
     @property
@@ -149,8 +159,13 @@ class ResumableSampler(Sampler[T], ABC):
 
     def __iter__(self) -> Iterator[T]:
         self._warn_if_the_order_repeats()
-        finished = self._current_pass().finished
-        current = self._pass = SamplerPass(self.epoch, self._next_start(), finished=finished)
+        before = self._current_pass()
+        current = self._pass = SamplerPass(
+            self.epoch,
+            self._next_start(),
+            finished=before.finished,
+            prefetched=before.prefetched,
+        )
         return self._count(self._deal(current.start), current)
 
     def __len__(self) -> int:
@@ -162,9 +177,11 @@ class ResumableSampler(Sampler[T], ABC):
         Another epoch begins at its start. The same epoch changes nothing, so that a loop can
         call this right after `load_state_dict()` and still resume in the middle.
         """
-        self.epoch = whole_number("epoch", epoch)
-        self._current_pass().finished = 0
+        before, self.epoch = self.epoch, whole_number("epoch", epoch)
+        current = self._current_pass()
+        current.finished = current.prefetched = 0
         self._was_told_an_epoch = True
+        self._epoch_changes += self.epoch != before
 
     def advance(self, count: int) -> None:
         """Say that this rank has trained on `count` more of the items it drew in this pass.
@@ -253,14 +270,21 @@ class ResumableSampler(Sampler[T], ABC):
             current.drawn += 1
             yield item
         current.is_exhausted = True
-        current.finished += 1
+        if _is_prefetching():
+            current.prefetched += 1
+        else:
+            current.finished += 1
 
     def _warn_if_the_order_repeats(self) -> None:
-        # Whoever sets epochs may look at the first batch before setting the next one, and a
-        # loader with workers draws all of a small dataset for that.
-        allowed = 1 if self._was_told_an_epoch else 0
-        repeats = self._current_pass().finished > allowed
-        if repeats and not self._has_warned and self.shuffle:
+        """Whoever sets epochs may look at the first batch before setting the next one.
+
+        A loader with workers draws all of a small dataset for that, so such passes may be looks.
+        """
+        current = self._current_pass()
+        is_trained = current.finished > (1 if self._was_told_an_epoch else 0)
+        repeats = is_trained or current.finished + current.prefetched > _MOST_LOOKS
+        is_regular = self._epoch_changes > 1
+        if repeats and not is_regular and not self._has_warned and self.shuffle:
             self._has_warned = True
             warnings.warn(
                 f"Rank {self.rank} starts another pass in the same order as the last one, "
@@ -269,6 +293,18 @@ class ResumableSampler(Sampler[T], ABC):
                 EpochNotSetWarning,
                 stacklevel=3,
             )
+
+
+def _is_prefetching() -> bool:
+    """Whether a loader with workers is filling their queues, before anybody has got a batch."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return False
+        if frame.f_code is _MultiProcessingDataLoaderIter._reset.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _find_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain, count, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from paceline import comm
@@ -228,6 +234,36 @@ def _minority(values: Sequence[tuple[int, ...]]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
+class ModelCheck:
+    """Whether gradients of one model would go to parameters that nobody averages."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._registered = _count_registrations().total
+
+    def __call__(self, known: Iterable[nn.Parameter], *, is_due: bool = True) -> None:
+        """Raise if there are some besides `known`; look if it `is_due`, or anything was added."""
+        registered = _count_registrations().total
+        if is_due or registered != self._registered:
+            self._registered = registered
+            check_parameters_are_known(self._module(), known)
+
+
+class _Registrations:
+    """How many parameters and modules this process has put into modules since it counts."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        register_module_parameter_registration_hook(self._count)
+        register_module_module_registration_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.total += 1
+
+
+_count_registrations = cache(_Registrations)
+
+
 def check_parameters_are_known(module: nn.Module | None, known: Iterable[nn.Parameter]) -> None:
     """Raise if the module has got parameters that nobody averages."""
     ids = set(map(id, known))
@@ -237,7 +273,7 @@ def check_parameters_are_known(module: nn.Module | None, known: Iterable[nn.Para
         if id(param) not in ids:
             raise DesyncError(
                 f"Parameter {name!r} was added or replaced after the model was wrapped, "
-                "so its gradient is not averaged.",
+                "so nobody averages its gradient or keeps it equal.",
                 advice="Change the model first, then wrap it.",
             )
 

@@ -413,8 +413,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         reducer.compares &= self._ddp_options.compare_parameters
         self.__dict__["_reducer"] = reducer
         self._on_generation()
-        module, membership, device = weakref.ref(self.module), self.membership, self.device
-        reducer.check_model = lambda known: checks.check_parameters_are_known(module(), known)
+        membership, device = self.membership, self.device
+        reducer.check_model = checks.ModelCheck(self.module)
         reducer.compare = lambda tensors, step: checks.check_in_sync(
             membership.group, tensors, device, step
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,13 @@ from paceline.transport import (
 )
 
 MODEL_CHECK_PERIOD = 10
-"""Every so many steps the model is searched for parameters that nobody averages."""
+"""Every so many steps the model is searched for parameters that nobody averages, unasked."""
+
+
+class ModelCheck(Protocol):
+    """Raises if the model has parameters besides those given; looks when due, or when it changed."""
+
+    def __call__(self, known: Iterable[Parameter], *, is_due: bool) -> None: ...
 
 
 class Reducer(BackwardFollower):
@@ -70,8 +76,7 @@ class Reducer(BackwardFollower):
         self._syncs = 0
         self.after_sync: Callable[[], Callable[[], None] | None] | None = None
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
-        self.check_model: Callable[[Iterable[Parameter]], None] | None = None
-        """Raises if the model has parameters that are not among those given."""
+        self.check_model: ModelCheck | None = None
         self.compare: Callable[[Sequence[tuple[str, Tensor]], int], None] | None = None
         """Raises, on all ranks together, if any of the tensors differs between them."""
         self.compares = True
@@ -250,7 +255,7 @@ class Reducer(BackwardFollower):
     def on_untouched_backward(self) -> bool:
         """Parameters that were frozen until now have no hooks yet, but may have gradients."""
         if self.check_model is not None:
-            self.check_model(self.parameters)
+            self.check_model(self.parameters, is_due=True)
         return any(ref.requires_grad and ref.has_grad for ref in self._frozen)
 
     def on_backward_ended(self, ended: Backward) -> None:
@@ -384,10 +389,10 @@ class Reducer(BackwardFollower):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
-        # A parameter that was replaced has no gradient; one that was added shows in the model only.
-        is_time_to_check = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
-        if self.check_model is not None and is_time_to_check:
-            self.check_model(self.parameters)
+        if self.check_model is not None:
+            # One that was replaced has no gradient; one that was added shows in the model only.
+            is_due = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
+            self.check_model(self.parameters, is_due=bool(is_due))
         if not current.is_shadow:
             for number, bucket in enumerate(self._layout.buckets):
                 bucket.hand_out(used, is_untouched=number >= current.early)

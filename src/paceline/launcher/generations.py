@@ -68,6 +68,8 @@ class Generations:
     is_on: bool = False
     """Whether a run of ours trains: other scripts end with their first worker."""
     _finished: set[int] = field(default_factory=set)
+    _leavers: list[int] = field(default_factory=list)
+    """Workers whose script has left its loop, while others have not."""
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ledgers of the dead, and of those who left, that nobody has taken yet."""
     _ledgers: int = 0
@@ -103,9 +105,14 @@ class Generations:
                     f"`kill -USR1 {os.getpid()}` adds one."
                 )
                 self._carry_out(orders)
-            case {"said": "finished"}:
+            case {"said": "finished", "is_left": bool(is_left)}:
                 self._finished.add(seat)
-                self._carry_out(self.roster.on_finished(seat))
+                if is_left:
+                    self._leavers.append(seat)
+                    self._inherit(seat, self.lines[seat].ledger.read())
+                self._carry_out(
+                    self.roster.on_finished(seat, is_left=is_left, now_s=time.monotonic())
+                )
 
     def open_line(self, seat: int) -> Line:
         """The line to a worker that is about to be started."""
@@ -132,8 +139,12 @@ class Generations:
         step: int,
         is_kill: bool,
         is_error: bool,
+        ends_run: bool = False,
     ) -> bool:
-        """A worker has ended early, by an error of its own or not; whether others can continue."""
+        """A worker has ended early, by an error of its own or not; whether others can continue.
+
+        `ends_run` is its word that nobody should.
+        """
         if seat in self.dismissed:
             return True
         if not self.is_on or seat in self._finished:
@@ -146,9 +157,9 @@ class Generations:
             self._died_s = time.monotonic()
             self._inherit(seat, ledger)
         orders = self.roster.on_died(
-            seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic()
+            seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic(), ends_run=ends_run
         )
-        if was_member:
+        if was_member and not ends_run:
             self.say(f"worker {seat} {how} in step {step}; {self._rest()}.")
         self._carry_out(orders)
         if not self.roster.members and not is_error:
@@ -229,6 +240,9 @@ class Generations:
                     self.is_over = True
 
     def _announce(self, order: Announce) -> None:
+        while self._leavers and order.members:
+            seat = self._leavers.pop()
+            self.say(f"worker {seat} has left its loop; {self._rest()}.")
         for rank, seat in enumerate(order.members):
             message = {
                 "number": order.generation,

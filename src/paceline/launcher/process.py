@@ -176,6 +176,8 @@ class WorkerEnd:
     """What it wrote about the exception that ended it; empty where it wrote nothing."""
     traceback: str = ""
     is_secondary: bool = False
+    ends_run: bool = False
+    """Whether it said that nobody should continue."""
     step: int = 0
     """The last step of a `Run` that it began; 0 if none is known."""
 
@@ -265,6 +267,7 @@ def read_error(path: str) -> dict[str, Any]:
             "summary": str(message.get("message", "")),
             "traceback": str(message.get("extraInfo", {}).get("py_callstack", "")),
             "is_secondary": bool(data.get("is_secondary", False)),
+            "ends_run": bool(data.get("ends_run", False)),
         }
         return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

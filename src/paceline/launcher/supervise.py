@@ -275,7 +275,7 @@ class Supervisor:
             worker.send(signal.SIGKILL)  # what it has started
             return
         if worker.accused:
-            error = {"summary": worker.accused}
+            error, code = {"summary": worker.accused}, code or 1
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
         by_itself = is_cause or failed_before
@@ -307,9 +307,18 @@ class Supervisor:
             lines = error["summary"].splitlines()
             how = f"raised {' '.join(lines[:1] if is_member else lines)}"
         how = f"was {worker.accused}" if worker.accused else how
-        return generations.on_exit(
-            rank, ledger, how, step=step, is_kill=code == -9 and not error, is_error=bool(error)
+        is_survived = generations.on_exit(
+            rank,
+            ledger,
+            how,
+            step=step,
+            is_kill=code == -9 and not error,
+            is_error=bool(error),
+            ends_run=error.get("ends_run", False),
         )
+        if generations.is_on and code == 0 and not is_survived:
+            worker.accused = "finished before its run was, with exit code 0"
+        return is_survived
 
     def on_failure(self, is_secondary: bool) -> None:
         if not is_secondary:

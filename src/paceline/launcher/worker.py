@@ -275,6 +275,7 @@ def write_error(path: str, error: BaseException) -> None:
         "time_ns": time.monotonic_ns(),
         "type": type(error).__name__,
         "is_secondary": is_secondary(error),
+        "ends_run": bool(getattr(error, "ends_run", False)),
     }
     temporary = f"{path}.{os.getpid()}"
     with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:

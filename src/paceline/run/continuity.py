@@ -14,6 +14,7 @@ from paceline import comm
 from paceline.errors import PeerError
 from paceline.run.metrics import Sums, merge
 from paceline.run.plan import Portion
+from paceline.run.sinks import Message
 from paceline.run.state import hand_over
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class Continuity:
             context.stop.leave = context.survival.ask_to_leave
             context.survival.begin(context.agreed)
         self.deal()
+
+    def end(self, *, is_left: bool = False) -> None:
+        """The loop is over, or `is_left`: from now on nobody is waited for or replaced."""
+        context = self._context
+        if context.survival is not None:
+            context.survival.finish(is_left=is_left)
+            context.survival, context.vote.is_due = None, lambda: False
 
     def deal(self) -> None:
         """Hand out the steps that are not applied, to the workers that are there now."""
@@ -134,14 +142,14 @@ class Continuity:
         """Write down what nobody else knows, before the sum that completes a step."""
         context, metrics = self._context, self._context.metrics
         assert context.survival is not None
-        context.survival.write(
-            {
-                "step": context.position.step,
-                "epoch": metrics.epochs,
-                "sums": metrics.epoch,
-                "next": metrics.so_far() if context.device.type == "cpu" else {},
-            }
-        )
+        word = {
+            "step": context.position.step,
+            "epoch": metrics.epochs,
+            "sums": metrics.epoch,
+            "next": metrics.so_far() if context.device.type == "cpu" else {},
+        }
+        if not context.survival.write(word):
+            context.survival.write({**word, "sums": None, "next": None})
 
     def heal(self, inherited: dict[str, Any]) -> None:
         """Make everybody's state that of the worker which has come furthest."""
@@ -179,7 +187,11 @@ class Continuity:
         if buffers is not None:
             buffers.live.update(name for each in everyone for name in each["live"])
         for ledger in inherited.values():
-            if ledger.get("epoch") == metrics.epochs:
+            if ledger.get("epoch") == metrics.epochs and ledger["sums"] is None:
+                text = "What a dead worker had computed is not in the metrics of this epoch: it "
+                text += "had more of them than it could leave behind."
+                context.sinks.tell("message", Message(text, "warning"))
+            elif ledger.get("epoch") == metrics.epochs:
                 merge(metrics.epoch, ledger["sums"])
                 if ledger["step"] + 1 == best:
                     merge(metrics.epoch, ledger["next"])

@@ -217,7 +217,10 @@ class Run:
         except GeneratorExit:
             if self._open is None or self._open.state != "failed":
                 status, reason = "stopped", "the loop was left"
+                if self._open is not None and self._open.state == "applied":
+                    self._report_step(self._open)
                 self._say_what_is_not_saved()
+                continuity.end(is_left=True)
             raise
         finally:
             self._is_running, self._open = False, None
@@ -240,8 +243,7 @@ class Run:
             if context.survival is not None and saving.is_on and saving.saved_step != self.step:
                 self._save()
             lost = self._find_lost()
-        if context.survival is not None:
-            context.survival.finish()
+        context.continuity.end()
         return lost
 
     def _find_lost(self) -> str:
@@ -313,6 +315,13 @@ class Run:
         """
         if step.number == self._reported:
             return
+        self._report_step(step)
+        if step.ends_epoch:
+            self._end_epoch(step)
+
+    def _report_step(self, step: Step) -> None:
+        if step.number == self._reported:
+            return
         self._reported = step.number
         self._context.metrics.epochs = step.epoch
         self._epoch_samples += step.samples
@@ -326,8 +335,6 @@ class Run:
             step.number, step.epoch, samples, local_samples, step.seconds, phases, {}, step.lr
         )
         self._context.metrics.end_step(report)
-        if step.ends_epoch:
-            self._end_epoch(step)
 
     def _end_epoch(self, step: Step) -> None:
         context = self._context

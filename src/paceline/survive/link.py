@@ -19,7 +19,8 @@ from typing import Any
 from paceline import env
 
 MESSAGE_BYTES = 64 * 2**10
-SLOT_BYTES = 16 * 2**10
+SLOT_BYTES = 2**20
+"""Takes memory only as far as it is used."""
 _WORD_BYTES = 8
 
 
@@ -83,16 +84,17 @@ class Ledger:
         os.ftruncate(descriptor, cls.BYTES)
         return descriptor
 
-    def write(self, value: dict[str, Any]) -> None:
-        """Replace what is there; what is too long to be kept leaves the old value."""
+    def write(self, value: dict[str, Any]) -> bool:
+        """Replace what is there; False where it is too long, which leaves the old value."""
         data = json.dumps(value).encode()
         if len(data) + _WORD_BYTES > SLOT_BYTES:
-            return
+            return False
         turn = self._words[0] + 1
         start = _WORD_BYTES + turn % 2 * SLOT_BYTES
         record = len(data).to_bytes(_WORD_BYTES, "little") + data
         self._memory[start : start + len(record)] = record
         self._words[0] = turn
+        return True
 
     def read(self) -> dict[str, Any]:
         turn = self._words[0]

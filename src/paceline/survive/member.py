@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.comm import collectives
 from paceline.comm.membership import Membership, NoGroup
-from paceline.errors import PeerError
+from paceline.errors import PacelineError, PeerError
 from paceline.survive.groups import Groups
 from paceline.survive.link import Generation, Link
 
@@ -82,6 +82,8 @@ class Survival:
 
     def explains(self, error: BaseException | None) -> bool:
         """Whether an error only says that another worker is gone."""
+        if isinstance(error, PacelineError) and error.ends_run:
+            return False
         return isinstance(error, PeerError) or (isinstance(error, Exception) and self.is_over)
 
     def begin(self, facts: dict[str, Any]) -> None:
@@ -122,13 +124,13 @@ class Survival:
         """Everything is handed over: the others continue without this worker."""
         self._link.tell("left", step=step)
 
-    def finish(self) -> None:
-        """Everything is done: from now on this worker may end."""
-        self._link.tell("finished")
+    def finish(self, *, is_left: bool) -> None:
+        """Everything is done, or the script has left its loop: this worker may end now."""
+        self._link.tell("finished", is_left=is_left)
 
-    def write(self, ledger: dict[str, Any]) -> None:
-        """Leave this for the others, should this worker die."""
-        self._link.ledger.write({**ledger, "taken": sorted(self.taken)})
+    def write(self, ledger: dict[str, Any]) -> bool:
+        """Leave this for the others, should this worker die; False if it is too long."""
+        return self._link.ledger.write({**ledger, "taken": sorted(self.taken)})
 
     def report_lost(self) -> None:
         """Tell the launcher that the group is broken, in case that nobody died."""

@@ -21,6 +21,8 @@ START_TRIES = 5
 FIRST_BACKOFF_S = 1.0
 LOST_GRACE_S = 0.05
 """How long a broken group waits for the news of a death that would explain it."""
+LEFT_GRACE_S = 5.0
+"""How long those who are left wait for one whose script has left the loop before they did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,11 @@ class Roster:
         return self._invite()
 
     def on_died(
-        self, seat: int, *, step: int, how: str, is_kill: bool, now_s: float
+        self, seat: int, *, step: int, how: str, is_kill: bool, now_s: float, ends_run: bool = False
     ) -> list[Order]:
-        """A worker ended that should not have, in `step`."""
+        """A worker ended that should not have, in `step`; `ends_run` if nobody should continue."""
+        if ends_run and seat in self.members:
+            return [Stop(f"worker {seat} {how}")]
         place = self._seats[seat]
         state, place.state = place.state, _State.GONE
         if state in (_State.LEFT, _State.GONE):
@@ -177,8 +181,8 @@ class Roster:
 
     def on_lost(self, seat: int, generation: int, now_s: float) -> list[Order]:
         """A member's group is broken; who died, if anybody did, will be heard of soon."""
-        if generation == self.generation and seat in self.members and self._lost_at_s is None:
-            self._lost_at_s = now_s
+        if generation == self.generation and seat in self.members:
+            self._lost_at_s = min(now_s, self._lost_at_s or now_s)
         return []
 
     @property
@@ -215,11 +219,17 @@ class Roster:
         """It has ended: somebody else may have the seat."""
         self._seats[seat].state = _State.GONE
 
-    def on_finished(self, seat: int) -> list[Order]:
-        """A member has done all there was to do; it takes part in nothing any more."""
+    def on_finished(self, seat: int, *, is_left: bool = False, now_s: float = 0.0) -> list[Order]:
+        """A member has done all there was to do; it takes part in nothing any more.
+
+        Where its script has left the loop, the others have a moment to do so too.
+        """
         self._seats[seat].state = _State.LEFT
         self.members = tuple(each for each in self.members if each != seat)
-        self.is_finished = True
+        if is_left and self.members:
+            self._lost_at_s = self._lost_at_s or now_s + LEFT_GRACE_S
+            return []
+        self.is_finished, self._lost_at_s = True, None
         return self._dismiss()
 
     def grow(self, now_s: float) -> list[Order]:
