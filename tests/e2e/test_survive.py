@@ -34,6 +34,11 @@ def strike(step, moment):
                 done.touch()
             if what == "raise" or what == "always":
                 raise ValueError("planned")
+            if what == "differ":
+                net[3].weight.data[0, 0] += 1e-9
+                return
+            if what == "leave":
+                sys.exit(0)
             whom = os.getppid() if what.startswith("SIGUSR") else os.getpid()
             os.kill(whom, getattr(signal, what))
 
@@ -202,6 +207,24 @@ def test_a_step_that_kills_whoever_computes_it_is_a_bug_and_stops_the_run(tmp_pa
     assert done.returncode == 1
     assert "step 4 ended a worker 3 times" in done.stderr
     assert "ValueError: planned" in done.stderr
+
+
+def test_replicas_that_differ_end_a_run_that_would_survive_a_death(tmp_path: Path) -> None:
+    script = prepare(tmp_path, [(1, 6, "between", "differ")])
+    done = paceline_run(tmp_path, "--workers", 3, script)
+    assert done.returncode == 1, done.stderr
+    assert "ReplicaError" in done.stderr
+    assert "'3.weight' on rank 1 is not what it is on rank 0" in done.stderr
+    assert "continue" not in done.stderr
+
+
+def test_a_loop_that_is_left_is_not_a_death(tmp_path: Path) -> None:
+    left = [(rank, 20, "between", "leave") for rank in (0, 1)]
+    plan = [(2, 6, "between", "leave"), *left]
+    done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "paceline: worker 2 has left its loop; 2 continue.\n"
+    assert losses_in(tmp_path)[0] == pytest.approx(reference()[1][0], rel=1e-6)
 
 
 def test_without_survivors_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def test_with_too_few_workers_the_rest_waits_for_replacements() -> None:
     assert roster.on_ready(1) == [Announce(2, (2, 1), is_urgent=True)]
 
 
+def test_where_no_replacement_will_come_the_rest_does_not_wait() -> None:
+    roster = formed(2, min_workers=2, max_replacements=1)
+    assert die(roster, 0) == [Start(0, NOW_S)]
+    _, order = die(roster, 0)
+    assert order == Stop("1 of at least 2 workers are left for good")
+
+
+def test_replicas_that_differ_are_not_healed_with_whichever_is_left() -> None:
+    roster = formed()
+    die(roster, 2)
+    facts = {"step": 5, "how": "raised ReplicaError", "is_kill": False, "now_s": NOW_S}
+    [order] = roster.on_died(0, **facts, ends_run=True)  # type: ignore[arg-type]
+    assert order == Stop("worker 0 raised ReplicaError")
+    roster.on_ready(2)
+    assert not any(isinstance(each, Stop) for each in roster.on_died(2, **facts, ends_run=True))  # type: ignore[arg-type]
+
+
 def test_a_group_that_broke_without_a_death_is_formed_anew_after_a_moment() -> None:
     roster = formed(2)
     roster.on_lost(0, 0, NOW_S)
