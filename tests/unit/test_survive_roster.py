@@ -122,7 +122,7 @@ def test_where_no_replacement_will_come_the_rest_does_not_wait() -> None:
     roster = formed(2, min_workers=2, max_replacements=1)
     assert die(roster, 0) == [Start(0, NOW_S)]
     _, order = die(roster, 0)
-    assert order == Stop("1 of at least 2 workers are left for good")
+    assert order == Stop("fewer than 2 workers are left")
 
 
 def test_replicas_that_differ_are_not_healed_with_whichever_is_left() -> None:
