@@ -40,7 +40,7 @@ MODEL_CHECK_PERIOD = 10
 
 
 class ModelCheck(Protocol):
-    """Raises if the model has parameters besides those given; looks when due, or when it changed."""
+    """Raises if the model has parameters besides those given; looks if due, or if it changed."""
 
     def __call__(self, known: Iterable[Parameter], *, is_due: bool) -> None: ...
 
