@@ -32,6 +32,7 @@ _AGREED_OPTIONS = (
     "clip_norm",
     "merge_shards",
     "check_finite",
+    "update",
     "noise_every",
     "checkpoint_every",
     "best_metric",
@@ -81,6 +82,9 @@ class RunOptions:
     check_finite: Literal["sample", "all", "off"] = "sample"
     """How closely gradients are searched for NaN and infinity on CPUs; see docs/run.md. On GPUs,
     and with `clip_norm`, all of them are, because it costs next to nothing there."""
+    update: Literal["whole", "sharded", "auto"] = "whole"
+    """Who steps what: `whole`, every worker all parameters; `sharded`, each its share, with as much
+    of the optimizer's state; `auto`, sharded where that is faster. See docs/run.md."""
     noise_every: int = 0
     """Measure the gradient noise scale in every so many steps; 0 means never."""
     trace_step: int = 0
@@ -106,6 +110,7 @@ class RunOptions:
             check_whole(name, getattr(self, name), least)
         check_choice("better", self.better, ("lower", "higher"))
         check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
+        check_choice("update", self.update, ("whole", "sharded", "auto"))
 
 
 @dataclass(slots=True, kw_only=True)

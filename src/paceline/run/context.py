@@ -36,7 +36,13 @@ from paceline.run.watching import Watching
 from paceline.survive.groups import Groups
 from paceline.survive.link import Link
 from paceline.survive.member import Survival
-from paceline.update import FiniteCheck, make_update
+from paceline.update import (
+    FiniteCheck,
+    choose_update,
+    describe_sharing,
+    make_update,
+    shard_update,
+)
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 
@@ -50,8 +56,13 @@ class StepContext:
         self.world = world = config.world or find_world()
         self.membership = members = Membership.of(world.group)
         link = None
-        if members.group is dist.group.WORLD and dist.get_backend() == "gloo":
-            link = Link.find()  # NCCL's groups are not formed anew yet
+        is_formed_anew = members.group is dist.group.WORLD and dist.get_backend() == "gloo"
+        can_survive = is_formed_anew and env.read_survival() is not None  # NCCL's groups cannot yet
+        shares_out = choose_update(
+            options.update, config.optimizer, size=members.size, can_survive=can_survive
+        )
+        if can_survive and not shares_out:
+            link = Link.find()
         self.is_replacement = link is not None and link.is_replacement
         """Whether this worker joins a training that is under way."""
         if self.is_replacement:
@@ -101,6 +112,8 @@ class StepContext:
             undo.callback(self.watching.end)
             self.watching.start_timeline(world.rank)
             self.model = _wrap(model, config.ddp, members)
+            if shares_out:
+                shard_update(self.model, config.optimizer)
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
         self.position = position
@@ -143,6 +156,8 @@ class StepContext:
         self.watching.note_progress(position.step, None if plan is None else plan.steps)
         self.lines = config.opening_lines(world, device, shards, plan, position)
         """What is said when the loop begins."""
+        if shares_out:
+            self.lines += describe_sharing(config.optimizer, world.size, can_survive)
         self.lines += self.watching.lines
         self.lines += _lines_on_repeated_steps(folder, position.step)
         members.follow(self.on_generation)

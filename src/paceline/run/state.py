@@ -26,7 +26,7 @@ from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
 from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
-from paceline.update import Update
+from paceline.update import Update, find_sharded
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
@@ -60,6 +60,12 @@ class RunState:
             "position": [position.step, position.epoch, position.step_of_epoch],
             "metrics": epoch_sums,
         }
+
+    def take_part(self) -> None:
+        """Bring this worker's share of the state to the one that gathers it."""
+        sharded = find_sharded(self._parts["optimizer"])
+        if sharded is not None:
+            sharded.take_part_in_saving()
 
     def give_back(self, state: Mapping[str, Any]) -> tuple[Position, Sums]:
         """Load the state into the objects; how far it is, and the sums of its epoch."""
@@ -220,6 +226,8 @@ class Saving:
             self._checkpoints.save(
                 position.step, state.gather(position, sums), facts=facts, metric=metric
             )
+        else:
+            state.take_part()
 
     def take_finished(self, *, wait: bool = False) -> list[Written]:
         """What has reached the disk since."""

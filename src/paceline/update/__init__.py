@@ -4,6 +4,7 @@
 the parameters only; `finite` looks for NaN before anything changes, without waiting for a device.
 """
 
+from paceline.update.choice import choose_update, describe_sharing
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
 from paceline.update.sharded import find_sharded, shard_update
 from paceline.update.whole import Update, make_update
@@ -13,6 +14,8 @@ __all__ = [
     "HostCopy",
     "Loss",
     "Update",
+    "choose_update",
+    "describe_sharing",
     "find_sharded",
     "make_update",
     "shard_update",

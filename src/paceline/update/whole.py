@@ -25,8 +25,7 @@ class Update(Protocol):
 
         begin --> backward, once per shard --> commit, or, when the step fails, abandon
 
-    An update that shares its work out would sum its slice of the gradients and gather the
-    parameters in `commit`; whoever needs them complete calls `finish` first.
+    Where `sharded` has the optimizer step a share only, the parameters are gathered in `commit`.
     """
 
     parts: dict[str, Any]
@@ -98,6 +97,8 @@ class WholeUpdate:
             param.grad = None
         self._step, self._noted = step, None
         self._refusal = self._optimizer.register_step_pre_hook(_refuse_foreign_step)
+        hooks: Any = self._optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(self._refusal.id, last=False)  # before the update is shared out
 
     def backward(self, loss: Tensor, factor: float) -> None:
         self._refuse_changed_grads()
