@@ -12,8 +12,8 @@ import mmap
 import os
 import re
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ class Placement:
     nodes: int = 1
     master_addr: str
     master_port: int
+    store_addr: str = ""
+    """Where the store is to be found from this machine, if there is a shorter way to it."""
     agent_has_store: bool = True
     """The launcher already serves the store, so no worker may."""
     source: str = "paceline run"
@@ -97,6 +99,7 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_has_store),
             "PACELINE_STORE_PORT": str(self.master_port),
+            "PACELINE_STORE_ADDR": self.store_addr,
         }
 
 
@@ -115,6 +118,11 @@ def take_survival() -> dict[str, Any] | None:
     given = read_survival()
     os.environ.pop(SURVIVAL_VARIABLE, None)
     return given
+
+
+def read_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """What launchers of one run know and others do not, from PACELINE_SECRET; normally empty."""
+    return environ.get("PACELINE_SECRET", "")
 
 
 def joins_running() -> bool:
@@ -157,6 +165,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
         nodes=read_int(environ, "GROUP_WORLD_SIZE", default=-(-size // max(local_size, 1))),
         master_addr=master_addr,
         master_port=read_int(environ, "MASTER_PORT", default=29500),
+        store_addr=environ.get("PACELINE_STORE_ADDR", "") if is_launchers else "",
         agent_has_store=is_launchers and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source="paceline run" if "PACELINE_RUN_ID" in environ else source,
     )
@@ -340,6 +349,20 @@ def keep_gloo_on_loopback() -> None:
     loopback = loopback_interface()
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Let groups that are made in this block stay on this machine, whatever the others do."""
+    before, loopback = os.environ.get("GLOO_SOCKET_IFNAME"), loopback_interface()
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def read_attempt(environ: Mapping[str, str] = os.environ) -> int:

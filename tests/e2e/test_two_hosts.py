@@ -1,28 +1,21 @@
-"""Two hosts for real: network, process ids and names of their own, a cable between them.
+"""Two hosts for real share memory inside each, and send what must be sent.
 
-Namespaces of the kernel make them, which takes root. Without it the same is tested with a pretended
-host identity, in tests/processes/test_transport_processes.py.
+Where namespaces are not to be had, the same is tested with a pretended host identity, in
+tests/processes/test_transport_processes.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import textwrap
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hosts import two_hosts
 from torch import nn
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-SPACES = ("unshare", "--net", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
 STEPS = 8
 SCRIPT = """
 import json, sys
@@ -58,86 +51,6 @@ print(json.dumps([model.transport, share, net[2].bias.tolist()]), flush=True)
 """
 
 
-def why_not() -> str:
-    """What is missing for hosts of our own."""
-    tools = [tool for tool in ("unshare", "ip", "mount") if shutil.which(tool) is None]
-    if tools:
-        return f"there is no {tools[0]} here"
-    if os.geteuid() != 0:
-        return "network namespaces take root"
-    steps = [
-        "mount --bind /etc/hosts /etc/hosts",
-        "mount --bind /etc/nsswitch.conf /etc/nsswitch.conf",
-        "hostname probe",
-        "ip link set lo up",
-        "ip link add cable type veth peer name other",
-    ]
-    probe = [*SPACES, "sh", "-c", " && ".join(steps)]
-    tried = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
-    return "" if tried.returncode == 0 else f"namespaces are refused here: {tried.stderr.strip()}"
-
-
-@pytest.fixture(scope="module")
-def _namespaces() -> None:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-
-
-class Host:
-    """One host, which waits until its cable is plugged in and then runs the script."""
-
-    def __init__(self, number: int, folder: Path, workers: int) -> None:
-        names = folder / f"hosts{number}"
-        order = folder / "nsswitch.conf"  # a host that asks no network for names
-        setup = f"""
-            mount --bind {names} /etc/hosts && mount --bind {order} /etc/nsswitch.conf || exit 90
-            hostname host{number} && ip link set lo up || exit 91
-            echo waiting
-            read plugged_in
-            ip addr add {ADDRESSES[number]}/24 dev cable && ip link set cable up || exit 92
-            exec "$@" 2>&1
-        """
-        run = [sys.executable, "-m", "paceline", "run", "--no-label", "--nnodes", "2"]
-        where = ["--node-rank", str(number), "--master-addr", ADDRESSES[0]]
-        command = [*run, *where, "--workers", str(workers), str(folder / "train.py"), str(STEPS)]
-        self.process = subprocess.Popen(
-            [*SPACES, "sh", "-c", setup, "setup", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "waiting\n"
-
-
-def connect(one: Host, other: Host) -> None:
-    """Plug a cable in; it is gone when the hosts are."""
-    ends = [str(host.process.pid) for host in (one, other)]
-    link = ["link", "add", "cable", "netns", ends[0]]
-    peer = ["peer", "name", "cable", "netns", ends[1]]
-    subprocess.run(["ip", *link, "type", "veth", *peer], check=True, timeout=60)
-
-
-@pytest.fixture
-def hosts(_namespaces: None, tmp_path: Path) -> Iterator[list[Host]]:
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    for number in range(len(ADDRESSES)):  # as Debian does: nobody else could reach that address
-        (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n127.0.1.1 host{number}\n")
-    (tmp_path / "nsswitch.conf").write_text("hosts: files\npasswd: files\n")
-    started: list[Host] = []
-    try:
-        for number, workers in enumerate((2, 1)):
-            started.append(Host(number, tmp_path, workers))
-        connect(*started)
-        yield started
-    finally:
-        for host in started:
-            host.process.kill()
-            host.process.communicate()
-
-
 def train_alone() -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(200, 500), nn.Tanh(), nn.Linear(500, 10))
@@ -152,17 +65,16 @@ def train_alone() -> list[float]:
     return values
 
 
-def test_two_hosts_share_memory_inside_and_send_each_gradient_once(hosts: list[Host]) -> None:
+def test_two_hosts_share_memory_inside_and_send_each_gradient_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
     printed: list[Any] = []
-    for host in hosts:
-        assert host.process.stdin is not None
-        host.process.stdin.write("yes\n")
-        host.process.stdin.flush()
-    deadline_s = time.monotonic() + 90
-    for host in hosts:
-        output, _ = host.process.communicate(timeout=max(1, deadline_s - time.monotonic()))
-        assert host.process.returncode == 0, output
-        printed += [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    with two_hosts(tmp_path) as hosts:
+        for host, workers in zip(hosts, (2, 1), strict=True):
+            host.run(script, workers, STEPS)
+        for host in hosts:
+            assert host.finish() == 0, host.output
+            printed += [json.loads(x) for x in host.output.splitlines() if x.startswith("[")]
     assert len(printed) == 3
     for transport, share, values in printed:
         assert transport == "shared memory on each of 2 hosts, c10d between their leaders"

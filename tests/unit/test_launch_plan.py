@@ -91,6 +91,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PACELINE_RUN_ID": "r1",
         "PACELINE_STORE_PORT": "4567",
+        "PACELINE_STORE_ADDR": "",
         "PACELINE_STALL_S": "120",
         "PACELINE_FAILED_FILE": "/logs/attempt_1/failed",
         "OMP_NUM_THREADS": "4",

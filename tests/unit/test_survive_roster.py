@@ -277,3 +277,76 @@ def test_whatever_happens_members_are_alive_and_generations_grow(seed: int) -> N
                 assert set(order.members) <= alive
         if not (set(roster.members) & alive):
             return
+
+
+def on_machines(*sizes: int, **options: int) -> Roster:
+    """A roster in the launcher of machine 0."""
+    machine_by_seat = dict(enumerate(m for m, size in enumerate(sizes) for _ in range(size)))
+    roster = Roster(size=sum(sizes), machine_by_seat=machine_by_seat, **options)
+    for seat in range(sum(sizes)):
+        roster.on_joined(seat, 0)
+    return roster
+
+
+def test_a_machine_takes_all_its_workers_along_at_once_and_none_is_replaced() -> None:
+    roster = on_machines(2, 2, 1)
+    assert roster.on_machine_gone(1) == [Announce(1, (0, 1, 4), is_urgent=True)]
+    assert die(roster, 2) == []
+    assert roster.on_machine_gone(1) == []
+
+
+def test_a_machine_takes_those_along_that_wait_or_are_on_their_way() -> None:
+    roster = on_machines(1, 3)
+    for seat in (1, 2):
+        die(roster, seat, step=seat)
+    roster.on_ready(1)
+    roster.on_machine_gone(1)
+    assert roster.on_joined(0, roster.generation) == []
+    assert roster.members == (0,)
+
+
+def test_the_last_machine_with_workers_leaves_the_checkpoint() -> None:
+    roster = on_machines(1, 2)
+    die(roster, 0)
+    [order] = roster.on_machine_gone(1)
+    assert isinstance(order, RestartAll)
+
+
+def test_a_machine_lost_before_training_began_starts_everybody_again() -> None:
+    roster = Roster(size=2, machine_by_seat={1: 1})
+    assert isinstance(roster.on_machine_gone(1)[0], RestartAll)
+
+
+def test_rank_0s_duties_stay_on_the_rosters_machine_while_somebody_is_there() -> None:
+    roster = on_machines(2, 2)
+    die(roster, 0)
+    assert roster.members == (1, 2, 3)
+    for seat in (1, 2, 3):
+        roster.on_joined(seat, 1)
+    roster.on_ready(0)
+    assert roster.members == (1, 2, 3, 0)
+    die(roster, 1)
+    assert roster.members == (0, 2, 3)
+
+
+def test_rank_0s_duties_do_not_come_back_before_their_holder_is_gone() -> None:
+    roster = on_machines(1, 2)
+    die(roster, 0)
+    for seat in (1, 2):
+        roster.on_joined(seat, 1)
+    roster.on_ready(0)
+    assert roster.members == (1, 2, 0)
+    die(roster, 2)
+    assert roster.members == (1, 0)
+
+
+def test_too_few_workers_do_not_wait_for_a_machine_that_will_not_come_back() -> None:
+    roster = on_machines(2, 2, min_workers=3)
+    [order] = roster.on_machine_gone(1)
+    assert isinstance(order, Stop)
+    assert "fewer than 3 workers" in order.reason
+
+
+def test_too_few_workers_do_not_wait_for_replacements_that_are_used_up() -> None:
+    roster = formed(2, min_workers=2, max_replacements=0)
+    assert [type(order) for order in die(roster, 1)] == [GiveUp, Stop]

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.comm.quiet_exit import give_way_at_exit
 from paceline.comm.safetensors import memory_of
+from paceline.comm.sockets import CONNECTIONS
 from paceline.errors import DesyncError, PeerError, name_ranks
 
 Group = Any
@@ -171,7 +172,8 @@ def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
     """
     store = PrefixStore(f"paceline/{name}", group.get_group_store())
     options = group._get_backend(torch.device("cpu")).options
-    return dist.ProcessGroupGloo(store, ranks.index(group.rank()), len(ranks), options)
+    with CONNECTIONS.recorded(is_more=True):
+        return dist.ProcessGroupGloo(store, ranks.index(group.rank()), len(ranks), options)
 
 
 def have_left(group: Group, ranks: Sequence[int]) -> bool:

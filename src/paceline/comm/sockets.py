@@ -102,14 +102,18 @@ class Connections:
         """Connections to this port are left alone: others than the group use them."""
 
     @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Remember what is opened inside the block, by any thread, instead of what was before."""
+    def recorded(self, *, is_more: bool = False) -> Iterator[None]:
+        """Remember what is opened inside the block, by any thread.
+
+        Instead of what was opened before, unless there is `is_more` of the same.
+        """
         before = _open_sockets()
         try:
             yield
         finally:
             now = _open_sockets()
-            self._names = {fd: name for fd, name in now.items() if before.get(fd) != name}
+            found = {fd: name for fd, name in now.items() if before.get(fd) != name}
+            self._names = self._names | found if is_more else found
 
     def shut(self) -> None:
         """End every connection among them that is still open; whoever waits there gets an error."""
@@ -121,6 +125,10 @@ class Connections:
                     # Not one that listens: Gloo ends the process when it cannot accept any more.
                     if found.getpeername()[1] != self.kept_port:
                         found.shutdown(socket.SHUT_RDWR)
+
+
+CONNECTIONS = Connections()
+"""Those of the default group, if `init_process_group` made it."""
 
 
 def _open_sockets() -> dict[int, str]:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.quiet_exit import give_way_at_exit
-from paceline.comm.sockets import Connections, is_served, listen
+from paceline.comm.sockets import CONNECTIONS, is_served, listen
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
 
@@ -131,15 +131,12 @@ def init_process_group(
     return replace(current_world(), device=device, source=source, owns_group=True)
 
 
-CONNECTIONS = Connections()
-"""Those of the default group, if `init_process_group` made it."""
-
-
 def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
     """The world of a worker that replaces another: alone until its run joins the others."""
     assert place is not None
     device = pick_device(None, place.local_rank, place.local_size, device_id)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with env.gloo_on_loopback():  # whatever has become of the way to other machines
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return replace(
         current_world(),
         rank=place.rank,
@@ -263,7 +260,7 @@ def connect(place: Placement, timeout: timedelta | None) -> Store:
         return HashStore()
     is_server = place.rank == 0 and not place.agent_has_store
     is_local = place.is_single_node and not place.agent_has_store
-    address = env.LOOPBACK if is_local else place.master_addr
+    address = env.LOOPBACK if is_local else place.store_addr or place.master_addr
     serve: dict[str, Any] = {}
     if is_server:
         serve = {"master_listen_fd": listen(address, place.master_port).detach()}

@@ -1,7 +1,8 @@
 """Keeping a training alive: who died is replaced, and the others are told to continue without it.
 
 `survive.roster` decides, the supervisor hears and starts; here is what lies between: the lines to
-the workers, the ledgers of the dead, and what a person reads of it.
+the workers, the ledgers of the dead, and what a person reads of it. Of several machines the one
+that serves the store leads: its launcher decides, and those of the others are `Follower`s.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
+from paceline.launcher.wire import LineBroken, Wire
 from paceline.observe.units import count_text
 from paceline.survive.link import Ledger, receive, send
 from paceline.survive.roster import (
@@ -25,6 +28,10 @@ from paceline.survive.roster import (
     Start,
     Stop,
 )
+
+LEAD_SILENCE_S, FOLLOWER_SILENCE_S = 6.0, 4.0
+"""After how long without a word a machine counts as gone, as seen by the lead and by the others.
+Who is cut off ends its workers before the lead continues without them: two must never write."""
 
 
 @dataclass
@@ -48,39 +55,148 @@ class Line:
         self.ledger.close()
 
 
-@dataclass
-class Generations:
-    """The workers of one machine, from generation to generation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Why a launcher ends its workers, other than by a failure that it has seen itself."""
 
-    roster: Roster
+    text: str = ""
+    signal: int = 0
+    """The signal that another machine's launcher got, if that is why."""
+    lost_in: int = 0
+    """The step in which the last worker died: the checkpoint carries on."""
+    seat: int = -1
+    """The worker whose end was one too many."""
+    is_final: bool = False
+    """Nobody starts again."""
+    is_hard: bool = False
+    """Nobody here may write anything any more."""
+
+
+@dataclass(kw_only=True)
+class Workers:
+    """The workers of this machine, whoever decides about them."""
+
+    silence_s: ClassVar[float]
     say: Callable[[str], None]
+    wires: dict[int, Wire] = field(default_factory=dict)
+    """Lines to launchers of other machines, by machine."""
     lines: dict[int, Line] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the run, as its first workers told them."""
-    starts: list[Start] = field(default_factory=list)
-    """Replacements that are to be started when their time has come."""
+    wanted: list[int] = field(default_factory=list)
+    """Seats of this machine that are to be filled now."""
     dismissed: set[int] = field(default_factory=set)
     """Replacements that came too late, and are to be ended."""
-    is_over: bool = False
-    """Nobody can continue, or nobody should."""
-    lost_in: int = 0
-    """The step in which the last worker died; 0 while somebody lives."""
+    end: End | None = None
     is_on: bool = False
     """Whether a run of ours trains: other scripts end with their first worker."""
+    broken: list[Wire] = field(default_factory=list)
+    """Lines that are over, but still open."""
     _finished: set[int] = field(default_factory=set)
+
+    def on_word(self, seat: int) -> None:
+        """A worker says something."""
+        while (message := receive(self.lines[seat].socket)) is not None:
+            self._hear(seat, message)
+
+    def open_line(self, seat: int) -> Line:
+        """The line to a worker that is about to be started."""
+        line = self.lines[seat] = Line.open()
+        self._finished.discard(seat)
+        if self.is_on:
+            send(line.socket, self.facts)
+        return line
+
+    def close_line(self, seat: int) -> dict[str, Any]:
+        """Hear the last words of a worker that has ended; its ledger."""
+        self.on_word(seat)
+        line = self.lines.pop(seat)
+        ledger = line.ledger.read()
+        line.close()
+        return ledger
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do what was decided about a worker of this machine."""
+        match order:
+            case {"do": "tell", "seat": int(seat), "generation": generation}:
+                with suppress(OSError, KeyError):  # its end will be heard of next
+                    send(self.lines[seat].socket, generation)
+            case {"do": "start", "seat": int(seat)}:
+                self.wanted.append(seat)
+            case {"do": "dismiss", "seat": int(seat)}:
+                self.dismissed.add(seat)
+
+    def take_starts(self) -> list[int]:
+        """Seats whose worker is to be started now."""
+        taken, self.wanted = self.wanted, []
+        return taken
+
+    def on_wire(self, machine: int) -> None:
+        """Another machine's launcher says something."""
+        try:
+            for message in self.wires[machine].receive():
+                self._hear_machine(message)
+        except LineBroken as error:
+            self._miss(machine, str(error))
+
+    def keep_in_touch(self) -> None:
+        """Let other launchers know that this one lives, and notice which of them is silent."""
+        now_s = time.monotonic()
+        for machine, wire in list(self.wires.items()):
+            wire.beat(now_s)
+            if now_s - wire.heard_s > self.silence_s:
+                self._miss(machine, f"it has said nothing for {self.silence_s:g} s")
+
+    def pass_on(self, end: End) -> None:
+        """Tell the launchers of other machines to end."""
+        for wire in self.wires.values():
+            wire.send({"do": "end", **asdict(end)})
+
+    def _miss(self, machine: int, why: str) -> None:
+        self.broken.append(self.wires.pop(machine))
+        self._lose_machine(machine, why)
+
+    def is_member(self, seat: int) -> bool:
+        """Whether a worker takes part in the training now."""
+        raise NotImplementedError
+
+    def _hear(self, seat: int, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _hear_machine(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _lose_machine(self, machine: int, why: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Generations(Workers):
+    """The workers of all machines, from generation to generation."""
+
+    silence_s = LEAD_SILENCE_S
+    roster: Roster
+    starts: list[Start] = field(default_factory=list)
+    """Replacements that are to be started when their time has come."""
+    on_machine_gone: Callable[[int], None] = lambda machine: None
     _leavers: list[int] = field(default_factory=list)
     """Workers whose script has left its loop, while others have not."""
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Ledgers of the dead, and of those who left, that nobody has taken yet."""
     _ledgers: int = 0
     _died_s: float = 0.0
+    _died_in: int = 1
+    """The step in which a worker last died."""
     _training: int = 0
     """How many were training when that was last looked at."""
 
-    def on_word(self, seat: int) -> None:
-        """A worker says something."""
-        while (message := receive(self.lines[seat].socket)) is not None:
-            self._hear(seat, message)
+    @property
+    def is_needed(self) -> bool:
+        """Whether to stay although no worker is left here: others train, elsewhere."""
+        return self.is_on and self.end is None and bool(self.wires and self.roster.members)
+
+    def is_member(self, seat: int) -> bool:
+        return seat in self.roster.members
 
     def _hear(self, seat: int, message: dict[str, Any]) -> None:
         match message:
@@ -98,7 +214,7 @@ class Generations:
             case {"said": "leaving"}:
                 self._carry_out(self.roster.on_leaving(seat, time.monotonic()))
             case {"said": "left", "step": int(step)}:
-                self._inherit(seat, self.lines[seat].ledger.read())
+                self._inherit(seat, self._ledger_of(seat, message))
                 orders = self.roster.on_left(seat)
                 self.say(
                     f"worker {seat} has left after step {step}, as asked; {self._rest()}. "
@@ -109,26 +225,31 @@ class Generations:
                 self._finished.add(seat)
                 if is_left:
                     self._leavers.append(seat)
-                    self._inherit(seat, self.lines[seat].ledger.read())
+                    self._inherit(seat, self._ledger_of(seat, message))
                 self._carry_out(
                     self.roster.on_finished(seat, is_left=is_left, now_s=time.monotonic())
                 )
 
-    def open_line(self, seat: int) -> Line:
-        """The line to a worker that is about to be started."""
-        line = self.lines[seat] = Line.open()
-        self._finished.discard(seat)
-        if self.is_on:
-            send(line.socket, self.facts)
-        return line
+    def _hear_machine(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"said": "died", "seat": int(seat), "death": dict(death)}:
+                self.on_exit(seat, **death)
+            case {"said": _, "seat": int(seat)}:
+                self._hear(seat, message)
+            case {"do": "end", **end}:
+                self._end(End(**end))
 
-    def close_line(self, seat: int) -> dict[str, Any]:
-        """Hear the last words of a worker that has ended; its ledger."""
-        self.on_word(seat)
-        line = self.lines.pop(seat)
-        ledger = line.ledger.read()
-        line.close()
-        return ledger
+    def _lose_machine(self, machine: int, why: str) -> None:
+        self.on_machine_gone(machine)
+        if not self.is_on:
+            self._end(End(text=f"Machine {machine} is gone: {why}."))
+            return
+        self._died_s = time.monotonic()
+        before = len(self.roster.members)
+        orders = self.roster.on_machine_gone(machine)
+        lost = count_text(before - len(self.roster.members), "worker")
+        self.say(f"machine {machine} is gone, with {lost}: {why}; {self._rest()}.")
+        self._carry_out(orders)
 
     def on_exit(
         self,
@@ -154,17 +275,17 @@ class Generations:
             return True
         was_member = seat in self.roster.members
         if was_member:
-            self._died_s = time.monotonic()
+            self._died_s, self._died_in = time.monotonic(), step
             self._inherit(seat, ledger)
         orders = self.roster.on_died(
             seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic(), ends_run=ends_run
         )
         if was_member and not ends_run:
             self.say(f"worker {seat} {how} in step {step}; {self._rest()}.")
-        self._carry_out(orders)
+        self._carry_out(orders, seat, is_error=is_error)
         if not self.roster.members and not is_error:
-            self.lost_in = step
-        return not self.is_over and (bool(self.roster.members) or not self.roster.is_finished)
+            self._end(End(text=f"Worker {seat} {how}.", seat=seat, lost_in=step))
+        return self.end is None and (bool(self.roster.members) or not self.roster.is_finished)
 
     def grow(self) -> None:
         """A person wants one worker more."""
@@ -199,6 +320,12 @@ class Generations:
         left = len(self.roster.members)
         return "1 continues" if left == 1 else f"{left} continue"
 
+    def _ledger_of(self, seat: int, message: dict[str, Any]) -> dict[str, Any]:
+        """What a worker has written, which comes along from another machine."""
+        line = self.lines.get(seat)
+        ledger: dict[str, Any] = message["ledger"] if line is None else line.ledger.read()
+        return ledger
+
     def _inherit(self, seat: int, ledger: dict[str, Any]) -> None:
         """Keep what a worker leaves behind for the others."""
         for name in ledger.get("taken", ()):
@@ -214,14 +341,16 @@ class Generations:
         return min(times, default=None)
 
     def take_starts(self) -> list[int]:
-        """Seats whose replacement is to be started now."""
         now_s = time.monotonic()
         self._carry_out(self.roster.on_time(now_s))
         due = [start for start in self.starts if start.at_s <= now_s]
         self.starts = [start for start in self.starts if start.at_s > now_s]
-        return [start.seat for start in due]
+        for start in due:
+            self._order(start.seat, {"do": "start", "seat": start.seat})
+        return super().take_starts()
 
-    def _carry_out(self, orders: list[Order]) -> None:
+    def _carry_out(self, orders: list[Order], dead: int = -1, *, is_error: bool = False) -> None:
+        """Do what the roster wants, after the death of a worker or not."""
         for order in orders:
             match order:
                 case Announce():
@@ -230,32 +359,48 @@ class Generations:
                     self.starts.append(order)
                 case Dismiss(seat):
                     self.starts = [start for start in self.starts if start.seat != seat]
-                    self.dismissed.add(seat)
+                    self._order(seat, {"do": "dismiss", "seat": seat})
                 case GiveUp(seat, reason):
                     self.say(f"worker {seat} is not replaced: {reason}.")
                 case Stop(reason):
-                    self.is_over = True
                     self.say(f"{reason}.")
-                case RestartAll():
-                    self.is_over = True
+                    self._end(End(text=f"{reason}.", seat=dead))
+                case RestartAll(reason):
+                    lost_in = 0 if is_error or self.roster.members else self._died_in
+                    self._end(End(text=f"{reason}.", seat=dead, lost_in=lost_in))
+        if self.roster.is_finished and not self.roster.members:
+            for wire in self.wires.values():
+                wire.send({"do": "leave"})
+
+    def _order(self, seat: int, order: dict[str, Any]) -> None:
+        machine = self.roster.machine_of(seat)
+        if machine == self.roster.here:
+            self.obey(order)
+        elif machine in self.wires:
+            self.wires[machine].send(order)
+
+    def _end(self, end: End) -> None:
+        if self.end is None:
+            self.end = end
+            self.pass_on(end)
 
     def _announce(self, order: Announce) -> None:
         while self._leavers and order.members:
             seat = self._leavers.pop()
             self.say(f"worker {seat} has left its loop; {self._rest()}.")
+        machines = {self.roster.machine_of(seat) for seat in order.members}
+        is_near = len(machines) == 1 and bool(self.roster.machine_by_seat)
         for rank, seat in enumerate(order.members):
             message = {
                 "number": order.generation,
                 "rank": rank,
                 "size": len(order.members),
+                "is_near": is_near,
                 "is_urgent": order.is_urgent,
                 "leaves": seat in order.leaving,
                 "inherited": self._left if rank == 0 else {},
             }
-            try:
-                send(self.lines[seat].socket, message)
-            except (OSError, KeyError):
-                continue  # its end will be heard of next
+            self._order(seat, {"do": "tell", "seat": seat, "generation": message})
 
     def _tell_of_recovery(self, seat: int, number: int) -> None:
         if not self.roster.is_formed:

@@ -1,8 +1,8 @@
 """Several machines: their launchers meet at one store, number themselves, and end together.
 
 The launcher that owns the address given serves the store, for the launchers and for the workers of
-all machines. With `--node-rank` the machines bring their numbers; otherwise they are numbered as
-they arrive.
+all machines, and decides who trains if workers die. With `--node-rank` the machines bring their
+numbers; otherwise they are numbered as they arrive.
 
     arrive -> everybody is there -> run -> done or failed, told to all -> leave, the host last
 """
@@ -12,26 +12,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from paceline import env
 from paceline.env import LOOPBACK, Placement, is_loopback
 from paceline.errors import PeerError, UsageError
 from paceline.launcher.flags import LaunchOptions
+from paceline.launcher.follower import Follower
+from paceline.launcher.generations import End, Generations
 from paceline.launcher.process import Ending, signal_name
-from paceline.launcher.run import LocalRun, say
+from paceline.launcher.run import LocalRun, say, tell
 from paceline.launcher.store import StoreClient, StoreServer
 from paceline.launcher.supervise import SignalInbox
+from paceline.launcher.wire import LineBroken, Wire, make_key
 
 JOIN_TIMEOUT_S = 600.0
 LAST_CALL_S = 30.0
 STORE_TIMEOUT_S = 30.0
 BEAT_S = 1.0
 SILENCE_S = 30.0
+LEAD = -1
+"""Under which other machines keep their line to the lead."""
+LEAD_NAME = "the machine where all meet"
 LEAVE_S = 5.0
 _LOOK_S = 0.05
 _NOTICE_S = 4.0
@@ -45,7 +54,7 @@ class Interrupted(Exception):
 
 def run_with_others(run: LocalRun) -> int:
     """This machine's part of a run on several; the exit code."""
-    rendezvous = Rendezvous(run.options, run.run_id, run.inbox)
+    rendezvous = Rendezvous(run.options, run.run_id, run.inbox, survives=run.survives)
     try:
         size = rendezvous.arrive(run.local_size)
         run_attempt = partial(_run_attempt, run, rendezvous)
@@ -63,11 +72,32 @@ def run_with_others(run: LocalRun) -> int:
 
 
 def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> Ending:
-    ending = run.run(rendezvous.meet(attempt), attempt, look_elsewhere=rendezvous.look)
+    first = rendezvous.meet(attempt)
+    rendezvous.workers = workers = _make_workers(run, rendezvous)
+    look = rendezvous.look if workers is None else None
+    ending = run.run(first, attempt, look_elsewhere=look, generations=workers)
     if ending.succeeded:
         return replace(ending, elsewhere=rendezvous.wait_for_the_others())
     rendezvous.tell_failure(ending)
     return ending
+
+
+def _make_workers(run: LocalRun, rendezvous: Rendezvous) -> Generations | Follower | None:
+    """What keeps the workers of this machine alive, if they are to be."""
+    if not rendezvous.survives:
+        return None
+    if rendezvous.server is None:
+        return Follower(
+            say=tell,
+            wires=rendezvous.wires,
+            lead=LEAD,
+            lead_is_gone=rendezvous.host_is_gone,
+        )
+    machines = [node for node, size in enumerate(rendezvous.sizes) for _ in range(size)]
+    roster = run.make_roster(len(machines), dict(enumerate(machines)))
+    roster.here = rendezvous.node
+    gone = rendezvous.on_machine_gone
+    return Generations(say=tell, wires=rendezvous.wires, roster=roster, on_machine_gone=gone)
 
 
 class Rendezvous:
@@ -77,7 +107,9 @@ class Rendezvous:
     what belongs to an attempt has the attempt in its name.
     """
 
-    def __init__(self, options: LaunchOptions, run_id: str, inbox: SignalInbox) -> None:
+    def __init__(
+        self, options: LaunchOptions, run_id: str, inbox: SignalInbox, *, survives: bool = False
+    ) -> None:
         self.inbox = inbox
         self.prefix = f"launchers/{run_id}"
         self.host, self.port = options.meeting_point
@@ -99,6 +131,14 @@ class Rendezvous:
         """A machine was told to stop, so nobody restarts."""
         self.beat_at_s = 0.0
         self.heard: tuple[int, float] = (-1, 0.0)
+        self.survives = survives
+        """Whether trainings survive the death of workers: as the lead wants it."""
+        self.wires: dict[int, Wire] = {}
+        """Lines to the other machines, or to the lead."""
+        self.workers: Generations | Follower | None = None
+        self.gone: set[int] = set()
+        self.is_near_store = False
+        """Whether workers of this machine reach the store without the network."""
         self.server: StoreServer | None = None
         self.client: StoreClient | None = None
 
@@ -138,13 +178,16 @@ class Rendezvous:
         self.attempt = attempt
         self.deadline_s = time.monotonic() + self.join_timeout_s
         self.heard = (-1, 0.0)
+        self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(len(self.sizes))]
         self.store.set(f"ready/{attempt}/{self.node}", "1")
-        for node in range(len(self.sizes)):
-            self._get(f"ready/{attempt}/{node}", f"machine {node}")
+        for node, size in enumerate(self.sizes):
+            if size:  # a machine that is gone has none any more
+                self._get(f"ready/{attempt}/{node}", f"machine {node}")
+        self._open_wires()
         if self.server is not None:  # the last attempt's workers have ended everywhere
             self.server.clear(keep=self.prefix)
             self.store.set(f"begin/{attempt}", "1")
-        self._get(f"begin/{attempt}", "the machine where all meet")
+        self._get(f"begin/{attempt}", LEAD_NAME)
         return Placement(
             rank=sum(self.sizes[: self.node]),
             size=sum(self.sizes),
@@ -153,6 +196,7 @@ class Rendezvous:
             nodes=len(self.sizes),
             master_addr=self.host,
             master_port=self.port,
+            store_addr=LOOPBACK if self.is_near_store else "",
         )
 
     def look(self) -> str:
@@ -171,6 +215,9 @@ class Rendezvous:
         """Tell the others why this machine's workers ended, unless they told us."""
         first = ending.first_failure
         self.is_over = self.is_over or ending.signal is not None
+        if self.workers is not None and self.workers.end is not None:
+            self.is_over = self.is_over or self.workers.end.is_final
+            return  # all were told, or are gone
         if ending.signal is not None:
             text = f"Machine {self.node} was ended by {signal_name(ending.signal)}."
         elif first is not None:
@@ -180,6 +227,8 @@ class Rendezvous:
         if self.client is None:  # nobody was there yet
             return
         said = json.dumps({"text": text, "is_over": self.is_over})
+        if self.workers is not None:
+            self.workers.pass_on(End(text=text, is_final=self.is_over))
         try:
             # The first to tell is the one to believe.
             self.store.set_first(f"failed/{self.attempt}", said)
@@ -191,20 +240,89 @@ class Rendezvous:
         self.store.set(f"done/{self.attempt}/{self.node}", "1")
         for node in range(len(self.sizes)):
             while not self.store.has(f"done/{self.attempt}/{node}"):
-                if reason := self.look():
+                if reason := self.look() if self.workers is None else self._hear_others():
                     return reason
                 self._pause(_LOOK_S)
         return ""
 
+    def on_machine_gone(self, node: int) -> None:
+        """As the lead: do not wait for this machine any more, now and in later attempts."""
+        self.gone.add(node)
+        self.store.set(f"workers/{node}", "0")
+        self.store.set(f"done/{self.attempt}/{node}", "1")
+
+    def _hear_others(self) -> str:
+        """Why not to wait for the others any more, as `look`, from their launchers directly."""
+        assert self.workers is not None
+        for machine in list(self.wires):
+            self.workers.on_wire(machine)
+        self.workers.keep_in_touch()
+        return "" if self.workers.end is None else self.workers.end.text
+
+    def _open_wires(self) -> None:
+        """Connect this launcher with the lead's, or as the lead with all others."""
+        for wire in self.wires.values():
+            wire.close()
+        self.wires = {}
+        token = self._get("token", LEAD_NAME)
+        self.survives = bool(token)
+        if not self.survives:
+            return
+        if sys.platform != "linux":
+            raise UsageError(
+                "Only workers on Linux can be replaced when they die.",
+                advice=f"Start the launcher at {self.endpoint} with --no-survive.",
+            )
+        secret = env.read_secret()
+        if self.server is None:
+            key = make_key(secret, token, self.attempt, self.node)
+            self.wires[LEAD] = wire = Wire.connect(self.host, self.port, self.node, key)
+            wire.send({"said": "hello"})
+            self._wait_until(partial(self._await_welcome, wire), _LOOK_S)
+            return
+        for node, size in enumerate(self.sizes):
+            if size and node != self.node:
+                key = make_key(secret, token, self.attempt, node)
+                self._wait_until(partial(self._await_hello, node, key), _LOOK_S)
+
+    def _await_hello(self, node: int, key: bytes) -> str:
+        assert self.server is not None
+        if node in self.server.lines:
+            wire = Wire(*self.server.lines.pop(node), key, is_lead=True)
+            try:
+                while not wire.receive():
+                    self._pause(_LOOK_S)
+            except LineBroken as error:
+                tell(f"a launcher that called itself machine {node} was refused: {error}.")
+                wire.close()
+            else:
+                wire.send({"do": "begin"})
+                self.wires[node] = wire
+                return ""
+        return f"machine {node}"
+
+    def _await_welcome(self, wire: Wire) -> str:
+        try:
+            return "" if wire.receive() else LEAD_NAME
+        except LineBroken as error:
+            raise UsageError(
+                f"The launcher at {self.endpoint} does not take this one for a machine of its run.",
+                f"The line to it is closed: {error}.",
+                "Set PACELINE_SECRET to the same value on every machine, or on none.",
+            ) from error
+
     def close(self) -> None:
         """Leave. The host stays a moment, so that the others can still read why."""
+        is_cut_off = self.workers is not None and self.server is None and not self.wires
         with contextlib.suppress(OSError):
+            if is_cut_off:
+                raise OSError
             left = self.store.add("left", 1) if self.client is not None else 0
-            deadline_s = time.monotonic() + LEAVE_S
-            while self.server and left < len(self.sizes) and time.monotonic() < deadline_s:
+            deadline_s, here = time.monotonic() + LEAVE_S, len(self.sizes) - len(self.gone)
+            while self.server and left < here and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 left = self.store.add("left", 0)
-        for end in (self.client, self.server):
+        for end in (*self.wires.values(), self.client, self.server):
             if end is not None:
                 end.close()
 
@@ -213,6 +331,8 @@ class Rendezvous:
         self.server = self._listen()
         host = self.host
         if self.server is not None:
+            is_public = self.server.host == _EVERYWHERE
+            self.is_near_store = is_public or self.server.listen_nearby()
             self.server.start()
             host = LOOPBACK if self.server.host == _EVERYWHERE else self.server.host
 
@@ -226,6 +346,8 @@ class Rendezvous:
             return ""
 
         self._wait_until(missing, 0.2)
+        if self.server is not None:
+            self.store.set("token", secrets.token_hex(16) if self.survives else "")
 
     def _listen(self) -> StoreServer | None:
         """The store if this machine is the host: the one that owns the address."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from paceline.comm.sockets import interface_towards
 from paceline.env import Placement, loopback_interface
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
+from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
@@ -112,7 +113,7 @@ class LocalRun:
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
         self.folder = stack.enter_context(private_folder())
-        resizing = RESIZING if self._can_survive(options.is_single_node) else ()
+        resizing = RESIZING if self.survives and options.is_single_node else ()
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.console = open_console(os.environ)
         self.template: Template | None = None
@@ -126,9 +127,33 @@ class LocalRun:
 
         def run_attempt(attempt: int) -> Ending:
             store.clear()
-            return self.run(store.first_place(self.local_size), attempt, store=store)
+            generations = None
+            if self.survives:
+                generations = Generations(say=tell, roster=self.make_roster(self.local_size))
+            first = store.first_place(self.local_size)
+            return self.run(first, attempt, store=store, generations=generations)
 
         return self.run_attempts(run_attempt, self.local_size)
+
+    @property
+    def survives(self) -> bool:
+        """Whether a training is to go on when workers die."""
+        return not self.options.no_survive and sys.platform == "linux"
+
+    def make_roster(self, size: int, machine_by_seat: Mapping[int, int] | None = None) -> Roster:
+        """The roster of `size` workers, of which those that are not here are on other machines."""
+        least = self.options.min_workers
+        if least > size:
+            raise UsageError(
+                f"--min-workers is {least}, but there are {size} workers.",
+                advice="Use a number from 1 to that of --workers.",
+            )
+        return Roster(
+            size=size,
+            min_workers=least,
+            max_replacements=self.options.max_restarts,
+            machine_by_seat=machine_by_seat or {},
+        )
 
     def run_attempts(
         self,
@@ -166,14 +191,9 @@ class LocalRun:
         *,
         store: StoreServer | None = None,
         look_elsewhere: Callable[[], str] | None = None,
+        generations: Generations | Follower | None = None,
     ) -> Ending:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
-        least = self.options.min_workers
-        if least > first.size:
-            raise UsageError(
-                f"--min-workers is {least}, but there are {first.size} workers.",
-                advice="Use a number from 1 to that of --workers.",
-            )
         is_local = first.is_on_loopback
         plan = partial(
             plan_workers,
@@ -186,17 +206,9 @@ class LocalRun:
             attempt=attempt,
         )
         specs = plan(first)
-        if self.template is None and self._wants_template(first.local_size):
+        if self.template is None and self._wants_template(first.size):
             self.template = Template(python_argv(os.environ), specs[0].environment)
             self.stack.callback(self.template.close)
-        generations = None
-        if self._can_survive(first.is_single_node):
-            roster = Roster(
-                size=len(specs),
-                min_workers=least,
-                max_replacements=self.options.max_restarts,
-            )
-            generations = Generations(roster, lambda text: say(f"paceline: {text}\n"))
         return Supervisor(
             specs,
             partial(self._start, generations),
@@ -206,12 +218,9 @@ class LocalRun:
             inbox=self.inbox,
             look_elsewhere=look_elsewhere,
             generations=generations,
-            make_spec=lambda seat: plan(replace(first, size=seat + 1, local_size=seat + 1))[-1],
+            make_spec=lambda seat: plan(_with_one_more(first, seat))[-1],
             template=self.template,
         ).run()
-
-    def _can_survive(self, is_single_node: bool) -> bool:
-        return is_single_node and not self.options.no_survive and sys.platform == "linux"
 
     def _wants_template(self, workers: int) -> bool:
         """Whether several workers will import torch, as far as the program tells."""
@@ -230,7 +239,7 @@ class LocalRun:
         return b"torch" in text or b"paceline" in text
 
     def _start(
-        self, generations: Generations | None, spec: WorkerSpec, pipes: Pipes
+        self, generations: Generations | Follower | None, spec: WorkerSpec, pipes: Pipes
     ) -> WorkerProcess:
         """Start a worker as a program of its own."""
         survival: dict[str, Any] = {}
@@ -303,10 +312,21 @@ class LocalRun:
             return template.start(arguments, environment, descriptors, leads_group=leads_group)
 
 
+def _with_one_more(first: Placement, seat: int) -> Placement:
+    """The place of the first worker where there is another one, on a seat that nobody had yet."""
+    local_rank = first.local_size + seat - first.size
+    return replace(first, rank=seat - local_rank, size=seat + 1, local_size=local_rank + 1)
+
+
 def say(text: str) -> None:
     """Tell the user, on stderr and at once."""
     sys.stderr.buffer.write(text.encode("utf-8", "replace"))
     sys.stderr.flush()
+
+
+def tell(text: str) -> None:
+    """Tell the user, in the launcher's name."""
+    say(f"paceline: {text}\n")
 
 
 def _make_log_folder(root: str, run_id: str) -> str:

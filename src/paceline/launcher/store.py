@@ -17,9 +17,11 @@ import threading
 from collections import deque
 from contextlib import suppress
 from enum import IntEnum
+from typing import Any
 
 from paceline.comm.sockets import listen
 from paceline.env import LOOPBACK, Placement
+from paceline.errors import UsageError
 
 MAGIC = struct.pack("<I", 0x3C85F7CE)
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 2**13, 2**23, 2**17
@@ -51,10 +53,19 @@ class Query(IntEnum):
     QUEUE_LENGTH = 16
     LIST_KEYS = 17
     BARRIER = 18
+    LINE = 100
+    """Ours alone: the connection becomes the line of a machine's launcher, whose number follows."""
 
 
 class Incomplete(Exception):
     """The rest of the request has not arrived yet."""
+
+
+class HandOver(Exception):
+    """The connection is not for the store any more, from byte `at` of what has arrived."""
+
+    def __init__(self, node: int, at: int) -> None:
+        self.node, self.at = node, at
 
 
 class Request:
@@ -106,9 +117,12 @@ class StoreServer:
         self.socket = listen(self.host, port)
         self.socket.setblocking(False)
         self.port: int = self.socket.getsockname()[1]
+        self.near: socket.socket | None = None
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
         self.callers: set[Caller] = set()
+        self.lines: dict[int, tuple[socket.socket, bytes]] = {}
+        """By machine, connections of launchers that are not for the store, with what came since."""
         self._thread: threading.Thread | None = None
 
     def first_place(self, size: int) -> Placement:
@@ -119,10 +133,21 @@ class StoreServer:
         if self._thread is None:
             self._selector = selectors.DefaultSelector()
             self._wake_reader, self._wake_writer = socket.socketpair()
-            for each in (self.socket, self._wake_reader):
-                self._selector.register(each, selectors.EVENT_READ)
+            for each in (self.socket, self.near, self._wake_reader):
+                if each is not None:
+                    self._selector.register(each, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="paceline store", daemon=True)
             self._thread.start()
+
+    def listen_nearby(self) -> bool:
+        """Also listen on loopback, which stays when the way to other machines is lost; if it can.
+
+        To be called before `start`.
+        """
+        with suppress(UsageError):
+            self.near = listen(LOOPBACK, self.port)
+            self.near.setblocking(False)
+        return self.near is not None
 
     def connect(self) -> socket.socket:
         """A connection from inside this process, which no interface that goes down can cut."""
@@ -148,6 +173,10 @@ class StoreServer:
                 each.close()
         for caller in self.callers:
             caller.connection.close()
+        for connection, _ in self.lines.values():
+            connection.close()
+        if self.near is not None:
+            self.near.close()
         self.socket.close()
 
     def _serve(self) -> None:
@@ -155,14 +184,14 @@ class StoreServer:
             for key, events in self._selector.select():
                 if key.fileobj is self._wake_reader:
                     return
-                if key.fileobj is self.socket:
-                    self._accept()
+                if key.fileobj in (self.socket, self.near):
+                    self._accept(key.fileobj)
                 elif key.data in self.callers:  # not dropped by an event before this one
                     self._attend(key.data, events)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: Any) -> None:
         with suppress(OSError):  # it has left already, or there are too many open files
-            connection, _ = self.socket.accept()
+            connection, _ = listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller = Caller(connection)
@@ -184,6 +213,13 @@ class StoreServer:
                 self._send(caller, answer)
         except (Incomplete, BlockingIOError):
             pass
+        except HandOver as asked:
+            self.callers.remove(caller)
+            self._selector.unregister(caller.connection)
+            before = self.lines.get(asked.node)
+            self.lines[asked.node] = caller.connection, bytes(caller.arrived[asked.at :])
+            if before is not None:
+                before[0].close()
         except (OSError, ValueError):
             self._drop(caller)
 
@@ -209,6 +245,10 @@ class StoreServer:
                     raise ValueError("not a client of this store")
             case Query.PING:
                 return request.take(4)
+            case Query.LINE:
+                if request.take(4) != MAGIC:
+                    raise ValueError("not a launcher of ours")
+                raise HandOver(request.number(MAX_KEYS), request.at)
             case Query.SET:
                 self._set({request.key(): request.value()})
             case Query.MULTI_SET:

@@ -26,7 +26,8 @@ from typing import Any
 from paceline import env
 from paceline.errors import SettingError, UsageError
 from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
-from paceline.launcher.generations import Generations
+from paceline.launcher.follower import Follower
+from paceline.launcher.generations import End, Generations
 from paceline.launcher.output import Console, Pipes, Source
 from paceline.launcher.plan import WorkerSpec
 from paceline.launcher.process import (
@@ -81,7 +82,7 @@ class Supervisor:
     store: StoreServer | None = None
     inbox: SignalInbox | None = None
     look_elsewhere: Callable[[], str] | None = None
-    generations: Generations | None = None
+    generations: Generations | Follower | None = None
     make_spec: Callable[[int], WorkerSpec] | None = None
     """Plans a worker on a seat that nobody had yet."""
     template: Template | None = None
@@ -92,6 +93,7 @@ class Supervisor:
         self.alive: list[WorkerProcess] = []
         self.sources: list[Source] = []
         self.ends: dict[int, WorkerEnd] = {}
+        self.survived: dict[int, WorkerEnd] = {}
         self.guard: OrphanGuard | None = None
         self.signal: int | None = None
         self.elsewhere = ""
@@ -102,7 +104,7 @@ class Supervisor:
     def run(self) -> Ending:
         try:
             self._start_all()
-            while self.alive:
+            while self.alive or (self.generations is not None and self.generations.is_needed):
                 self._turn()
             self._sweep()
         except BaseException:
@@ -111,21 +113,25 @@ class Supervisor:
         finally:
             self._close()
         ends = tuple(self.ends[worker.rank] for worker in self.workers if worker.rank in self.ends)
-        lost_in = 0 if self.generations is None else self.generations.lost_in
+        end = None if self.generations is None else self.generations.end
+        lost_in = 0 if end is None else end.lost_in
         return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere, lost_in=lost_in)
 
     def _start_all(self) -> None:
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
+        if self.generations is not None:
+            for machine, wire in self.generations.wires.items():
+                self._listen(wire.fileno(), partial(self.generations.on_wire, machine))
         self._plan_greeting()
         if self.template is not None:
             self._listen(self.template.fileno(), lambda: None)
-            while not self.template.look() and self.signal is None:
+            while not self.template.look() and not self.ending_since_ns:
                 self._turn()
             self.selector.unregister(self.template.fileno())
         for spec in self.specs:
             self.on_signal()
-            if self.signal is not None:
+            if self.ending_since_ns:
                 break
             self._start_one(spec)
         self._set_guard()
@@ -196,12 +202,37 @@ class Supervisor:
             source.tick(now_s)
         for worker in list(self.alive):
             self.on_exit(worker)
-        if self.generations is not None and not self.ending_since_ns:
-            for seat in self.generations.take_starts():
-                self._replace(seat)
-            for worker in self.alive:
-                if worker.rank in self.generations.dismissed:
-                    worker.send(signal.SIGKILL)
+        if self.generations is not None:
+            self._keep_alive(self.generations)
+
+    def _keep_alive(self, generations: Generations | Follower) -> None:
+        """Do what was decided about the workers of this machine."""
+        generations.keep_in_touch()
+        while generations.broken:
+            wire = generations.broken.pop()
+            self.selector.unregister(wire.fileno())
+            wire.close()
+        if self.ending_since_ns:
+            return
+        for seat in generations.take_starts():
+            self._replace(seat)
+        for worker in self.alive:
+            if worker.rank in generations.dismissed:
+                worker.send(signal.SIGKILL)
+        if generations.end is not None:
+            self._end_with_others(generations.end)
+
+    def _end_with_others(self, end: End) -> None:
+        if end.signal:
+            self.signal = end.signal
+            self.end_all(end.signal)
+            return
+        if end.seat in self.survived:
+            self.ends[end.seat] = self.survived[end.seat]
+        self.elsewhere = end.text
+        self.end_all()
+        if end.is_hard:
+            self.kill_all()
 
     def _replace(self, seat: int) -> None:
         """Start a worker on a seat, in the place of one that has ended if there was one."""
@@ -211,7 +242,7 @@ class Supervisor:
         spec = next((spec for spec in self.specs if spec.rank == seat), None)
         if spec is None:
             assert self.make_spec is not None
-            assert self.generations is not None
+            assert isinstance(self.generations, Generations)  # a new seat is on the lead
             try:
                 spec = self.make_spec(seat)
             except SettingError as error:
@@ -271,22 +302,25 @@ class Supervisor:
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
         error, step = read_error(worker.error_file), read_step(worker.error_file)
-        if self._is_survived(worker, code, error, step):
-            worker.send(signal.SIGKILL)  # what it has started
-            return
+        is_survived = self._is_survived(worker, code, error, step)
         if worker.accused:
             error, code = {"summary": worker.accused}, code or 1
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
         by_itself = is_cause or failed_before
         noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
-        end = self.ends[worker.rank] = WorkerEnd(
+        end = WorkerEnd(
             rank=worker.rank,
             exit_code=code,
             ended_by_launcher=not by_itself,
             step=step,
             **(noticed | error if by_itself else noticed),
         )
+        if is_survived:
+            self.survived[worker.rank] = end
+            worker.send(signal.SIGKILL)  # what it has started
+            return
+        self.ends[worker.rank] = end
         if end.failed:
             self.on_failure(end.is_secondary)
 
@@ -299,7 +333,7 @@ class Supervisor:
             return False
         self.selector.unregister(generations.lines[rank].socket.fileno())
         ledger = generations.close_line(rank)
-        is_member = rank in generations.roster.members
+        is_member = generations.is_member(rank)
         if self.ending_since_ns or (code == 0 and not is_member):
             return False
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -329,10 +363,12 @@ class Supervisor:
     def on_signal(self) -> None:
         for number in self.inbox.read() if self.inbox is not None else ():
             if number in RESIZING and number not in self.options.signals_to_handle:
-                if self.generations is not None and not self.ending_since_ns:
+                if isinstance(self.generations, Generations) and not self.ending_since_ns:
                     RESIZING[number](self.generations)
             elif not self.ending_since_ns:
                 self.signal = number
+                if self.generations is not None:
+                    self.generations.pass_on(End(signal=number, is_final=True))
                 self.end_all(number)
                 if self.console.screen is not None:
                     self.console.screen.note(STOPPING)

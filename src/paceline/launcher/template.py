@@ -19,6 +19,7 @@ import fcntl
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -82,12 +83,10 @@ class Template:
     def look(self) -> bool:
         """Whether it has imported everything, or is gone, so that `start` answers at once."""
         if not self._is_ready:
-            try:
-                self._line.recv(64, socket.MSG_DONTWAIT)
-            except BlockingIOError:
+            if not select.select([self._line], [], [], 0)[0]:
                 return False
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                self._line.recv(64)
             self._is_ready = True
         return True
 

@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from paceline import comm, env
 from paceline.comm import tree
 from paceline.comm.membership import Membership, NoGroup
-from paceline.comm.world import CONNECTIONS, World, connect, current_world, init_process_group
+from paceline.comm.sockets import CONNECTIONS
+from paceline.comm.world import World, connect, current_world, init_process_group
 from paceline.data.foreign import Generators
 from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare

@@ -7,15 +7,17 @@ group, so `torch.distributed` keeps working in the user's code.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from paceline import env
 from paceline.comm.sockets import Connections
 from paceline.errors import PeerError
+from paceline.survive.link import Generation
 
 BUILD_TIMEOUT = timedelta(seconds=0.75)
 """All members are there when a group is built: one that does not answer in time has died."""
@@ -25,11 +27,11 @@ _PREFIX = "paceline/generation"
 class Meeting:
     """The members of one generation, as they arrive."""
 
-    def __init__(self, store: Store, number: int, rank: int, size: int) -> None:
-        self.number, self.rank, self.size = number, rank, size
-        self.store = PrefixStore(f"{_PREFIX}/{number}", store)
-        self._missing = [f"here/{other}" for other in range(size)]
-        self.store.set(f"here/{rank}", "")
+    def __init__(self, store: Store, generation: Generation) -> None:
+        self.generation = generation
+        self.store = PrefixStore(f"{_PREFIX}/{generation.number}", store)
+        self._missing = [f"here/{other}" for other in range(generation.size)]
+        self.store.set(f"here/{generation.rank}", "")
 
     def is_complete(self) -> bool:
         while self._missing and self.store.check(self._missing[-1:]):
@@ -47,26 +49,28 @@ class Groups:
         self._store, self._connections = store, connections
         self._backend, self._timeout = backend, timeout
 
-    def meet(self, number: int, rank: int, size: int) -> Meeting:
-        return Meeting(self._store, number, rank, size)
+    def meet(self, generation: Generation) -> Meeting:
+        return Meeting(self._store, generation)
 
     def make(self, meeting: Meeting) -> Any:
+        generation = meeting.generation
+        way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:
-            with self._connections.recorded():
+            with way, self._connections.recorded():
                 dist.init_process_group(
                     self._backend,
                     store=meeting.store,
-                    rank=meeting.rank,
-                    world_size=meeting.size,
+                    rank=generation.rank,
+                    world_size=generation.size,
                     timeout=BUILD_TIMEOUT,
                 )
         except (RuntimeError, ValueError) as error:
-            raise PeerError(f"Generation {meeting.number} could not form a group.") from error
+            raise PeerError(f"Generation {generation.number} could not form a group.") from error
         group = dist.group.WORLD
         assert group is not None
         dist.distributed_c10d._set_pg_timeout(self._timeout, group)
-        if meeting.rank == 0:
-            self._forget_before(meeting.number)
+        if generation.rank == 0:
+            self._forget_before(generation.number)
         return group
 
     def leave(self) -> None:

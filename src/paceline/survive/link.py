@@ -31,6 +31,8 @@ class Generation:
     number: int
     rank: int
     size: int
+    is_near: bool = False
+    """All of them are on one machine, though others had been with them."""
     is_urgent: bool = True
     """The one before is broken; otherwise it ends between two steps."""
     leaves: bool = False

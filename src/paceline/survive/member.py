@@ -138,7 +138,7 @@ class Survival:
 
     def _form(self, generation: Generation) -> Any:
         """The group of a generation, once all its members are there."""
-        meeting = self._groups.meet(generation.number, generation.rank, generation.size)
+        meeting = self._groups.meet(generation)
         while not meeting.is_complete():
             if self._newest_number() > generation.number:
                 raise Overtaken

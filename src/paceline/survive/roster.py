@@ -10,6 +10,7 @@ deaths. `launcher.supervise` feeds it and carries the orders out.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
@@ -103,13 +104,17 @@ class Roster:
     """The seats of one run and the worker that sits on each now.
 
     Invariant: members of a generation are listed oldest first, so that rank 0 and its duties move
-    only when the worker that had them is gone.
+    only when the worker that had them is gone; then to one on the same machine as the roster, if
+    there is one.
     """
 
     size: int
     """How many workers are wanted."""
     min_workers: int = 1
     max_replacements: int | None = None
+    machine_by_seat: Mapping[int, int] = field(default_factory=dict)
+    """Where seats are, if not on machine `here`."""
+    here: int = 0
     generation: int = 0
     members: tuple[int, ...] = ()
     """Of the current generation, in rank order."""
@@ -179,6 +184,25 @@ class Roster:
             orders += self._replace(seat, how, was_member=was_member, now_s=now_s)
         return orders
 
+    def on_machine_gone(self, machine: int) -> list[Order]:
+        """A machine is gone or cannot be reached: all its workers at once, and none is replaced."""
+        for seat, place in self._seats.items():
+            if self.machine_of(seat) == machine:
+                is_wanted = place.state not in (_State.LEFT, _State.GONE) and not place.is_leaving
+                self.size -= is_wanted
+                place.state = _State.GONE
+        rest = tuple(seat for seat in self.members if self.machine_of(seat) != machine)
+        if rest == self.members:
+            return self._stop_if_too_few()
+        if not self.has_trained:
+            return [RestartAll(f"machine {machine} was lost before training began")]
+        orders = self._lose(rest)
+        if self.members:
+            return orders + self._stop_if_too_few()
+        if self.is_finished:
+            return []
+        return [RestartAll(f"machine {machine}, the last one with workers, was lost")]
+
     def on_lost(self, seat: int, generation: int, now_s: float) -> list[Order]:
         """A member's group is broken; who died, if anybody did, will be heard of soon."""
         if generation == self.generation and seat in self.members:
@@ -233,11 +257,12 @@ class Roster:
         return self._dismiss()
 
     def grow(self, now_s: float) -> list[Order]:
-        """One more worker, on the first seat that is free."""
+        """One more worker, on the first seat of this machine that is free."""
         if self.is_finished:
             return []
         taken = {seat for seat, each in self._seats.items() if each.state is not _State.GONE}
-        seat = next(number for number in count() if number not in taken)
+        here = (number for number in count() if self.machine_of(number) == self.here)
+        seat = next(number for number in here if number not in taken)
         self._seats[seat] = _Seat()
         self.size += 1
         return [Start(seat, now_s)]
@@ -246,6 +271,9 @@ class Roster:
         """One worker less: the youngest goes."""
         staying = [seat for seat in self.members if not self._seats[seat].is_leaving]
         return self.on_leaving(staying[-1], now_s) if staying else []
+
+    def machine_of(self, seat: int) -> int:
+        return self.machine_by_seat.get(seat, self.here)
 
     def _fill(self, now_s: float) -> list[Order]:
         """Others for workers that leave, where too few would be left."""
@@ -282,6 +310,8 @@ class Roster:
         return [self._announce(members, is_urgent=False, leaving=leaving)]
 
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
+        if rest[:1] != self.members[:1]:
+            rest = tuple(sorted(rest, key=lambda seat: self.machine_of(seat) != self.here))
         self.members = rest
         if not any(self._seats[seat].joined >= 0 for seat in rest):  # newcomers know nothing yet
             self.members = ()
@@ -317,10 +347,13 @@ class Roster:
         """Leave a seat empty."""
         self._seats[seat].state = _State.GONE
         self.size -= 1
-        orders: list[Order] = [GiveUp(seat, reason)]
-        if self.is_held and self.size < self.min_workers:
-            orders.append(Stop(f"fewer than {self.min_workers} workers are left"))
-        return orders
+        return [GiveUp(seat, reason), *self._stop_if_too_few()]
+
+    def _stop_if_too_few(self) -> list[Order]:
+        """Stop where those who are held would wait for replacements that never come."""
+        if not self.is_held or self.size >= self.min_workers:
+            return []
+        return [Stop(f"fewer than {self.min_workers} workers are left")]
 
     def _count(self, seat: int, step: int, how: str, *, is_kill: bool) -> str:
         """Why this death was one too many, or nothing.
