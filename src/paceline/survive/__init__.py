@@ -13,5 +13,7 @@
 `roster` decides who is in which generation, without any process. `link` is what launcher and worker
 tell each other, and the ledger that a dead worker leaves. `groups` makes torch's default group
 anew, `member` brings a worker from one generation to the next. The launcher's side that starts
-processes is `launcher.generations`, the run's side that knows the state is `run.continuity`.
+processes is `launcher.generations`, the run's side that knows the state is `run.continuity`. On
+several machines one launcher has the roster, and the others are its `launcher.follower`s: they pass
+on both directions of the picture.
 """
