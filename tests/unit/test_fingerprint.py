@@ -18,8 +18,7 @@ def prints(params: list[nn.Parameter]) -> list[list[float]]:
     """All that are sent in one period."""
     refs = [ParamRef(str(number), param) for number, param in enumerate(params)]
     fingerprint = Fingerprint(refs, CPU)
-    found = [fingerprint.words(step) for step in range(PERIOD)]
-    assert all((words is None) == (step % EVERY > 0) for step, words in enumerate(found))
+    found = [fingerprint.words(step) for step in range(0, PERIOD, EVERY)]
     return [words.tolist() for words in found if words is not None]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -234,21 +233,6 @@ def _minority(values: Sequence[tuple[int, ...]]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
-class ModelCheck:
-    """Whether gradients of one model would go to parameters that nobody averages."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._registered = _count_registrations().total
-
-    def __call__(self, known: Iterable[nn.Parameter], *, is_due: bool = True) -> None:
-        """Raise if there are some besides `known`; look if it `is_due`, or anything was added."""
-        registered = _count_registrations().total
-        if is_due or registered != self._registered:
-            self._registered = registered
-            check_parameters_are_known(self._module(), known)
-
-
 class _Registrations:
     """How many parameters and modules this process has put into modules since it counts."""
 
@@ -261,7 +245,7 @@ class _Registrations:
         self.total += 1
 
 
-_count_registrations = cache(_Registrations)
+count_registrations = cache(_Registrations)
 
 
 def check_parameters_are_known(module: nn.Module | None, known: Iterable[nn.Parameter]) -> None:

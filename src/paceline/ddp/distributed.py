@@ -413,8 +413,9 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
         reducer.compares &= self._ddp_options.compare_parameters
         self.__dict__["_reducer"] = reducer
         self._on_generation()
-        membership, device = self.membership, self.device
-        reducer.check_model = checks.ModelCheck(self.module)
+        module, membership, device = weakref.ref(self.module), self.membership, self.device
+        reducer.registrations = checks.count_registrations()
+        reducer.check_model = lambda known: checks.check_parameters_are_known(module(), known)
         reducer.compare = lambda tensors, step: checks.check_in_sync(
             membership.group, tensors, device, step
         )

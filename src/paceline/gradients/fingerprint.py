@@ -68,8 +68,8 @@ class Fingerprint:
 
     @torch.no_grad()
     def words(self, step: int) -> Tensor | None:
-        """What goes into the trailer of this step, if anything; the host waits for no device."""
-        if step % EVERY or not self._chunks_by_turn:
+        """What goes into the trailer, in every `EVERY`th step; the host waits for no device."""
+        if not self._chunks_by_turn:
             return None
         total: Tensor | None = None
         for pieces in self._chunks_by_turn[step // EVERY % len(self._chunks_by_turn)]:

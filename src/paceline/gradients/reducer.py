@@ -20,7 +20,7 @@ from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
 from paceline.gradients.buffer import Bucket, ParamRef, Words
-from paceline.gradients.fingerprint import LARGEST_SIZE, Fingerprint, is_different
+from paceline.gradients.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
 from paceline.gradients.hooks import Hook, HookCall
 from paceline.gradients.layout import BucketLayout
 from paceline.gradients.sparse import sum_sparse
@@ -35,14 +35,14 @@ from paceline.transport import (
     place,
 )
 
-MODEL_CHECK_PERIOD = 10
+MODEL_CHECK_PERIOD = 64
 """Every so many steps the model is searched for parameters that nobody averages, unasked."""
 
 
-class ModelCheck(Protocol):
-    """Raises if the model has parameters besides those given; looks if due, or if it changed."""
+class Registrations(Protocol):
+    """How many parameters and modules were put into modules of this process."""
 
-    def __call__(self, known: Iterable[Parameter], *, is_due: bool) -> None: ...
+    total: int
 
 
 class Reducer(BackwardFollower):
@@ -76,7 +76,10 @@ class Reducer(BackwardFollower):
         self._syncs = 0
         self.after_sync: Callable[[], Callable[[], None] | None] | None = None
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
-        self.check_model: ModelCheck | None = None
+        self.check_model: Callable[[Iterable[Parameter]], None] | None = None
+        """Raises if the model has parameters that are not among those given."""
+        self.registrations: Registrations | None = None
+        self._registered = 0
         self.compare: Callable[[Sequence[tuple[str, Tensor]], int], None] | None = None
         """Raises, on all ranks together, if any of the tensors differs between them."""
         self.compares = True
@@ -255,7 +258,7 @@ class Reducer(BackwardFollower):
     def on_untouched_backward(self) -> bool:
         """Parameters that were frozen until now have no hooks yet, but may have gradients."""
         if self.check_model is not None:
-            self.check_model(self.parameters, is_due=True)
+            self.check_model(self.parameters)
         return any(ref.requires_grad and ref.has_grad for ref in self._frozen)
 
     def on_backward_ended(self, ended: Backward) -> None:
@@ -323,7 +326,7 @@ class Reducer(BackwardFollower):
 
     def _fingerprint_words(self, current: Backward) -> Tensor | None:
         is_comparable = 1 < self.size <= LARGEST_SIZE and not self.is_joined
-        if not self.compares or not is_comparable or current.is_shadow:
+        if self.steps % EVERY or not self.compares or not is_comparable or current.is_shadow:
             return None
         if self._fingerprint is None:
             device = self._layout.buckets[-1].plan.device
@@ -389,10 +392,12 @@ class Reducer(BackwardFollower):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
-        if self.check_model is not None:
-            # One that was replaced has no gradient; one that was added shows in the model only.
-            is_due = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
-            self.check_model(self.parameters, is_due=bool(is_due))
+        # A parameter that was replaced has no gradient; one that was added was registered.
+        registered = 0 if self.registrations is None else self.registrations.total
+        is_changed, self._registered = registered != self._registered, registered
+        is_due = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
+        if self.check_model is not None and (is_changed or is_due):
+            self.check_model(self.parameters)
         if not current.is_shadow:
             for number, bucket in enumerate(self._layout.buckets):
                 bucket.hand_out(used, is_untouched=number >= current.early)
@@ -522,7 +527,7 @@ class Reducer(BackwardFollower):
 
     def _refuse_difference(self, sums: Sequence[float]) -> None:
         """Look with all ranks for what differs, if fingerprints of the parameters did."""
-        if is_different(sums) and self.compare is not None:
+        if sums[0] and is_different(sums) and self.compare is not None:
             found = ((ref.name, ref.get()) for ref in self._refs)
             self.compare([(name, param) for name, param in found if param is not None], self.steps)
 
@@ -580,8 +585,9 @@ class Reducer(BackwardFollower):
 
     def _describe(self, number: int) -> str:
         names = self._layout.buckets[number].names
-        ends = dict.fromkeys(repr(name) for name in (*names[:1], *names[-1:]))
-        inside = f" ({' to '.join(ends)})" if ends else ""
+        inside = f" ({names[0]!r} to {names[-1]!r})" if len(names) > 1 else ""
+        if len(names) == 1:
+            inside = f" ({names[0]!r})"
         return f"Step {self.steps}: the sum of bucket {number}{inside}"
 
 

@@ -147,9 +147,10 @@ class Continuity:
             "epoch": metrics.epochs,
             "sums": metrics.epoch,
             "next": metrics.so_far() if context.device.type == "cpu" else {},
+            "taken": sorted(context.survival.taken),
         }
-        if not context.survival.write(word):
-            context.survival.write({**word, "sums": None, "next": None})
+        if not context.survival.ledger.write(word):
+            context.survival.ledger.write({**word, "sums": None, "next": None})
 
     def heal(self, inherited: dict[str, Any]) -> None:
         """Make everybody's state that of the worker which has come furthest."""

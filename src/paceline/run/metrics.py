@@ -86,10 +86,13 @@ class Metrics:
 
     def so_far(self) -> Sums:
         """The sums of the step under way; waits for tensors."""
-        return {
-            name: [part.number + sum(t.item() for t in part.tensors) for part in entry]
-            for name, entry in self._now.items()
-        }
+        sums: Sums = {}
+        for name, (total, count) in self._now.items():
+            sums[name] = [total.number, count.number]
+            for place, part in enumerate((total, count)):
+                for tensor in part.tensors:
+                    sums[name][place] += tensor.item()
+        return sums
 
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""

@@ -266,7 +266,7 @@ class Step:
         frames: TracebackType | None,
     ) -> bool:
         survival = self._context.survival
-        is_lost = survival is not None and survival.explains(error)
+        is_lost = bool(error and survival and survival.explains(error))
         try:
             if kind is None:
                 with self._around:

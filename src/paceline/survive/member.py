@@ -47,6 +47,8 @@ class Survival:
         """
         self.number = -1 if link.is_replacement else 0
         """The generation that this worker is in."""
+        self.ledger = link.ledger
+        """What this worker leaves for the others, should it die."""
         self.taken: set[str] = set()
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
@@ -80,7 +82,7 @@ class Survival:
         self._link.tell("leaving")
         return True
 
-    def explains(self, error: BaseException | None) -> bool:
+    def explains(self, error: BaseException) -> bool:
         """Whether an error only says that another worker is gone."""
         if isinstance(error, PacelineError) and error.ends_run:
             return False
@@ -127,10 +129,6 @@ class Survival:
     def finish(self, *, is_left: bool) -> None:
         """Everything is done, or the script has left its loop: this worker may end now."""
         self._link.tell("finished", is_left=is_left)
-
-    def write(self, ledger: dict[str, Any]) -> bool:
-        """Leave this for the others, should this worker die; False if it is too long."""
-        return self._link.ledger.write({**ledger, "taken": sorted(self.taken)})
 
     def report_lost(self) -> None:
         """Tell the launcher that the group is broken, in case that nobody died."""

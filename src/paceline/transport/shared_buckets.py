@@ -130,7 +130,10 @@ class SharedBuckets:
     def has_arrived(self, number: int, turn: int) -> bool:
         """Whether this rank's bucket holds the sum; looks, and does nothing for it."""
         words = self.words
-        return all(words[row + number] >= turn for row in self.summed)
+        for row in self.summed:  # noqa: SIM110  no generator: this is asked while spinning
+            if words[row + number] < turn:
+                return False
+        return True
 
     def is_done(self, number: int, turn: int) -> bool:
         """Whether the whole bucket is summed, after doing what this rank can do for it."""
@@ -175,7 +178,10 @@ class SharedBuckets:
 
     def _is_ready(self, number: int) -> bool:
         words, turn = self.words, self.turns[number]
-        return all(words[row + number] >> 1 >= turn for row in self.ready)
+        for row in self.ready:  # noqa: SIM110
+            if words[row + number] >> 1 < turn:
+                return False
+        return True
 
     def _average_slice(self, number: int) -> None:
         """Sum this rank's slice of everybody's bucket; 16-bit sums are divided by the size."""
