@@ -75,7 +75,7 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     folder = tmp_path / "run"
     document = trace(capsys, "--engine", engine, "--folder", str(folder), *flags)
     shapes = {
-        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"]]
+        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"] if part["tensors"]]
         for stage in document["stages"]
     }
     assert shapes["data"] == [[1_000, 10]]
@@ -91,8 +91,11 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     check = document["check"]
     assert (check["how"], check["is_same"]) == ("whole batch", True)
     assert check["difference"] < 1e-5
-    losses = [epoch["loss"] for epoch in document["training"]["epochs"]]
+    epochs = document["training"]["epochs"]
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3]
+    losses = [epoch["loss"] for epoch in epochs]
     assert losses == sorted(losses, reverse=True)
+    assert epochs[0]["accuracy"] < 0.6 < 0.8 < epochs[3]["accuracy"]
     assert document["training"]["epochs"][-1]["observation"].startswith("falling")
     kinds = [layer["kind"] for layer in document["prediction"]["layers"]]
     assert kinds == ["Linear", "ReLU", "Linear"]

@@ -42,7 +42,7 @@ def test_a_batch_of_data_parallel_is_split_computed_in_parallel_and_gathered(
     take_step(model, DATA[:100], folder=tmp_path, dataset=DATA, sample=3, weight="weight[0, 3]")
     step = step_in(report.write(tmp_path))
     shapes = {
-        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"]]
+        stage["name"]: [part["tensors"][0]["shape"] for part in stage["parts"] if part["tensors"]]
         for stage in step["stages"]
     }
     assert list(shapes)[:4] == ["data", "batch", "split", "copy"]

@@ -1,7 +1,7 @@
 """The stages of a step, from what was observed: who holds what, what moves, and what is said of it.
 
     DistributedDataParallel   data sampler batch forward loss backward buckets all-reduce update
-    DataParallel              data batch split copy forward gather loss backward update
+    DataParallel              data batch split copy forward gather loss backward sum update main
 
 An engine gives the parts that workers have in a stage, and a sentence for it; the order of the
 sentences is that of the stages. So a new stage is a new part and a new sentence.
@@ -26,6 +26,7 @@ from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts,
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]
 """The stages, and the followed sample and weight on their way through them."""
+TITLES = {"copy": "copy the model", "sum": "add up gradients", "main": "the main device"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +101,13 @@ def _rank_sentences(
     total, most = facts.dataset_rows(rec.dataset), max((each.rows for each in ranks), key=len)
     of = "" if total is None else f" of {total:,}"
     taken = [index for each in ranks for index in set(each.indices or [])]
+    overlap = len(taken) - len(set(taken))
     is_mean = all(each.loss_weight is not None for each in ranks)
     why = f": {rec.why_passes}" if rec.why_passes else ""
     return {
         "sampler": f"Picks {count_text(sum(sum(each.rows) for each in ranks), 'row')}{of} for this "
-        "step and deals them out: "
-        + ("no row goes" if len(taken) == len(set(taken)) else "some rows go")
+        f"step and deals them out. Overlap {overlap:,}: "
+        + ("some rows go" if overlap else "no row goes")
         + " to two workers.",
         "batch": "Every worker loads its own rows into its own memory"
         + (f", in {len(most)} passes of {list_text(most)} rows{why}." if most[1:] else "."),
@@ -156,11 +158,11 @@ def describe_replicas(
     rec: StepRecording,
     calls: Sequence[ForwardPass],
     devices: Sequence[str],
-    contributions: Sequence[float] | None,
+    contributions: Sequence[tuple[list[TensorFacts], float]] | None,
 ) -> Picture:
     """The stages of the replicas' calls.
 
-    `contributions` are what each replica adds to the followed weight's gradient.
+    `contributions` are the gradients that each replica adds, and the followed weight's among them.
     """
     whole, size = rec.whole, len(calls)
     tree, flat = (partial(each, values=rec.values) for each in (facts.tree, facts.flat))
@@ -171,16 +173,17 @@ def describe_replicas(
         "split": [tree("input", call.arguments) for call in calls],
         "copy": [[model]] * size,
         "forward": [tree("output", call.output) for call in calls],
+        "backward": [own for own, _ in contributions or [([], 0.0)] * size],
     }
     at_home = {
         "loss": _loss(rec, rec.loss_weight),
-        "backward": flat("gradients", rec.averaged.values()),
+        "sum": flat("summed gradients", rec.averaged.values()),
     }
     if rec.has_update:
         at_home["update"] = flat("weights", rec.trained.values())
     begin_ns, end_ns = min(call.begin_ns for call in calls), max(call.end_ns for call in calls)
     seconds = {**rec.seconds_by_stage, "forward": (end_ns - begin_ns) / 1e9}
-    moved = dict.fromkeys(("copy", "backward"), model.bytes * len(copies))
+    moved = dict.fromkeys(("copy", "sum"), model.bytes * len(copies))
     if whole is not None:
         at_home["batch"] = tree("batch", whole.arguments)
         at_home["gather"] = tree("output", whole.output)
@@ -205,13 +208,18 @@ def describe_replicas(
         part = Part(title=name, device=devices[0], tensors=tensors, seconds=seconds.get(name))
         parts[name] = [part]
     sentences = _replica_sentences(rec, [call.rows for call in calls], moved)
+    if size > 1:
+        through, sentences["main"] = _main_device(rec, calls, devices[0], model.bytes, moved)
+        said = f"{bytes_text(through)} through this device"
+        parts["main"] = [Part(title=devices[0], device=devices[0], text=said)]
     stages = _stages(rec, sentences, parts, moved, seconds)
+    adds = [own for _, own in contributions] if contributions else None
     weight = _follow_weight(
         rec,
         stages,
         ("copy", "value", [rec.weight_before] * size, True),
-        ("backward", "gradient", contributions, False),
-        ("backward", "summed gradient", [facts.read_weight(rec.weight, rec.averaged)], False),
+        ("backward", "gradient", adds, False),
+        ("sum", "summed gradient", [facts.read_weight(rec.weight, rec.averaged)], False),
         ("update", "new value", [facts.read_weight(rec.weight, rec.trained)], False),
     )
     return stages, _follow_sample(rec, stages, calls), weight
@@ -237,10 +245,35 @@ def _replica_sentences(
         "batch's order.",
         "loss": "How wrong the predictions for all rows are, as one number."
         + ("" if "gather" in moved else " It was computed on the replicas, without a gather."),
-        "backward": "How should each weight change? The answers of all copies, the gradients, are "
-        "added up in one place.",
+        "backward": "How should each weight change? Every copy answers for its own rows: its "
+        "gradients.",
+        "sum": "The gradients of all copies are added up on the main device.",
         "update": "The optimizer changes the weights once; the copies follow in the next step.",
     }
+
+
+def _main_device(
+    rec: StepRecording,
+    calls: Sequence[ForwardPass],
+    main: str,
+    model_bytes: int,
+    moved: Mapping[str, int],
+) -> tuple[int, str]:
+    """How many bytes pass through the main device in a step, and what they are, in words."""
+    others = calls[1:]
+    ways = {
+        "rows": facts.size([call.inputs for call in others]),
+        "weights": model_bytes * len(others),
+        "outputs": facts.size([call.outputs for call in others]) if "gather" in moved else 0,
+        "gradients": facts.size(list(rec.averaged.values())) * len(others),
+    }
+    told = [f"{bytes_text(number)} of {name}" for name, number in ways.items() if number]
+    through, copied = sum(ways.values()), sum(moved.values()) - moved.get("batch", 0)
+    text = f"In every step {list_text(told)} pass between {main} and the other devices: "
+    text += f"{bytes_text(through)}, all of it through one device."
+    if copied < through:
+        text += f" These devices share memory, so only {bytes_text(copied)} were copied."
+    return through, text
 
 
 def _stages(
@@ -257,7 +290,7 @@ def _stages(
     stages = [
         Stage(
             name=name,
-            title={"copy": "copy the model"}.get(name, name),
+            title=TITLES.get(name, name),
             text=text,
             parts=list(parts[name]),
             bytes_moved=moved.get(name, 0),

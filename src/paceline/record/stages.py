@@ -188,6 +188,10 @@ class Prediction:
     layers: list[Layer] = field(default_factory=list)
     answer: Answer | None = None
     """None unless values were asked for."""
+    stages: list[Stage] = field(default_factory=list)
+    """A batch with that row on its way through split, devices and gather."""
+    stops: list[SampleStop] = field(default_factory=list)
+    """Where the row is in those stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,9 @@ from paceline.record.engines import (
     loss_factor,
     merge_stages,
 )
-from paceline.record.hooks import ForwardPass, Piece, StepRecording
+from paceline.record.hooks import ForwardPass, Piece, StepRecording, dense
 from paceline.record.reference import Reference, first_line, not_computed
-from paceline.record.stages import Check, EngineName, Model, Trace
+from paceline.record.stages import Check, EngineName, Model, TensorFacts, Trace
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again."""
@@ -157,16 +157,20 @@ def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
 
 def _contributions(
     reference: Reference, rec: StepRecording, calls: Sequence[Piece]
-) -> list[float] | None:
-    """What each replica adds to the followed weight's gradient.
+) -> list[tuple[list[TensorFacts], float]] | None:
+    """The gradients that each replica adds, and what it adds to the followed weight's.
 
-    They share the parameters, so it is never seen by itself.
+    They share the parameters, so these are never seen by themselves.
     """
+    found = []
     try:
-        found = [facts.read_weight(rec.weight, reference.gradients_of(rec, call)) for call in calls]
+        for call in calls:
+            own = {n: dense(grad) for n, grad in reference.gradients_of(rec, call).items()}
+            told = facts.flat("own gradients", own.values(), values=rec.values)
+            found.append((told, facts.read_weight(rec.weight, own) or 0.0))
     except Exception:  # the picture has less to show
         return None
-    return [number or 0.0 for number in found]
+    return found
 
 
 def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:

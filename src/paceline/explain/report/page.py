@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -25,8 +26,6 @@ from paceline.explain.report.collect import collect
 from paceline.observe.run_folder import RunFolder, open_plain, replace_file
 from paceline.observe.units import bytes_text
 
-GENERATOR = "paceline report"
-"""What the head of every report says, so that one can be told from other files."""
 HEAD_BYTES = 1000
 LIBRARIES = ("preact.js", "hooks.js", "htm.js", "uPlot.js")
 PANELS = ("pieces.js", "chart.js", "pipeline.js", "timeline.js", "panels.js", "page.js")
@@ -36,17 +35,25 @@ STYLES = ("vendor/uPlot.css", "page.css")
 
 def render(shown: document.Json) -> str:
     """The page that shows a document."""
-    style, script = ("\n".join(map(_asset, names)) for names in (STYLES, SCRIPTS))
-    script = f"/*\n{_notices()}\n*/\n{script}"
     facts = [f"{label}: {value} {note}" for label, value, note in shown["tiles"]]
-    return _asset("page.html").format(
-        generator=f"{GENERATOR} {__version__}",
+    style, script = ("\n".join(map(asset, names)) for names in (STYLES, SCRIPTS))
+    return assemble("report", shown["name"], shown, [*shown["sentences"], *facts], style, script)
+
+
+def assemble(
+    what: str, name: str, shown: object, facts: Sequence[str], style: str, script: str
+) -> str:
+    """One file with a document and what draws it; `facts` are for readers without scripts."""
+    script = f"/*\n{_notices()}\n*/\n{script}"
+    return asset("page.html").format(
+        generator=f"paceline {what} {__version__}",
+        what=what,
         style_hash=_hash(style),
         script_hash=_hash(script),
-        name=escape(shown["name"]),
+        name=escape(name),
         style=style,
         script=script,
-        facts="".join(f"<li>{escape(each)}</li>" for each in [*shown["sentences"], *facts]),
+        facts="".join(f"<li>{escape(each)}</li>" for each in facts),
         data=embedded(shown),
     )
 
@@ -57,14 +64,15 @@ def embedded(value: object) -> str:
     return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", content)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the page's, by its name in `assets`."""
     content = resources.files(__package__).joinpath("assets", *name.split("/")).read_text("utf-8")
     return re.sub(r"(?m)^//# sourceMappingURL=.*$", "", content)
 
 
 def _notices() -> str:
     """What was not written here says so in every page."""
-    packages = json.loads(_asset("vendor/manifest.json"))["packages"]
+    packages = json.loads(asset("vendor/manifest.json"))["packages"]
     return "\n".join(f"{each['package']}: {each['notice']}" for each in packages)
 
 
@@ -86,7 +94,7 @@ def write(
     """
     data = collect(Path(run_folder))
     path = Path(out) if out is not None else RunFolder(run_folder).report
-    if not force and not _is_replaceable(path):
+    if not force and not is_replaceable(path, "report"):
         raise UsageError(
             f"{path} exists and is not a report, so it is left as it is.",
             advice="Name another file with -o, or add --force to replace it.",
@@ -101,8 +109,8 @@ def write(
     return path
 
 
-def _is_replaceable(path: Path) -> bool:
-    """Whether nothing is lost: there is no such file, or it is a report or empty."""
+def is_replaceable(path: Path, what: str) -> bool:
+    """Whether nothing is lost: there is no such file, or it is such a page or empty."""
     try:
         with open_plain(path) as file:
             head = file.read(HEAD_BYTES)
@@ -110,7 +118,7 @@ def _is_replaceable(path: Path) -> bool:
         return True
     except (WireError, OSError):
         return False
-    return not head or f'content="{GENERATOR} '.encode() in head
+    return not head or f'content="paceline {what} '.encode() in head
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

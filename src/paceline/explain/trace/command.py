@@ -11,12 +11,14 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
 from paceline import env
 from paceline.errors import UsageError, WireError
+from paceline.explain.trace import card
+from paceline.explain.trace.beside import draw_both
 from paceline.explain.trace.drawing import WIDTH, draw, paint, title_of
 from paceline.observe.run_folder import RunFolder
 from paceline.record import schema
@@ -24,6 +26,7 @@ from paceline.record.stages import Trace
 
 NARROWEST, WIDEST = 40, 160
 ENGINES = {"dp": "DataParallel", "ddp": "DistributedDataParallel"}
+BOTH = "both"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=[*ENGINES],
+        choices=[*ENGINES, BOTH],
         default="ddp",
         help="DataParallel: one process with replicas; DistributedDataParallel: a process for "
-        "each worker (default: ddp)",
+        "each worker; both, side by side (default: ddp)",
     )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="where to train (default: cpu)"
@@ -64,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--model", "FILE:FUNCTION", "your own function: it returns (model, dataset, loss_fn)"),
         ("--weight", "NAME[I,J]", 'the weight to follow, such as "0.weight[3,1]"'),
         ("--folder", "RUN", "also write pipeline/step{n}.json into this run folder"),
+        ("--svg", "FILE", "also write the step as one picture of 1200 x 630, for a page or slide"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
     parser.add_argument(
@@ -86,16 +90,37 @@ def main(args: argparse.Namespace) -> int:
         trace = _find(args.recorded, args.step)
     else:
         _check(args)
+        if args.engine == BOTH:
+            return _show_both(args, screen)
         if not args.json:  # the first line at once: importing torch takes a second, or several
             screen.show([title_of(ENGINES[args.engine])])
         trace = _record(args)
+    if args.svg is not None:
+        card.write(trace, Path(args.svg))
     if args.json:
         print(json.dumps(schema.to_json(trace), allow_nan=False))
     else:
         lines = draw(trace, width=screen.width, plain=screen.is_plain)
         screen.show(lines if args.recorded else lines[1:])
-    check = trace.check
-    return 1 if check is not None and False in (check.is_same, check.is_equal_on_all) else 0
+    return _exit_code(trace)
+
+
+def _exit_code(*traces: Trace) -> int:
+    """1 if a step is not the same as one process, or workers ended apart."""
+    checks = [trace.check for trace in traces if trace.check is not None]
+    return int(any(False in (check.is_same, check.is_equal_on_all) for check in checks))
+
+
+def _show_both(args: argparse.Namespace, screen: Screen) -> int:
+    traces = {
+        name: _record(argparse.Namespace(**{**vars(args), "engine": engine}))
+        for engine, name in ENGINES.items()
+    }
+    if args.json:
+        print(json.dumps({n: schema.to_json(each) for n, each in traces.items()}, allow_nan=False))
+    else:
+        screen.show(draw_both(*traces.values(), width=screen.width, plain=screen.is_plain))
+    return _exit_code(*traces.values())
 
 
 class Screen:
@@ -114,7 +139,7 @@ class Screen:
         except (UnicodeEncodeError, LookupError):
             self.is_plain = True
 
-    def show(self, lines: Sequence[str]) -> None:
+    def show(self, lines: Iterable[str]) -> None:
         """Print lines; an empty one ends a stage: there wait for Enter, if that was asked for."""
         for line in lines:
             if not line and self._waits:
@@ -139,6 +164,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--step chooses among recorded steps.", advice="Name a run folder too.")
     if not 0 <= args.seed < 2**32:
         raise UsageError(f"--seed is {args.seed}.", advice="Use a number from 0 to 2**32 - 1.")
+    if args.engine == BOTH and (args.folder or args.svg):
+        raise UsageError(
+            "--engine both records two steps, and --folder and --svg are for one.",
+            advice="Choose --engine dp or ddp for them.",
+        )
     if args.values is None:
         args.values = args.model is None
     if args.folder is not None:

@@ -7,6 +7,7 @@ width evenly, so the lines from one row to the next follow from the numbers of b
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import unicodedata
@@ -22,7 +23,16 @@ from paceline.observe.units import (
     shape_text,
     table_lines,
 )
-from paceline.record.stages import Part, Prediction, Stage, TensorFacts, Trace, Training, Weight
+from paceline.record.stages import (
+    Part,
+    Prediction,
+    Sample,
+    Stage,
+    TensorFacts,
+    Trace,
+    Training,
+    Weight,
+)
 
 WIDTH = 80
 MARGIN = 4
@@ -35,9 +45,10 @@ MOST_BUCKETS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 1000, 8, 1000
 DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
 """Where a tensor is told by its dtype and size; elsewhere by its name."""
 
-SAMPLE, WEIGHT, GOOD, BAD = "●", "◆", "✓", "✗"
+SAMPLE, WEIGHT, GOOD, BAD, BAR = "●", "◆", "✓", "✗", "█"
+BAR_WIDTH, NARROW = 10, 70
 _PLAIN = {
-    **{ord(fine): plain for fine, plain in zip("┌┐└┘┬┴┼─│▼●◆", "+++++++-|v*#", strict=True)},
+    **{ord(fine): plain for fine, plain in zip("┌┐└┘┬┴┼─│▼●◆█", "+++++++-|v*##", strict=True)},
     ord(GOOD): "ok",
     ord(BAD): "NO",
 }
@@ -81,12 +92,30 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
         lanes = len(boxes) or lanes
     lines += ["", *_conclusions(trace, width)]
     if trace.training is not None:
-        lines += ["", *_training(trace.training, width)]
+        lines += ["", *training_lines(trace.training, width)]
     if trace.prediction is not None:
-        lines += ["", *_prediction(trace.prediction, width)]
+        lines += ["", *_prediction(trace.prediction, width), *_way(trace, width)]
+    return finish(lines, width, plain)
+
+
+def finish(lines: Sequence[str], width: int, plain: bool) -> list[str]:
+    """The lines, none wider than asked, in ASCII if need be."""
     if plain:
         lines = [line.translate(_PLAIN).encode("ascii", "replace").decode() for line in lines]
     return [_cut(line.rstrip(), width) for line in lines]
+
+
+def draw_stage(trace: Trace, name: str, *, width: int = WIDTH, plain: bool = False) -> list[str]:
+    """One stage alone."""
+    trace = _bounded(trace)
+    shown = _shown_workers(trace, width)
+    lines = [
+        line
+        for number, stage in enumerate(trace.stages, start=1)
+        if stage.name == name
+        for line in _stage(trace, stage, number, _boxes(trace, stage, shown, width), 0, width)
+    ]
+    return finish(lines, width, plain)
 
 
 def title_of(engine: str) -> str:
@@ -99,7 +128,7 @@ def _heading(trace: Trace, width: int) -> Iterator[str]:
     if trace.engine == "DataParallel":
         who = f"One process with {count_text(trace.workers, 'replica')} of the model"
     yield title_of(trace.engine)
-    yield from _wrap(
+    yield from wrap(
         f"{who}. Step {trace.step} of a real training: {count_text(trace.batch_rows, 'row')}, "
         f"model {trace.model.name} with {trace.model.parameters:,} weights, "
         f"{seconds_text(trace.seconds)} in all. {trace.times or 'Times are those of this step.'}",
@@ -129,7 +158,7 @@ def _stage(
     cost += [] if stage.seconds is None else [seconds_text(stage.seconds)]
     title, right = f"{number:>2}  {stage.title.upper()}", ", ".join(cost)
     yield f"{title}  {right:>{max(0, width - len(title) - 2)}}"
-    yield from _wrap(stage.text, width, " " * MARGIN)
+    yield from wrap(stage.text, width, " " * MARGIN)
     if not boxes:
         return
     if stage.name == "all-reduce" and 1 < lanes == len(boxes):
@@ -158,9 +187,9 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> TextBox:
     lines = [line for facts in part.tensors[:2] for line in _tensor(facts, stage, room)]
     if len(part.tensors) > 2:
         lines.append(f"and {count_text(len(part.tensors) - 2, 'tensor')} more")
-    lines += _wrap(part.text, room)
+    lines += wrap(part.text, room)
     for mark in _marks(trace, stage, part):
-        lines += _wrap(mark, room, "  ", "")
+        lines += wrap(mark, room, "  ", "")
     if part.worker is None:
         return TextBox(part.title, lines)
     title = part.title
@@ -176,13 +205,13 @@ def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
     if facts.name == "loss" and facts.first:
         return [f"loss {facts.first[0]:.6g}"]
     what = f"{facts.dtype}, {bytes_text(facts.bytes)}" if stage.name in DATA_STAGES else facts.name
-    lines = _wrap(f"{shape_text(facts.shape[:MOST_EXTENTS])} {what}", room)
+    lines = wrap(f"{shape_text(facts.shape[:MOST_EXTENTS])} {what}", room)
     if facts.first:
         values = " ".join(map(short_number, facts.first))
         lines.append(textwrap.shorten(f"{values} ...", room, placeholder=" ..."))
     elif facts.stats is not None:
         low, mean, high = map(short_number, (facts.stats.min, facts.stats.mean, facts.stats.max))
-        lines += _wrap(f"{low} to {high}, mean {mean}", room)
+        lines += wrap(f"{low} to {high}, mean {mean}", room)
     return lines
 
 
@@ -208,11 +237,11 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
     lines: list[str] = []
     for part in parts[:MOST_BUCKETS]:
         lines.append(f"{part.title}  {bytes_text(sum(facts.bytes for facts in part.tensors))}")
-        lines += _wrap(part.text, room) if len(parts) <= 2 else []
+        lines += wrap(part.text, room) if len(parts) <= 2 else []
     if len(parts) > MOST_BUCKETS:
         lines.append(f"... to {parts[-1].title}")
     if weight is not None and weight.position is not None:
-        lines += _wrap(f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}", room)
+        lines += wrap(f"{WEIGHT} number {weight.position:,} of bucket {weight.bucket}", room)
     return lines
 
 
@@ -240,20 +269,25 @@ def _conclusions(trace: Trace, width: int) -> Iterator[str]:
         yield from _marked(marks[check.is_equal_on_all], said, width)
 
 
-def _training(training: Training, width: int) -> Iterator[str]:
-    """The table of epochs, an observation beside each, and one below."""
-    rows = [["epoch", "loss", "accuracy", "unseen", "time"]]
+def training_lines(training: Training, width: int) -> Iterator[str]:
+    """The table of epochs, the loss as a bar, an observation beside each, and one below."""
+    rows = [["epoch", "loss", "", "accuracy", "unseen", "time"]]
+    known = [each.loss for each in training.epochs if math.isfinite(each.loss)]
     for each in training.epochs:
         accuracy = "-" if each.accuracy is None else f"{each.accuracy:.1%}"
         unseen = "-" if each.evaluation_loss is None else short_number(each.evaluation_loss)
-        loss = short_number(each.loss)
-        rows.append([str(each.epoch), loss, accuracy, unseen, seconds_text(each.seconds)])
+        share = each.loss / max(known) if each.loss in known and max(known) > 0 else 0.0
+        bar = (BAR * max(1, round(share * BAR_WIDTH)) if share > 0 else "").ljust(BAR_WIDTH)
+        time = seconds_text(each.seconds) if each.epoch else "-"
+        rows.append([str(each.epoch), short_number(each.loss), bar, accuracy, unseen, time])
+    if width < NARROW:  # the words need the room more
+        rows = [row[:2] + row[3:] for row in rows]
     said = ["what it says", *(epoch.observation for epoch in training.epochs)]
     yield "Training"
     for line, words in zip(table_lines(rows, ">"), said, strict=True):
-        yield from _wrap(words or "-", width, " " * (len(line) + 4), f"  {line}  ")
+        yield from wrap(words or "-", width, " " * (len(line) + 4), f"  {line}  ")
     yield "  unseen: the loss on rows that are not trained on, if there are any"
-    yield from _wrap(training.observation, width, "  ")
+    yield from wrap(training.observation, width, "  ")
 
 
 def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
@@ -271,7 +305,27 @@ def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
     if any(facts.stats is None for _, facts in layers):
         yield "  -: too few numbers to hide them in statistics"
     if prediction.answer is not None:
-        yield from _wrap(f"Answer: {prediction.answer.text}.", width, "  ")
+        yield from wrap(f"Answer: {prediction.answer.text}.", width, "  ")
+
+
+def _way(trace: Trace, width: int) -> Iterator[str]:
+    """The predicted sample in a batch: through the split, each device, and the gather."""
+    prediction = trace.prediction
+    if prediction is None or not prediction.stages:
+        return
+    sample = Sample(index=prediction.index, stops=prediction.stops)
+    trace = replace(trace, stages=prediction.stages, sample=sample, weight=None)
+    shown, lanes = _shown_workers(trace, width), 0
+    yield ""
+    yield f"The same sample in a batch of {trace.batch_rows:,}, through every device"
+    for stage in trace.stages:
+        boxes = _boxes(trace, stage, shown, width)
+        if lanes:
+            yield connect(lanes, len(boxes), width)
+        yield from side_by_side(boxes, width, is_fed=lanes > 0)
+        lanes = len(boxes)
+    if trace.engine == "DistributedDataParallel":
+        yield from wrap("Nothing is gathered: each worker has its own answers.", width, "    ")
 
 
 def most_boxes(width: int) -> int:
@@ -319,7 +373,7 @@ def connect(before: int, after: int, width: int) -> str:
     return " " * left + "".join(marks.values())
 
 
-def _wrap(text: str, width: int, indent: str = "", first: str | None = None) -> list[str]:
+def wrap(text: str, width: int, indent: str = "", first: str | None = None) -> list[str]:
     """Text wrapped to a width; `first` takes the place of the first line's indent."""
     return textwrap.wrap(
         text,
@@ -332,7 +386,7 @@ def _wrap(text: str, width: int, indent: str = "", first: str | None = None) -> 
 
 def _marked(mark: str, text: str, width: int) -> list[str]:
     """Text behind a mark, which takes two characters in ASCII."""
-    return _wrap(text, width - 1, "  ", f"{mark} ")
+    return wrap(text, width - 1, "  ", f"{mark} ")
 
 
 def short_number(number: float) -> str:

@@ -41,7 +41,7 @@ def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
     if not math.isfinite(epoch.loss):
         return "diverged: the loss is not a number"
     if not before:
-        return "the start"
+        return "before training" if epoch.epoch == 0 else "the start"
     last = before[-1]
     best = min((e.loss for e in before if math.isfinite(e.loss)), default=math.inf)
     if best > 0 and epoch.loss > DIVERGED * best:

@@ -26,7 +26,8 @@ from paceline.errors import UsageError
 from paceline.explain.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
-NOISE = 0.1
+NOISE = 0.3
+"""So much that a tenth of the rows cannot be told from their features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def built_in(seed: int) -> Task:
         model=model,
         dataset=TensorDataset(x[:ROWS], y[:ROWS]),
         loss_fn=F.binary_cross_entropy_with_logits,
-        optimizer=lambda parameters: SGD(parameters, lr=0.5),
+        optimizer=lambda parameters: SGD(parameters, lr=0.25),
         evaluation=TensorDataset(x[ROWS:], y[ROWS:]),
         kind="binary",
     )

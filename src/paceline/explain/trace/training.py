@@ -25,20 +25,22 @@ from paceline import comm
 from paceline.comm import tree
 from paceline.comm.world import init_process_group
 from paceline.data import DistributedBatchSampler
-from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
 from paceline.errors import UsageError, check_whole
 from paceline.explain.trace.prediction import observe, trace_prediction
+from paceline.explain.trace.preparation import place_replicas, wrap_on_worker
 from paceline.explain.trace.task import Task
 from paceline.launcher import launch
 from paceline.observe.units import seconds_text
 from paceline.record.facts import find_weight
 from paceline.record.hooks import StepRecording, trained_parameters
 from paceline.record.schema import from_json, to_json
-from paceline.record.stages import Epoch, Prediction, Trace
+from paceline.record.stages import Epoch, Prediction, Stage, Trace
 from paceline.record.step import record_step
 
 FIRST_STEPS, TIMED_STEPS = 3, 7
+PREDICTS = {"sampler", "batch", "split", "forward", "gather"}
+"""The stages of a step that a prediction has too."""
 BUSY = 2
 """A step that takes so many times as long as another was kept waiting by something else."""
 
@@ -55,14 +57,20 @@ def trace_task(task: Task, options: Namespace) -> Trace:
     if options.device == "cuda":
         places = [i % torch.accelerator.device_count() for i in range(options.workers)]
         task.model.to(f"cuda:{places[0]}")
-    return _Loop(task, options, DataParallel(task.model, places), None).run()
+    main = f"cuda:{places[0]}" if options.device == "cuda" else places[0]
+    before = place_replicas(task.model, main)
+    return _Loop(task, options, DataParallel(task.model, places), None, before).run()
 
 
 def _work(task: Task, options: Namespace) -> dict[str, Any]:
     chosen = torch.device("cpu") if options.device == "cpu" else None
+    begin_s = time.perf_counter()
     with init_process_group(device_id=chosen) as world:
-        model = DistributedDataParallel(task.model.to(world.device))
-        trace = _Loop(task, options, model, world.group).run()
+        met_s = time.perf_counter() - begin_s
+        model, before = wrap_on_worker(
+            task.model, world, met_s=met_s, seed=options.seed, values=options.values
+        )
+        trace = _Loop(task, options, model, world.group, before).run()
         return to_json(trace) if world.rank == 0 else {}
 
 
@@ -94,7 +102,7 @@ def _check(task: Task, options: Namespace) -> None:
         )
 
 
-def _batches(
+def deal_batches(
     task: Task, options: Namespace, epoch: int, size: int = 1, rank: int = 0
 ) -> Iterator[list[int]]:
     """One rank's rows of every batch of an epoch; all rows where there is one rank."""
@@ -106,7 +114,7 @@ def _batches(
 
 def _choose_step(task: Task, options: Namespace) -> tuple[int, int]:
     """Which step of the first epoch to record, counted from 0, and the sample to follow in it."""
-    for number, rows in enumerate(_batches(task, options, epoch=0)):
+    for number, rows in enumerate(deal_batches(task, options, epoch=0)):
         if options.sample is None or options.sample in rows:
             return number, rows[0] if options.sample is None else options.sample
     raise UsageError(
@@ -119,8 +127,11 @@ def _choose_step(task: Task, options: Namespace) -> tuple[int, int]:
 class _Loop:
     """The training of one process: all of it for replicas, one rank's part otherwise."""
 
-    def __init__(self, task: Task, options: Namespace, model: Any, group: Any) -> None:
+    def __init__(
+        self, task: Task, options: Namespace, model: Any, group: Any, before: list[Stage]
+    ) -> None:
         self.task, self.options, self.model, self.group = task, options, model, group
+        self.before = before
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.device = next(model.parameters()).device
@@ -132,18 +143,37 @@ class _Loop:
         self.model.train()
         rows = next(islice(self._batches(0), self.chosen, None))
         timed = self._rehearse(rows)
+        epochs = []
         if self.options.epochs == 0:
             self._record(rows, step=1)  # the only step, whichever batch it takes
-        epochs = [self._epoch(number) for number in range(self.options.epochs)]
+        else:
+            epochs = [self._untrained(), *map(self._epoch, range(self.options.epochs))]
         assert self.trace is not None  # the chosen step is one of the first epoch
+        trace = with_median_times(self.trace, timed)
+        first, *later = map(self._with_epoch, trace.stages)
         return replace(
-            with_median_times(self.trace, timed),
+            trace,
+            stages=[first, *self.before, *later],
             training=observe(epochs) if epochs else None,
             prediction=None if self.options.predict is None else self._predict(),
         )
 
+    def _with_epoch(self, stage: Stage) -> Stage:
+        """What the sampler does in a whole epoch, which one step does not show."""
+        if stage.name != "sampler":
+            return stage
+        dealt = [
+            row
+            for rank in range(self.size)
+            for rows in deal_batches(self.task, self.options, 0, self.size, rank)
+            for row in rows
+        ]
+        overlap, left = len(dealt) - len(set(dealt)), len(self.task.dataset) - len(set(dealt))
+        said = f"In a whole epoch {len(dealt):,}: overlap {overlap:,}, left over {left:,}."
+        return replace(stage, text=f"{stage.text} {said}")
+
     def _batches(self, epoch: int) -> Iterator[list[int]]:
-        return _batches(self.task, self.options, epoch, self.size, self.rank)
+        return deal_batches(self.task, self.options, epoch, self.size, self.rank)
 
     def _rehearse(self, rows: list[int]) -> list[Trace]:
         """Take the step several times to time it; what it changes is put back.
@@ -161,6 +191,19 @@ class _Loop:
         self.optimizer.load_state_dict(state[1])
         return timed[FIRST_STEPS:]
 
+    def _untrained(self) -> Epoch:
+        """Epoch 0: what the model knows before it has learned anything."""
+        loss, accuracy = self._evaluate(self.task.dataset)
+        new_loss, new_accuracy = self._evaluate(self.task.evaluation)
+        return Epoch(
+            epoch=0,
+            loss=float("nan") if loss is None else loss,
+            accuracy=accuracy,
+            seconds=0.0,
+            evaluation_loss=new_loss,
+            evaluation_accuracy=new_accuracy,
+        )
+
     def _epoch(self, number: int) -> Epoch:
         sums = torch.zeros(3, dtype=torch.float64)
         seconds = 0.0
@@ -172,7 +215,7 @@ class _Loop:
                 sums += self._step(rows)
                 seconds += time.perf_counter() - begin_s
         loss, accuracy = self._means(sums)
-        new_loss, new_accuracy = self._evaluate()
+        new_loss, new_accuracy = self._evaluate(self.task.evaluation)
         return Epoch(
             epoch=number + 1,
             loss=loss,
@@ -228,9 +271,8 @@ class _Loop:
         loss, right, rows = sums.tolist()
         return loss / rows, None if right != right else right / rows
 
-    def _evaluate(self) -> tuple[float | None, float | None]:
-        """Loss and accuracy on rows that were not trained on, each counted once."""
-        data = self.task.evaluation
+    def _evaluate(self, data: Any) -> tuple[float | None, float | None]:
+        """Loss and accuracy on rows of a dataset, each counted once; nothing is trained."""
         if data is None:
             return None, None
         sums = torch.zeros(3, dtype=torch.float64)
@@ -249,7 +291,7 @@ class _Loop:
         index = self.options.predict
         inputs, targets = self._load([index])
         expected = next(tree.tensors(targets), None)
-        return trace_prediction(
+        alone = trace_prediction(
             self.model,
             inputs,
             index=index,
@@ -257,6 +299,25 @@ class _Loop:
             kind=self.task.kind_of(targets),
             values=self.options.values,
         )
+        way = self._predict_in_batch(index)
+        stops = way.sample.stops if way.sample else []
+        return replace(alone, stages=[s for s in way.stages if s.name in PREDICTS], stops=stops)
+
+    def _predict_in_batch(self, index: int) -> Trace:
+        """The row once more, in a batch of its neighbours that the engine shares out."""
+        batch = self.options.batch
+        start = min(index - index % batch, len(self.task.dataset) - batch)
+        own = list(range(start, start + batch))[self.rank :: self.size]
+        self.model.eval()
+        with torch.no_grad():
+            with record_step(
+                self.model, sample=index, values=self.options.values, check=False
+            ) as recording:
+                recording.note_batch(own)
+                self.model(*self._load(own)[0])
+        self.model.train()
+        assert recording.trace is not None
+        return recording.trace
 
     def _load(self, rows: list[int]) -> tuple[tuple[Any, ...], Any]:
         return self._place(default_collate([self.task.dataset[row] for row in rows]))

@@ -103,15 +103,6 @@ function Page({ data }) {
     </footer>`;
 }
 
-// Tables that fit need no stop of their own on the way through the page by keyboard.
-function setStops() {
-  for (const box of document.querySelectorAll(".scroll")) {
-    if (box.scrollWidth > box.clientWidth) box.setAttribute("tabindex", "0");
-    else box.removeAttribute("tabindex");
-  }
-}
-
-addEventListener("resize", setStops);
 render(
   html`<${Page} data=${JSON.parse(document.getElementById("data").textContent)} />`,
   document.getElementById("page"),

@@ -191,3 +191,13 @@ function Note({ children }) {
 function more(shown, inAll, noun) {
   return inAll > shown && html`<${Note}>${"… and " + count(inAll - shown, noun) + " more."}<//>`;
 }
+
+// Tables that fit need no stop of their own on the way through the page by keyboard.
+function setStops() {
+  for (const box of document.querySelectorAll(".scroll")) {
+    if (box.scrollWidth > box.clientWidth) box.setAttribute("tabindex", "0");
+    else box.removeAttribute("tabindex");
+  }
+}
+
+addEventListener("resize", setStops);
