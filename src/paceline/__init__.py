@@ -26,6 +26,7 @@ _HOME_BY_NAME = {
     "compare": "paceline.explain.compare",
     "init_process_group": "paceline.comm.world",
     "launch": "paceline.launcher",
+    "learn": "paceline.learn",
     "load_weights": "paceline.checkpoint",
     "record_step": "paceline.record",
     "seed_everything": "paceline.data.foreign",
@@ -37,6 +38,7 @@ _HOME_BY_NAME = {
 __all__ = [*_HOME_BY_NAME, "__version__"]
 
 if TYPE_CHECKING:
+    from paceline import learn as learn
     from paceline.checkpoint import load_weights as load_weights
     from paceline.comm.world import World as World
     from paceline.comm.world import init_process_group as init_process_group

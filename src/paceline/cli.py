@@ -32,11 +32,14 @@ class Command:
 
 COMMANDS = {
     "demo": Command("demo", "train, resume and report a small model on two workers"),
+    "learn": Command("learn.command", "lessons that run the engine: predict, run, break it"),
     "run": Command("launcher.run", "run a training script on several workers"),
     "ckpt": Command("checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("doctor", "describe this machine and check that training works"),
     "timeline": Command("observe.timeline", "show where each worker's time went, step by step"),
     "scale": Command("explain.scaling.command", "say where the speed-up of more workers went"),
+    "speedup": Command("explain.scaling.two_times", "say what two times of one job mean"),
+    "policy": Command("policy.command", "batch size and learning rate for several workers"),
     "compare": Command("explain.compare", "time DataParallel and DistributedDataParallel here"),
     "trace": Command("explain.trace.command", "follow one batch through a training step"),
     "report": Command("explain.report.page", "write a run as one HTML file"),

@@ -265,6 +265,13 @@ def read_terminal(environ: Mapping[str, str] = os.environ) -> TerminalSettings:
     )
 
 
+def read_data_home(environ: Mapping[str, str] = os.environ) -> str:
+    """Where programs of this user keep what they remember: XDG_DATA_HOME, or ~/.local/share."""
+    given = environ.get("XDG_DATA_HOME", "")
+    # A relative path is to be ignored, says the specification.
+    return given if os.path.isabs(given) else os.path.expanduser("~/.local/share")
+
+
 @dataclass(frozen=True, slots=True)
 class ScreenOffer:
     """What a launcher offers to rank 0, whose standard output it reads."""

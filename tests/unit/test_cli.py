@@ -100,9 +100,24 @@ SURFACE = {
         "--step-by-step",
         "--step",
         "--folder",
+        "--svg",
         "--json",
         "--ascii",
     },
+    "learn": {
+        "lesson",
+        "--seed",
+        "--workers",
+        "--batch",
+        "--model",
+        "--answers",
+        "--json",
+        "--html",
+        "--forget",
+        "--ascii",
+    },
+    "policy": {"--batch", "--workers", "--rows", "--json"},
+    "speedup": {"before", "after", "--workers", "--json"},
 }
 
 
@@ -138,7 +153,8 @@ def test_the_commands_change_on_purpose_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["demo", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["run", "--help"], ["demo", "--help"], ["learn", "--help"], ["--version"]],
 )
 def test_help_and_the_launcher_do_not_import_torch(arguments: list[str]) -> None:
     code = (

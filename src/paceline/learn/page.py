@@ -1,0 +1,90 @@
+"""`paceline learn --html`: all lessons as one offline page, with the answers found just now.
+
+The page is drawn in the browser from one document, with the style and the libraries of the report;
+what is typed there is compared as values, as on a terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.errors import UsageError
+from paceline.explain.report.document import pipeline
+from paceline.explain.report.page import LIBRARIES, STYLES, assemble, asset, is_replaceable
+from paceline.learn import values
+from paceline.learn.lab import Lab
+from paceline.learn.lessons import LESSONS, PROBLEMS
+from paceline.learn.question import Answered
+from paceline.observe.run_folder import replace_file
+
+SCHEMA = 1
+SHARED = ("pieces.js", "chart.js", "pipeline.js")
+"""Of the report's own scripts, what draws numbers, curves and recorded steps."""
+
+
+def document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
+    """Everything the page shows."""
+    used = {each.stage[0] for each in answered if each.stage} | {"pipeline"}
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "made": time.time(),
+        "seed": lab.seed,
+        "workers": lab.workers,
+        "batch": lab.batch,
+        "model": lab.model_name,
+        "trouble": lab.trouble,
+        "lessons": [
+            {
+                **asdict(lesson),
+                "questions": [
+                    {**each.as_json(), "form": values.form_of(each.kind, each.choices, each.unit)}
+                    for each in answered
+                    if each.lesson == lesson.name
+                ],
+            }
+            for lesson in LESSONS
+        ],
+        "problems": [asdict(problem) for problem in PROBLEMS],
+        "traces": {name: pipeline(getattr(lab, name)) for name in sorted(used)},
+    }
+
+
+def render(shown: dict[str, Any]) -> str:
+    """The page that shows a document."""
+    own = resources.files(__package__).joinpath("assets")
+    style = "\n".join([*map(asset, STYLES), own.joinpath("lessons.css").read_text("utf-8")])
+    names = [*(f"vendor/{name}" for name in LIBRARIES), *SHARED]
+    script = "\n".join([*map(asset, names), own.joinpath("lessons.js").read_text("utf-8")])
+    facts = [
+        f"{each['question']} {each['shown']}"
+        for lesson in shown["lessons"]
+        for each in lesson["questions"]
+    ]
+    return assemble("lessons", "Data parallelism, by running it", shown, facts, style, script)
+
+
+def check_place(path: Path) -> None:
+    """Refuse what cannot or should not be written to, before anything is run."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {path.parent}.", advice="Name a file in a folder.")
+    if not is_replaceable(path, "lessons"):
+        raise UsageError(
+            f"{path} exists and is not a page of lessons, so it is left as it is.",
+            advice="Name another file.",
+        )
+
+
+def write(path: Path, lab: Lab, answered: list[Answered]) -> None:
+    """Write the page as a whole, or leave what was there."""
+    try:
+        replace_file(path, [render(document(lab, answered))])
+    except OSError as error:
+        raise UsageError(
+            f"The page cannot be written to {path}: {error.strerror}.", advice="Name another file."
+        ) from error

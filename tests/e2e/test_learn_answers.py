@@ -1,0 +1,223 @@
+"""`paceline learn --answers`: every fact is covered, and answers are right for any numbers.
+
+What is expected is reckoned here by plain arithmetic, not taken from what the lessons say.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.learn.catalogue import QUESTIONS
+from paceline.learn.lab import Lab
+from paceline.learn.lessons import FACTS, LESSONS, PROBLEMS
+from paceline.learn.runs import LearnOptions
+
+pytestmark = pytest.mark.usefixtures("_half_of_torch")
+
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d\.?\d*e-?\d+")
+SLOW = {
+    *("batch-shape", "first-part-shape", "kept-is-the-same", "epochs-that-help", "final-accuracy"),
+    *("device-of-a-prediction", "loss-of-a-larger-batch", "own-speedup", "largest-loss"),
+    *("wait-for-a-slow-worker", "faster-in-python"),
+}
+"""Trainings of seconds, which do not become truer by repetition."""
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make():
+    x = torch.randn(60, 1, 8, 8)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 7))
+    return net, (x, torch.randint(7, (60,))), F.cross_entropy
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 3))
+    def forward(self, x):
+        return x * self.weight  # takes a whole batch of 16 and no part of it
+
+def whole(): return Fixed(), (torch.randn(32, 3), torch.randn(32, 3)), F.mse_loss
+"""
+
+
+def answers(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["learn", "--answers", "--json", *flags]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    document["by_name"] = {each["name"]: each["answer"] for each in document["answers"]}
+    return document
+
+
+def dealt(rows: int, workers: int) -> list[int]:
+    return [rows // workers + (rank < rows % workers) for rank in range(workers)]
+
+
+def cut(rows: int, devices: int) -> list[int]:
+    return [len(part) for part in torch.arange(rows).chunk(devices)]
+
+
+def check(found: dict[str, Any], workers: int, batch: int) -> None:
+    """What follows from the numbers alone, whatever the seed."""
+    rows = -(-1000 // batch) * batch
+    assert found["rows-by-worker"] == dealt(batch, workers)
+    assert found["rows-by-device"] == cut(batch, workers)
+    assert found["output-shape"] == [batch, 5]
+    assert found["copies"] == len(cut(batch, workers))
+    assert found["devices-with-rows"] == len(cut(workers - 1, workers))
+    assert found["gathered-bytes"] == batch * 5 * 4
+    assert found["bytes-through-one-device"] == [batch * 5 * 4, 0]
+    assert found["bytes-by-device"] == 55 * 4
+    assert found["sent-gradients"] == 55
+    assert found["processes"] == [1, workers]
+    assert found["places-of-gradients"] == [1, workers]
+    assert found["ranks"] == list(range(workers))
+    assert found["files-written"] == 1
+    assert found["changed-lines"] == 1
+    assert found["lines-by-hand"] == 0
+    assert found["shares"] == dealt(rows, workers)
+    assert found["evaluation-rows"] == dealt(batch, workers)
+    assert found["repeated-rows"] == -batch % workers
+    assert found["rows-without-sampler"] == max(1, batch // workers)
+    assert (found["shared-rows"], found["rows-left-out"]) == (0, 0)
+    for name in ("uneven-is-exact", "copies-stay-equal", "same-as-one-process", "copies-are-kept"):
+        assert found[name] == "yes", name
+    for name in ("torch-loads-it", "the-other-way", "equal-without-averaging"):
+        assert found[name] == "no", name
+    assert found["another-model"] == "an error on every worker"
+    assert found["name-in-the-file"] == "module.weight"
+    assert found["missing-keys"] == found["loaded-by-ours"] == 2
+    assert [line.partition(":")[0] for line in found["script-order"]] == [
+        "meet", "place", "wrap", "deal", "train", "save",
+    ]  # fmt: skip
+
+
+def test_every_fact_is_covered_and_the_pages_own_numbers_come_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = answers(capsys)
+    assert {fact for each in document["answers"] for fact in each["facts"]} == set(FACTS)
+    assert {each["lesson"] for each in document["answers"]} == {each.name for each in LESSONS}
+    found = document["by_name"]
+    check(found, workers=2, batch=16)
+    assert (found["batch-shape"], found["first-part-shape"]) == ([100, 10], [50, 10])
+    assert (found["global-batch"], found["rows-each"]) == (128, 32)
+    assert (found["kept-batch"], found["learning-rate"]) == ([8] * 4, 4)
+    assert found["kept-is-the-same"] == "yes"
+    assert found["ratio"] == pytest.approx(100 / 30)
+    assert found["efficiency"] == pytest.approx(100 * 100 / 30 / 4)
+    assert found["lost-share"] == pytest.approx(100 - 100 * 100 / 30 / 4)
+    assert found["loss-of-a-larger-batch"] == "higher"
+    assert found["epochs-that-help"] == 5
+    assert 85 < found["final-accuracy"] < 95
+    for each in document["answers"]:
+        assert each["seconds"] < 10, each["name"]
+        assert each["question"].rstrip(".").strip(), each["name"]
+        assert each["code"], each["name"]
+        assert each["why"], each["name"]
+        assert "{" not in each["question"], each["name"]
+        if each["choices"]:
+            chosen = each["answer"] if each["kind"] == "order" else [each["answer"]]
+            assert set(chosen) <= set(each["choices"])
+    assert {name for problem in PROBLEMS for name in problem.questions} <= set(found)
+    by_name = {each["name"]: each for each in document["answers"]}
+    assert any("Missing key(s)" in line for line in by_name["torch-loads-it"]["evidence"])
+    assert any("slow" in line for line in by_name["wait-for-a-slow-worker"]["evidence"])
+
+
+ODD = [(3, 16, 11), (2, 2, 2**32 - 1), (4, 61, 5)]
+
+
+@pytest.mark.parametrize(("workers", "batch", "seed"), [*ODD, (0, 0, 0)])
+def test_answers_are_right_for_numbers_that_nobody_tried_before(
+    workers: int, batch: int, seed: int
+) -> None:
+    if not workers:  # drawn anew each time
+        rng = random.Random()
+        workers, seed = rng.randint(2, 4), rng.randrange(2**32)
+        batch = rng.randint(workers, 60)
+    print(f"--workers {workers} --batch {batch} --seed {seed}")  # shown if anything fails
+    lab = Lab(LearnOptions(workers=workers, batch=batch, seed=seed))
+    answered = [q.answer(lab) for q in QUESTIONS if q.name not in SLOW]
+    found = {each.name: each.answer for each in answered}
+    check(found, workers, batch)
+    assert found["global-batch"] == batch * workers
+    assert found["kept-batch"] == dealt(batch, workers)
+    assert found["learning-rate"] == workers
+    asked = {each.name: each.question for each in answered}
+    one, many = [int(n) for n in asked["ratio"].split() if n.isdecimal()][:2]
+    assert found["ratio"] == pytest.approx(one / many)
+    for name in ("summed-gradient", "averaged-gradient"):
+        shown = [float(n) for n in NUMBER.findall(asked[name])][-len(cut(batch, workers)) :]
+        wanted = sum(shown) / (workers if name == "averaged-gradient" else 1)
+        assert found[name] == pytest.approx(wanted, abs=0.01 * max(map(abs, shown)))
+
+
+def test_another_seed_makes_other_right_answers() -> None:
+    question = next(question for question in QUESTIONS if question.name == "own-rows")
+    one, other, again = (question.answer(Lab(LearnOptions(seed=seed))).answer for seed in (1, 2, 1))
+    assert one == again != other
+
+
+def test_a_model_of_ones_own_is_asked_about_and_one_that_cannot_be_split_is_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    document = answers(capsys, "replicas", "--model", f"{path}:make", "--workers", "3")
+    assert document["trouble"] == ""
+    assert document["by_name"]["output-shape"] == [16, 7]
+    asked = {each["name"]: each["question"] for each in document["answers"]}
+    assert "(16, 1, 8, 8) goes through your Sequential" in asked["output-shape"]
+    document = answers(capsys, "replicas", "--model", f"{path}:whole")
+    assert "must match" in document["trouble"]
+    assert document["by_name"]["output-shape"] == [16, 5]
+    document = answers(capsys, "split", "--model", f"{path}:missing")
+    assert "has no function 'missing'" in document["trouble"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workers", "1"], "--workers is 1"),
+        (["--workers", "99"], "--workers is 99"),
+        (["--batch", "2", "--workers", "3"], "--batch is 2"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["cards"], "do not go together"),
+        (["smapler"], "did you mean sampler?"),
+        (["0"], "There is no lesson '0'"),
+        (["9" * 5000], "There is no lesson"),
+    ],
+)
+def test_impossible_questions_are_usage_errors(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["learn", "--answers", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_a_terminal_the_answers_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learn", "split"]) == 2
+    assert "paceline learn --answers" in capsys.readouterr().err
+    assert main(["learn", "--json"]) == 2
+
+
+def test_answers_as_text_have_the_code_and_the_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learn", "7", "--answers", "--ascii"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "Saving and loading",
+        "✓ module.weight",
+        "refusal = lab.saved.refusal",
+        "| Runtime",
+    ):
+        assert words in shown
