@@ -24,6 +24,7 @@ from paceline.survive.roster import (
     GiveUp,
     Order,
     RestartAll,
+    Retire,
     Roster,
     Start,
     Stop,
@@ -85,6 +86,8 @@ class Workers:
     """Of the run, as its first workers told them."""
     wanted: list[int] = field(default_factory=list)
     """Seats of this machine that are to be filled now."""
+    condemned: set[int] = field(default_factory=set)
+    """Workers that are to be ended, and replaced."""
     dismissed: set[int] = field(default_factory=set)
     """Replacements that came too late, and are to be ended."""
     end: End | None = None
@@ -109,7 +112,9 @@ class Workers:
 
     def close_line(self, seat: int) -> dict[str, Any]:
         """Hear the last words of a worker that has ended; its ledger."""
-        self.on_word(seat)
+        for each in self.lines:  # who joined before that death must be known to have joined
+            self.on_word(each)
+        self.condemned.discard(seat)
         line = self.lines.pop(seat)
         ledger = line.ledger.read()
         line.close()
@@ -123,6 +128,8 @@ class Workers:
                     send(self.lines[seat].socket, generation)
             case {"do": "start", "seat": int(seat)}:
                 self.wanted.append(seat)
+            case {"do": "retire", "seat": int(seat)}:
+                self.condemned.add(seat)
             case {"do": "dismiss", "seat": int(seat)}:
                 self.dismissed.add(seat)
 
@@ -357,6 +364,8 @@ class Generations(Workers):
                     self._announce(order)
                 case Start():
                     self.starts.append(order)
+                case Retire(seat):
+                    self._order(seat, {"do": "retire", "seat": seat})
                 case Dismiss(seat):
                     self.starts = [start for start in self.starts if start.seat != seat]
                     self._order(seat, {"do": "dismiss", "seat": seat})
@@ -397,6 +406,7 @@ class Generations(Workers):
                 "size": len(order.members),
                 "is_near": is_near,
                 "is_urgent": order.is_urgent,
+                "is_short": order.is_short,
                 "leaves": seat in order.leaving,
                 "inherited": self._left if rank == 0 else {},
             }

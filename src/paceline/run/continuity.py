@@ -34,7 +34,6 @@ class Continuity:
         """What the workers have told each other since the last step, in order."""
         self._asked = 0
         self._portions: Iterator[Portion] = iter(())
-        self._ahead: Portion | None = None
         self._dealt_in = -1
         """The generation to whose members the steps are dealt."""
 
@@ -56,7 +55,6 @@ class Continuity:
 
     def deal(self) -> None:
         """Hand out the steps that are not applied, to the workers that are there now."""
-        self._ahead = None
         self._dealt_in = self._context.membership.generation
         self._portions = self._context.loader.portions(self._context.position)
 
@@ -67,15 +65,16 @@ class Continuity:
 
     def next_portion(self) -> Portion | None:
         """This worker's part of the next step; None after the last."""
-        ahead, self._ahead = self._ahead, None
-        while ahead is None:
+        survival = self._context.survival
+        while True:
             try:
-                return next(self._portions, None)
+                portion = next(self._portions, None)
+                if portion is None or survival is None or not survival.is_short:
+                    return portion
             except PeerError:
-                if self._context.survival is None:
+                if survival is None:
                     raise
-                self.regroup()
-        return ahead
+            self.regroup()
 
     def regroup(self) -> None:
         """Continue in the newest generation."""
@@ -87,11 +86,8 @@ class Continuity:
     def deal_anew(self, step: int) -> Portion | None:
         """This worker's part of a step that was lost; None if that is applied already."""
         self.regroup()
-        portion = self.next_portion()
-        if portion is not None and portion.step == step:
-            return portion
-        self._ahead = portion
-        return None
+        is_applied = self._context.position.step >= step
+        return None if is_applied else self.next_portion()
 
     def on_step_end(self) -> None:
         self._results, self._asked = [], 0

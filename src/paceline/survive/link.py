@@ -35,6 +35,8 @@ class Generation:
     """All of them are on one machine, though others had been with them."""
     is_urgent: bool = True
     """The one before is broken; otherwise it ends between two steps."""
+    is_short: bool = False
+    """Too few to train: another one follows before the next step."""
     leaves: bool = False
     """This worker is asked to go when it begins."""
     inherited: dict[str, Any] = field(default_factory=dict)

@@ -49,6 +49,8 @@ class Survival:
         """The generation that this worker is in."""
         self.ledger = link.ledger
         """What this worker leaves for the others, should it die."""
+        self.is_short = False
+        """Whether that has too few members to train."""
         self.taken: set[str] = set()
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
@@ -98,13 +100,13 @@ class Survival:
 
     def regroup(self) -> None:
         """Leave the current group, and return as a member of the newest generation."""
-        if self.number >= 0:
+        if self.number >= 0 and not self.is_due and not self.is_short:
             self.report_lost()
         while True:
             self._membership.move_on(NoGroup())
             self._groups.leave()
             generation = self._wait_for_newer()
-            self.number = generation.number
+            self.number, self.is_short = generation.number, generation.is_short
             try:
                 self._membership.move_on(self._form(generation))
                 self._heal({k: v for k, v in generation.inherited.items() if k not in self.taken})

@@ -39,6 +39,8 @@ class Announce:
     is_urgent: bool
     leaving: tuple[int, ...] = ()
     """Those of them that go instead; then follows an urgent one of the others."""
+    is_short: bool = False
+    """Too few: they end what they do between two steps, and wait for the next generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,20 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """End a worker that takes part in a generation which is over; another one comes."""
+
+    seat: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dismiss:
     """End a replacement for which nothing is left to do."""
 
     seat: int
 
 
-Order = Announce | Start | RestartAll | Stop | GiveUp | Dismiss
+Order = Announce | Start | RestartAll | Stop | GiveUp | Retire | Dismiss
 
 
 class _State(Enum):
@@ -103,9 +112,10 @@ class _Seat:
 class Roster:
     """The seats of one run and the worker that sits on each now.
 
-    Invariant: members of a generation are listed oldest first, so that rank 0 and its duties move
+    Invariants: members of a generation are listed oldest first, so that rank 0 and its duties move
     only when the worker that had them is gone; then to one on the same machine as the roster, if
-    there is one.
+    there is one. Newcomers are in generations that begin between two steps only: elsewhere the
+    others may be in the middle of something that these never began.
     """
 
     size: int
@@ -118,8 +128,6 @@ class Roster:
     generation: int = 0
     members: tuple[int, ...] = ()
     """Of the current generation, in rank order."""
-    is_held: bool = False
-    """Too few are left: they wait for replacements."""
     replaced: int = 0
     is_finished: bool = False
     """A member has done all there was to do, and nobody finishes before all have: no more joins."""
@@ -144,6 +152,8 @@ class Roster:
 
     def on_joined(self, seat: int, generation: int) -> list[Order]:
         """A member has the group, and the state, of a generation."""
+        if self._seats[seat].state is _State.WAITING:  # of one that was broken at that moment
+            return [Retire(seat)]
         self._seats[seat].joined = generation
         self._seats[seat].failed_starts = 0
         return self._invite()
@@ -153,9 +163,6 @@ class Roster:
         if self.is_finished:
             return self._dismiss()
         self._seats[seat].state = _State.WAITING
-        if self.is_held and len(self.members) + len(self._waiting) >= self.min_workers:
-            self.is_held = False
-            return [self._announce((*self.members, *self._waiting), is_urgent=True)]
         return self._invite()
 
     def on_died(
@@ -216,7 +223,7 @@ class Roster:
 
     def on_time(self, now_s: float) -> list[Order]:
         """Nobody died: the same members form another group."""
-        if self.due_s is None or now_s < self.due_s or self.is_held:
+        if self.due_s is None or now_s < self.due_s:
             return []
         return [self._announce(self.members, is_urgent=True)]
 
@@ -295,31 +302,28 @@ class Roster:
     def _invite(self) -> list[Order]:
         """Let those in that wait, and those go that leave.
 
-        Not while somebody is on the way to another generation. Who is new knows nothing yet, so
-        nobody goes unless another member stays.
+        Not while somebody is on the way to another generation, and nobody goes before those who
+        are to stay have joined: who is new knows nothing yet.
         """
-        if self.is_held or not self.is_formed:
+        if not self.members or not self.is_formed:
             return []
+        everyone = (*self.members, *self._waiting)
+        if self._waiting:
+            is_enough = len(everyone) >= self.min_workers
+            return [self._announce(everyone, is_urgent=False)] if is_enough else []
         leaving = tuple(seat for seat in self.members if self._seats[seat].is_leaving)
-        staying = len(self.members) - len(leaving)
-        if not staying or staying + len(self._waiting) < self.min_workers:
-            leaving = ()
-        if not self.members or not (leaving or self._waiting):
-            return []
-        members = (*self.members, *self._waiting)
-        return [self._announce(members, is_urgent=False, leaving=leaving)]
+        leaving = leaving[: max(0, len(self.members) - max(1, self.min_workers))]
+        return [self._announce(everyone, is_urgent=False, leaving=leaving)] if leaving else []
 
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
+        """Continue with those who have joined before; newcomers wait again."""
         if rest[:1] != self.members[:1]:
             rest = tuple(sorted(rest, key=lambda seat: self.machine_of(seat) != self.here))
-        self.members = rest
-        if not any(self._seats[seat].joined >= 0 for seat in rest):  # newcomers know nothing yet
-            self.members = ()
-            return []
-        if len(rest) < self.min_workers:
-            self.is_held = True
-            return []
-        return [self._announce(rest, is_urgent=True)]
+        self.members = tuple(seat for seat in rest if self._seats[seat].joined >= 0)
+        for seat in rest:
+            if seat not in self.members:
+                self._seats[seat].state = _State.WAITING
+        return [self._announce(self.members, is_urgent=True)] if self.members else []
 
     def _announce(
         self, members: tuple[int, ...], *, is_urgent: bool, leaving: tuple[int, ...] = ()
@@ -330,7 +334,8 @@ class Roster:
         for seat in members:
             if self._seats[seat].state is _State.WAITING:
                 self._seats[seat].state = _State.MEMBER
-        return Announce(self.generation, members, is_urgent, leaving)
+        is_short = len(members) < self.min_workers
+        return Announce(self.generation, members, is_urgent, leaving, is_short)
 
     def _replace(self, seat: int, how: str, *, was_member: bool, now_s: float) -> list[Order]:
         if self.max_replacements is not None and self.replaced >= self.max_replacements:
@@ -350,8 +355,8 @@ class Roster:
         return [GiveUp(seat, reason), *self._stop_if_too_few()]
 
     def _stop_if_too_few(self) -> list[Order]:
-        """Stop where those who are held would wait for replacements that never come."""
-        if not self.is_held or self.size >= self.min_workers:
+        """Stop where those who are left would wait for replacements that never come."""
+        if self.size >= self.min_workers:
             return []
         return [Stop(f"fewer than {self.min_workers} workers are left")]
 
