@@ -43,6 +43,7 @@ from paceline.update import (
     describe_sharing,
     make_update,
     shard_update,
+    step_in_pieces,
 )
 
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -115,6 +116,8 @@ class StepContext:
             self.model = _wrap(model, config.ddp, members)
             if shares_out:
                 shard_update(self.model, config.optimizer)
+            elif options.update == "auto":
+                step_in_pieces(config.optimizer)
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
         self.position = position
