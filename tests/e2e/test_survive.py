@@ -30,7 +30,7 @@ def strike(step, moment):
     for number, (who, when, where, what) in enumerate(plan):
         done = here / f"done{number}.{who}"
         if (str(who), when, where) == (rank, step, moment) and not done.exists():
-            if what != "always":
+            if "always" not in what:
                 done.touch()
             if what == "raise" or what == "always":
                 raise ValueError("planned")
@@ -40,14 +40,16 @@ def strike(step, moment):
             if what == "leave":
                 sys.exit(0)
             whom = os.getppid() if what.startswith("SIGUSR") else os.getpid()
-            os.kill(whom, getattr(signal, what))
+            os.kill(whom, getattr(signal, what.removeprefix("always ")))
 
+strike(0, "imported")
 net, optimizer = build()
 current = [0]
 optimizer.register_step_pre_hook(lambda *_: strike(current[0], "commit"))
 run = paceline.Run(net, optimizer, data(), global_batch=12, epochs=3, shards=4,
                    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
                    folder=here / "run", options=paceline.RunOptions(progress="plain"))
+strike(0, "built")
 before = run.evaluate(lambda batch: {"mean": batch[0].mean()})  # a replacement does it alone
 assert abs(before["mean"] - data().tensors[0].mean()) < 1e-9
 for step in run:
@@ -225,6 +227,24 @@ def test_a_loop_that_is_left_is_not_a_death(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == "paceline: worker 2 has left its loop; 2 continue.\n"
     assert losses_in(tmp_path)[0] == pytest.approx(reference()[1][0], rel=1e-6)
+
+
+def test_a_worker_killed_before_training_began_costs_a_start(tmp_path: Path) -> None:
+    plan = [(1, 0, "imported", "SIGKILL"), (0, 0, "built", "SIGSEGV")]
+    done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nothing was trained yet; all start again") == 2
+    torch.testing.assert_close(
+        torch.load(tmp_path / "end0.pt")[0], reference()[0], rtol=1e-9, atol=1e-11
+    )
+
+
+def test_the_third_kill_before_training_began_is_a_bug(tmp_path: Path) -> None:
+    plan = [(1, 0, "imported", "always SIGKILL")]
+    done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
+    assert done.returncode == 137
+    assert "rank 1 failed: killed by signal 9 (SIGKILL)" in done.stderr
+    assert "that was the third time" in done.stderr
 
 
 def test_without_survivors_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from paceline.survive.roster import (
     Stop,
 )
 
+BEFORE_TRAINING = -1
+"""Stands for the step in which a worker died, where nothing was trained yet."""
 LEAD_SILENCE_S, FOLLOWER_SILENCE_S = 6.0, 4.0
 """After how long without a word a machine counts as gone, as seen by the lead and by the others.
 Who is cut off ends its workers before the lead continues without them: two must never write."""
@@ -183,6 +185,8 @@ class Generations(Workers):
 
     silence_s = LEAD_SILENCE_S
     roster: Roster
+    is_run: bool = False
+    """Whether the script has a run of ours, as far as is known before that trains."""
     starts: list[Start] = field(default_factory=list)
     """Replacements that are to be started when their time has come."""
     on_machine_gone: Callable[[int], None] = lambda machine: None
@@ -214,6 +218,8 @@ class Generations(Workers):
                     self._left.pop(name, None)
                 self._carry_out(self.roster.on_joined(seat, number))
                 self._tell_of_recovery(seat, number)
+            case {"said": "building", "survives": bool(survives)}:
+                self.is_run = survives
             case {"said": "ready"}:
                 self._carry_out(self.roster.on_ready(seat))
             case {"said": "lost", "generation": int(number)}:
@@ -267,14 +273,20 @@ class Generations(Workers):
         step: int,
         is_kill: bool,
         is_error: bool,
+        is_signal: bool = False,
         ends_run: bool = False,
     ) -> bool:
         """A worker has ended early, by an error of its own or not; whether others can continue.
 
-        `ends_run` is its word that nobody should.
+        `ends_run` is its word that nobody should. Where a signal has ended it before anybody
+        trained, nothing is lost, and all start again.
         """
         if seat in self.dismissed:
             return True
+        if is_signal and self.is_run and not self.wires and not self._has_trained():
+            text = f"Worker {seat} {how} before training began."
+            self._end(End(text=text, seat=seat, lost_in=BEFORE_TRAINING))
+            return False
         if not self.is_on or seat in self._finished:
             return False
         if self.roster.has_left(seat):
@@ -322,6 +334,9 @@ class Generations(Workers):
     def give_up(self, seat: int, reason: str) -> None:
         """A worker cannot be started."""
         self._carry_out(self.roster.give_up(seat, reason))
+
+    def _has_trained(self) -> bool:
+        return self.is_on and self.roster.has_trained
 
     def _rest(self) -> str:
         left = len(self.roster.members)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -28,7 +29,7 @@ from paceline.env import Placement, loopback_interface
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
-from paceline.launcher.generations import Generations
+from paceline.launcher.generations import BEFORE_TRAINING, Generations
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
@@ -45,7 +46,7 @@ from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import RESIZING, SignalInbox, Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
 from paceline.launcher.worker import Instructions
-from paceline.survive.roster import SAME_STEP, Roster
+from paceline.survive.roster import BUG, SAME_STEP, Roster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +130,9 @@ class LocalRun:
             store.clear()
             generations = None
             if self.survives:
-                generations = Generations(say=tell, roster=self.make_roster(self.local_size))
+                roster = self.make_roster(self.local_size)
+                is_run = b"paceline" in self.text and re.search(rb"\bRun\(", self.text) is not None
+                generations = Generations(say=tell, roster=roster, is_run=is_run)
             first = store.first_place(self.local_size)
             return self.run(first, attempt, store=store, generations=generations)
 
@@ -173,8 +176,12 @@ class LocalRun:
             if ending.lost_in and self.options.max_restarts is None:
                 lost[ending.lost_in] += 1
                 if lost[ending.lost_in] == SAME_STEP:
+                    tell(f"that was the third time: {BUG}.")
                     break
-                say("paceline: nobody is left; starting again from the newest checkpoint.\n")
+                if ending.lost_in == BEFORE_TRAINING:
+                    tell("nothing was trained yet; all start again.")
+                else:
+                    tell("nobody is left; starting again from the newest checkpoint.")
                 continue
             if attempt >= restarts:
                 break
@@ -231,12 +238,16 @@ class LocalRun:
             return False
         if options.kind == "module":
             return True
+        return b"torch" in self.text or b"paceline" in self.text
+
+    @cached_property
+    def text(self) -> bytes:
+        """The script, to guess from what it will need; empty where that is not one file."""
         try:
-            with open(options.program, "rb") as file:
-                text = file.read()
+            with open(self.options.program, "rb") as file:
+                return file.read()
         except OSError:
-            return False
-        return b"torch" in text or b"paceline" in text
+            return b""
 
     def _start(
         self, generations: Generations | Follower | None, spec: WorkerSpec, pipes: Pipes

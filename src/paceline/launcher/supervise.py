@@ -348,6 +348,7 @@ class Supervisor:
             step=step,
             is_kill=code == -9 and not error,
             is_error=bool(error),
+            is_signal=code < 0 and not error,
             ends_run=error.get("ends_run", False),
         )
         if generations.is_on and code == 0 and not is_survived:

@@ -63,8 +63,9 @@ class StepContext:
         shares_out = choose_update(
             options.update, config.optimizer, size=members.size, can_survive=can_survive
         )
-        if can_survive and not shares_out:
-            link = Link.find()
+        if (found := Link.find()) is not None:
+            link = found if can_survive and not shares_out else None
+            found.tell("building", survives=link is not None)
         self.is_replacement = link is not None and link.is_replacement
         """Whether this worker joins a training that is under way."""
         if self.is_replacement:

@@ -17,6 +17,7 @@ from itertools import count
 
 SAME_STEP = 3
 """So many deaths at one step are a bug, not an accident."""
+BUG = "that is a bug, not an accident"
 START_TRIES = 5
 """So often a replacement may die before it is ready."""
 FIRST_BACKOFF_S = 1.0
@@ -374,6 +375,5 @@ class Roster:
         if self._deaths[key] < SAME_STEP:
             return ""
         return (
-            f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}: "
-            "that is a bug, not an accident"
+            f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}: {BUG}"
         )
