@@ -16,7 +16,6 @@ from benchmarks.tables import circumstances, save
 MEASUREMENTS = [
     "step",
     "first_steps",
-    "update",
     "memory",
     "allreduce",
     "startup",

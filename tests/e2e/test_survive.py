@@ -157,19 +157,9 @@ def losses_in(folder: Path) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        [
-            (0, 3, "forward", "SIGKILL"),
-            (1, 8, "commit", "SIGKILL"),
-            (2, 16, "evaluation", "SIGKILL"),
-        ],
-        [(1, 2, "batches", "SIGSEGV"), (2, 8, "between", "SIGKILL"), (0, 16, "commit", "SIGABRT")],
-        [(0, 5, "forward", "SIGKILL"), (2, 5, "forward", "SIGKILL"), (1, 14, "forward", "raise")],
-    ],
-)
-def test_a_run_ends_as_if_nobody_had_died(plan: list[Any], tmp_path: Path) -> None:
+def test_a_run_ends_as_if_nobody_had_died(tmp_path: Path) -> None:
+    plan: list[Any] = [(0, 5, "forward", "SIGKILL"), (2, 5, "forward", "SIGKILL")]
+    plan.append((1, 14, "forward", "raise"))
     script = prepare(tmp_path, plan)
     done = paceline_run(tmp_path, "--workers", 3, script)
     assert done.returncode == 0, done.stderr

@@ -96,11 +96,15 @@ NAMES_BY_MODULE = {
     "paceline.testing": [
         "Fault",
         "Faults",
+        "MOMENTS",
         "PlannedFault",
+        "Training",
         "assert_replicas_equal",
+        "assert_survived",
         "gradients",
         "run_processes",
         "run_ranks",
+        "run_training",
         "seeded",
     ],
 }

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
@@ -135,18 +136,10 @@ def _stand_apart(place: Placement | None, device_id: torch.device | int | None) 
     """The world of a worker that replaces another: alone until its run joins the others."""
     assert place is not None
     device = pick_device(None, place.local_rank, place.local_size, device_id)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     with env.gloo_on_loopback():  # whatever has become of the way to other machines
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    return replace(
-        current_world(),
-        rank=place.rank,
-        size=place.size,
-        device=device,
-        source=place.source,
-        owns_group=True,
-    )
+    _apart.add(dist.group.WORLD)
+    return replace(current_world(), device=device, source=place.source, owns_group=True)
 
 
 def _check_backend(backend: object) -> None:
@@ -161,6 +154,8 @@ def _check_backend(backend: object) -> None:
             )
 
 
+_apart: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Groups of replacements that stand apart from the others, for whom the launcher names a place."""
 _groups = count()
 """How many groups this process has made; the same on every rank."""
 
@@ -173,9 +168,10 @@ def current_world() -> World:
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         device = CPU
+    known = place if place is not None and group in _apart else None
     return World(
-        rank=group.rank(),
-        size=group.size(),
+        rank=group.rank() if known is None else known.rank,
+        size=group.size() if known is None else known.size,
         local_rank=place.local_rank if place else 0,
         local_size=place.local_size if place else 1,
         node=place.node if place else 0,

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from paceline import comm
 from paceline.comm import Membership
-from paceline.errors import DesyncError, PacelineError, UsageError, name_ranks
+from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
 from paceline.gradients.buffer import Bucket, ParamRef, Words
 from paceline.gradients.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
@@ -34,8 +34,6 @@ from paceline.transport import (
     mean_factor,
     place,
 )
-from paceline.transport.shared_buckets import SharedBuckets
-from paceline.transport.shared_memory import SharedMemory
 
 MODEL_CHECK_PERIOD = 64
 """Every so many steps the model is searched for parameters that nobody averages, unasked."""
@@ -75,6 +73,7 @@ class Reducer(BackwardFollower):
         """Where the buckets live; found when the first of a layout starts."""
         self.steps = 0
         """How many backward passes have been synchronised, or which step a run is at."""
+        self._syncs = 0
         self.after_sync: Callable[[], Callable[[], None] | None] | None = None
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
         self.check_model: Callable[[Iterable[Parameter]], None] | None = None
@@ -171,20 +170,6 @@ class Reducer(BackwardFollower):
     def transport(self) -> Transport:
         """How this model's tensors travel; see `TransportChoice.get`."""
         return self._transport.get()
-
-    def meet(self, what: str) -> None:
-        """Wait for all ranks, where the transport can; raise if one has begun its next backward."""
-        transport, places = self.transport, self._places
-
-        def look() -> None:
-            if isinstance(places, SharedBuckets) and (ahead := places.overtaking()):
-                raise DesyncError(
-                    f"{what} needs all ranks, but {name_ranks(ahead)} went on to the next step.",
-                    advice="Call it on every rank, at the same point.",
-                )
-
-        if isinstance(transport, SharedMemory):
-            transport.meet(what, look)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -376,6 +361,7 @@ class Reducer(BackwardFollower):
             if not self.weight.is_clean:
                 self.weight.reset()
             self.steps += 1
+            self._syncs += 1
         if self.observer is not None:
             self.observer.step_ends()
         after_sync = self.after_sync() if self.after_sync is not None else None
@@ -406,10 +392,10 @@ class Reducer(BackwardFollower):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
-        # A parameter that was replaced gets no gradient; one that was added was registered.
+        # A parameter that was replaced has no gradient; one that was added was registered.
         registered = 0 if self.registrations is None else self.registrations.total
         is_changed, self._registered = registered != self._registered, registered
-        is_due = max(current.missing, default=1) > 0 or self.steps % MODEL_CHECK_PERIOD == 0
+        is_due = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
         if self.check_model is not None and (is_changed or is_due):
             self.check_model(self.parameters)
         if not current.is_shadow:

@@ -24,7 +24,6 @@ from paceline.survive.roster import (
     GiveUp,
     Order,
     RestartAll,
-    Retire,
     Roster,
     Start,
     Stop,
@@ -88,8 +87,6 @@ class Workers:
     """Of the run, as its first workers told them."""
     wanted: list[int] = field(default_factory=list)
     """Seats of this machine that are to be filled now."""
-    condemned: set[int] = field(default_factory=set)
-    """Workers that are to be ended, and replaced."""
     dismissed: set[int] = field(default_factory=set)
     """Replacements that came too late, and are to be ended."""
     end: End | None = None
@@ -114,9 +111,7 @@ class Workers:
 
     def close_line(self, seat: int) -> dict[str, Any]:
         """Hear the last words of a worker that has ended; its ledger."""
-        for each in self.lines:  # who joined before that death must be known to have joined
-            self.on_word(each)
-        self.condemned.discard(seat)
+        self.on_word(seat)
         line = self.lines.pop(seat)
         ledger = line.ledger.read()
         line.close()
@@ -130,8 +125,6 @@ class Workers:
                     send(self.lines[seat].socket, generation)
             case {"do": "start", "seat": int(seat)}:
                 self.wanted.append(seat)
-            case {"do": "retire", "seat": int(seat)}:
-                self.condemned.add(seat)
             case {"do": "dismiss", "seat": int(seat)}:
                 self.dismissed.add(seat)
 
@@ -216,7 +209,11 @@ class Generations(Workers):
                 self.facts = message.get("facts", self.facts)
                 for name in message.get("taken", ()):
                     self._left.pop(name, None)
-                self._carry_out(self.roster.on_joined(seat, number))
+                was_new = self.roster.is_new(seat)
+                orders = self.roster.on_joined(seat, number)
+                if was_new and not self.roster.is_new(seat):
+                    self._welcome(seat, number)
+                self._carry_out(orders)
                 self._tell_of_recovery(seat, number)
             case {"said": "building", "survives": bool(survives)}:
                 self.is_run = survives
@@ -300,7 +297,8 @@ class Generations(Workers):
             seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic(), ends_run=ends_run
         )
         if was_member and not ends_run:
-            self.say(f"worker {seat} {how} in step {step}; {self._rest()}.")
+            when = f"in step {step}" if step else "before its first step"
+            self.say(f"worker {seat} {how} {when}; {self._rest()}.")
         self._carry_out(orders, seat, is_error=is_error)
         if not self.roster.members and not is_error:
             self._end(End(text=f"Worker {seat} {how}.", seat=seat, lost_in=step))
@@ -379,8 +377,6 @@ class Generations(Workers):
                     self._announce(order)
                 case Start():
                     self.starts.append(order)
-                case Retire(seat):
-                    self._order(seat, {"do": "retire", "seat": seat})
                 case Dismiss(seat):
                     self.starts = [start for start in self.starts if start.seat != seat]
                     self._order(seat, {"do": "dismiss", "seat": seat})
@@ -421,11 +417,17 @@ class Generations(Workers):
                 "size": len(order.members),
                 "is_near": is_near,
                 "is_urgent": order.is_urgent,
-                "is_short": order.is_short,
                 "leaves": seat in order.leaving,
                 "inherited": self._left if rank == 0 else {},
             }
             self._order(seat, {"do": "tell", "seat": seat, "generation": message})
+
+    def _welcome(self, seat: int, number: int) -> None:
+        """Let a newcomer know that it is heard of, and that no generation leaves it out now."""
+        rank, size = self.roster.members.index(seat), len(self.roster.members)
+        message = {"number": number, "rank": rank, "size": size, "is_urgent": False}
+        told = {**message, "is_welcome": True}
+        self._order(seat, {"do": "tell", "seat": seat, "generation": told})
 
     def _tell_of_recovery(self, seat: int, number: int) -> None:
         if not self.roster.is_formed:

@@ -217,7 +217,7 @@ class Supervisor:
         for seat in generations.take_starts():
             self._replace(seat)
         for worker in self.alive:
-            if worker.rank in generations.condemned | generations.dismissed:
+            if worker.rank in generations.dismissed:
                 worker.send(signal.SIGKILL)
         if generations.end is not None:
             self._end_with_others(generations.end)

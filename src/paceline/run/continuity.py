@@ -28,12 +28,11 @@ class Continuity:
         self._context = context
         self._led = context.membership.leads
         """Whether this worker was rank 0 so far, the one that writes."""
-        self._has_state = not context.is_replacement
-        """A replacement has none of its own."""
         self._results: list[list[Any]] = []
         """What the workers have told each other since the last step, in order."""
         self._asked = 0
         self._portions: Iterator[Portion] = iter(())
+        self._ahead: Portion | None = None
         self._dealt_in = -1
         """The generation to whose members the steps are dealt."""
 
@@ -55,6 +54,7 @@ class Continuity:
 
     def deal(self) -> None:
         """Hand out the steps that are not applied, to the workers that are there now."""
+        self._ahead = None
         self._dealt_in = self._context.membership.generation
         self._portions = self._context.loader.portions(self._context.position)
 
@@ -65,16 +65,15 @@ class Continuity:
 
     def next_portion(self) -> Portion | None:
         """This worker's part of the next step; None after the last."""
-        survival = self._context.survival
-        while True:
+        ahead, self._ahead = self._ahead, None
+        while ahead is None:
             try:
-                portion = next(self._portions, None)
-                if portion is None or survival is None or not survival.is_short:
-                    return portion
+                return next(self._portions, None)
             except PeerError:
-                if survival is None:
+                if self._context.survival is None:
                     raise
-            self.regroup()
+                self.regroup()
+        return ahead
 
     def regroup(self) -> None:
         """Continue in the newest generation."""
@@ -86,8 +85,11 @@ class Continuity:
     def deal_anew(self, step: int) -> Portion | None:
         """This worker's part of a step that was lost; None if that is applied already."""
         self.regroup()
-        is_applied = self._context.position.step >= step
-        return None if is_applied else self.next_portion()
+        portion = self.next_portion()
+        if portion is not None and portion.step == step:
+            return portion
+        self._ahead = portion
+        return None
 
     def on_step_end(self) -> None:
         self._results, self._asked = [], 0
@@ -152,8 +154,10 @@ class Continuity:
         """Make everybody's state that of the worker which has come furthest."""
         context, members = self._context, self._context.membership
         metrics, saving, buffers = context.metrics, context.saving, context.buffers
+        assert context.survival is not None
+        is_new = context.survival.is_new
         mine = {
-            "step": context.position.step if self._has_state else -1,
+            "step": -1 if is_new else context.position.step,
             "results": self._results,
             "epochs": metrics.epochs,
             "saved": saving.saved_step if self._led else None,
@@ -172,12 +176,16 @@ class Continuity:
             state = context.state.gather(context.position, {}) if members.rank == leader else None
             state = hand_over(members, state, leader, "Healing")
             if mine["step"] < best:
-                context.position, _ = context.state.give_back(state)
+                # Who missed the end of a step still runs the code that follows it in the loop, and
+                # so does to the state objects what the others have done to theirs.
+                context.position, _ = context.state.give_back(state, with_objects=is_new)
                 context.generators.seed(context.config.seed, "between", best)
-                self._has_state, self._asked = True, 0
                 metrics.epochs = furthest[0]["epochs"]
+                self._asked = 0
         context.stopping = max(each["stopping"] for each in everyone)
         self._results = max((each["results"] for each in furthest), key=len)
+        if is_new:
+            self._asked = len(self._results)  # the loop's code after this step is not for it
         # What a dead one was writing may be there or not: it is written once more.
         saving.saved_step = next((s for each in everyone if (s := each["saved"]) is not None), None)
         context.model._number = context.model._reducer.number = furthest[0]["model"]

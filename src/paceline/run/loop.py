@@ -396,7 +396,9 @@ class Run:
             context.loader.close()
             context.metrics.flush(wait=is_complete)
             self._report_checkpoints(wait=True)
-            context.sinks.tell("stop", self.step, status, reason)
+            # Of a worker that fails the launcher tells, and the others continue.
+            if status != "failed" or context.survival is None or context.size == 1:
+                context.sinks.tell("stop", self.step, status, reason)
         finally:
             context.watching.end()
             context.saving.end()

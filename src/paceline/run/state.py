@@ -26,7 +26,7 @@ from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
 from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
-from paceline.update import Update, find_exchanged
+from paceline.update import Update, find_sharded
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
@@ -63,17 +63,22 @@ class RunState:
 
     def take_part(self) -> None:
         """Bring this worker's share of the state to the one that gathers it."""
-        exchanged = find_exchanged(self._parts["optimizer"])
-        if exchanged is not None:
-            exchanged.take_part_in_saving()
+        sharded = find_sharded(self._parts["optimizer"])
+        if sharded is not None:
+            sharded.take_part_in_saving()
 
-    def give_back(self, state: Mapping[str, Any]) -> tuple[Position, Sums]:
-        """Load the state into the objects; how far it is, and the sums of its epoch."""
+    def give_back(
+        self, state: Mapping[str, Any], *, with_objects: bool = True
+    ) -> tuple[Position, Sums]:
+        """Load the state; how far it is, and the sums of its epoch.
+
+        Without objects, those of `state=` stay as they are.
+        """
         self._check_parts(state)
         self._module.load_state_dict(state["model"])
         for name, part in self._parts.items():
             _load(part, state[name], f"the {name}")
-        for name, each in self._others.items():
+        for name, each in self._others.items() if with_objects else ():
             _load(each, state["state"][name], f"state[{name!r}]")
         return position_in(state), dict(state["metrics"])
 

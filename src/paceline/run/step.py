@@ -315,7 +315,8 @@ class Step:
         self._clock_s = time.perf_counter()
         norm = context.update.commit(self._losses)
         if norm is not None:
-            context.metrics.add("grad_norm", norm, 1.0)
+            # All have the same one, and together they count as one.
+            context.metrics.add("grad_norm", norm, 1.0 / context.size)
         context.generators.seed(context.config.seed, "between", self.number)
         self._lap(Phase.OPTIMIZER)
 

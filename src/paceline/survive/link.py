@@ -35,10 +35,10 @@ class Generation:
     """All of them are on one machine, though others had been with them."""
     is_urgent: bool = True
     """The one before is broken; otherwise it ends between two steps."""
-    is_short: bool = False
-    """Too few to train: another one follows before the next step."""
     leaves: bool = False
     """This worker is asked to go when it begins."""
+    is_welcome: bool = False
+    """Said again to a newcomer that has joined: from now on it is not left behind."""
     inherited: dict[str, Any] = field(default_factory=dict)
     """The ledgers of workers that died, by name; on rank 0 only."""
 
@@ -131,8 +131,6 @@ class Link:
         self.ledger = ledger
         self.facts = facts or {}
         """Of the run that a replacement joins."""
-        self.backend = str(self.facts.pop("backend", ""))
-        """Of its group."""
         self.is_replacement = is_replacement
         """Whether the others are training already."""
         self.newest: Generation | None = None

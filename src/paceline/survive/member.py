@@ -49,8 +49,9 @@ class Survival:
         """The generation that this worker is in."""
         self.ledger = link.ledger
         """What this worker leaves for the others, should it die."""
-        self.is_short = False
-        """Whether that has too few members to train."""
+        self.is_new = link.is_replacement
+        """Whether it is yet to be let in, and has no state of its own."""
+        self._welcomed = -1
         self.taken: set[str] = set()
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
@@ -96,19 +97,17 @@ class Survival:
             self._link.tell("ready")
             self.regroup()
         else:
-            self._link.tell(
-                "joined", generation=self.number, facts={**facts, "backend": self._groups.backend}
-            )
+            self._link.tell("joined", generation=self.number, facts=facts)
 
     def regroup(self) -> None:
         """Leave the current group, and return as a member of the newest generation."""
-        if self.number >= 0 and not self.is_due and not self.is_short:
+        if self.number >= 0:
             self.report_lost()
         while True:
             self._membership.move_on(NoGroup())
             self._groups.leave()
             generation = self._wait_for_newer()
-            self.number, self.is_short = generation.number, generation.is_short
+            self.number = generation.number
             try:
                 self._membership.move_on(self._form(generation))
                 self._heal({k: v for k, v in generation.inherited.items() if k not in self.taken})
@@ -119,7 +118,9 @@ class Survival:
                 self.report_lost()
                 continue
             self._link.tell("joined", generation=self.number, taken=list(self.taken))
-            return
+            if not self.is_new or self._is_welcome():
+                self.is_new = False
+                return
 
     def step_aside(self) -> None:
         """Take part in nothing any more; from now on somebody else writes."""
@@ -147,6 +148,17 @@ class Survival:
             time.sleep(LOOK_S)
         return self._groups.make(meeting)
 
+    def _is_welcome(self) -> bool:
+        """Wait for the launcher's word: that this newcomer is in, or of a generation without it.
+
+        Another one may be due already when it is in: that one waits until after a step.
+        """
+        with self._heard:
+            self._heard.wait_for(
+                lambda: self.is_due or self._welcomed == self.number, ANNOUNCE_TIMEOUT_S
+            )
+        return self._welcomed == self.number
+
     def _newest_number(self) -> int:
         newest = self._link.newest
         return -1 if newest is None else newest.number
@@ -166,4 +178,6 @@ class Survival:
             if generation.is_urgent:
                 self._groups.interrupt()
             with self._heard:
+                if generation.is_welcome:
+                    self._welcomed = generation.number
                 self._heard.notify_all()

@@ -40,8 +40,6 @@ class Announce:
     is_urgent: bool
     leaving: tuple[int, ...] = ()
     """Those of them that go instead; then follows an urgent one of the others."""
-    is_short: bool = False
-    """Too few: they end what they do between two steps, and wait for the next generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +73,13 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
-    """End a worker that takes part in a generation which is over; another one comes."""
-
-    seat: int
-
-
-@dataclass(frozen=True, slots=True)
 class Dismiss:
     """End a replacement for which nothing is left to do."""
 
     seat: int
 
 
-Order = Announce | Start | RestartAll | Stop | GiveUp | Retire | Dismiss
+Order = Announce | Start | RestartAll | Stop | GiveUp | Dismiss
 
 
 class _State(Enum):
@@ -104,6 +95,8 @@ class _Seat:
     state: _State = _State.STARTING
     joined: int = -1
     """The newest generation it has joined."""
+    is_new: bool = True
+    """Whether its worker has never been in a generation that it had joined in time."""
     failed_starts: int = 0
     is_leaving: bool = False
     """Asked to go between two steps."""
@@ -113,10 +106,9 @@ class _Seat:
 class Roster:
     """The seats of one run and the worker that sits on each now.
 
-    Invariants: members of a generation are listed oldest first, so that rank 0 and its duties move
+    Invariant: members of a generation are listed oldest first, so that rank 0 and its duties move
     only when the worker that had them is gone; then to one on the same machine as the roster, if
-    there is one. Newcomers are in generations that begin between two steps only: elsewhere the
-    others may be in the middle of something that these never began.
+    there is one.
     """
 
     size: int
@@ -129,6 +121,8 @@ class Roster:
     generation: int = 0
     members: tuple[int, ...] = ()
     """Of the current generation, in rank order."""
+    is_held: bool = False
+    """Too few are left: they wait for replacements."""
     replaced: int = 0
     is_finished: bool = False
     """A member has done all there was to do, and nobody finishes before all have: no more joins."""
@@ -139,7 +133,7 @@ class Roster:
 
     def __post_init__(self) -> None:
         self.members = tuple(range(self.size))
-        self._seats = {seat: _Seat(_State.MEMBER) for seat in self.members}
+        self._seats = {seat: _Seat(_State.MEMBER, is_new=False) for seat in self.members}
 
     @property
     def is_formed(self) -> bool:
@@ -153,17 +147,24 @@ class Roster:
 
     def on_joined(self, seat: int, generation: int) -> list[Order]:
         """A member has the group, and the state, of a generation."""
-        if self._seats[seat].state is _State.WAITING:  # of one that was broken at that moment
-            return [Retire(seat)]
-        self._seats[seat].joined = generation
-        self._seats[seat].failed_starts = 0
+        place = self._seats[seat]
+        place.joined, place.failed_starts = generation, 0
+        if seat in self.members and generation == self.generation:
+            place.is_new = False
         return self._invite()
+
+    def is_new(self, seat: int) -> bool:
+        """Whether a worker is yet to take part: an urgent generation does not wait for it."""
+        return self._seats[seat].is_new
 
     def on_ready(self, seat: int) -> list[Order]:
         """A replacement has built everything and waits to be let in."""
         if self.is_finished:
             return self._dismiss()
         self._seats[seat].state = _State.WAITING
+        if self.is_held and len(self.members) + len(self._waiting) >= self.min_workers:
+            self.is_held = False
+            return [self._announce((*self.members, *self._waiting), is_urgent=True)]
         return self._invite()
 
     def on_died(
@@ -224,7 +225,7 @@ class Roster:
 
     def on_time(self, now_s: float) -> list[Order]:
         """Nobody died: the same members form another group."""
-        if self.due_s is None or now_s < self.due_s:
+        if self.due_s is None or now_s < self.due_s or self.is_held:
             return []
         return [self._announce(self.members, is_urgent=True)]
 
@@ -303,40 +304,52 @@ class Roster:
     def _invite(self) -> list[Order]:
         """Let those in that wait, and those go that leave.
 
-        Not while somebody is on the way to another generation, and nobody goes before those who
-        are to stay have joined: who is new knows nothing yet.
+        Not while somebody is on the way to another generation. Who is new knows nothing yet, so
+        nobody goes unless another member stays.
         """
-        if not self.members or not self.is_formed:
+        if self.is_held or not self.is_formed:
             return []
-        everyone = (*self.members, *self._waiting)
-        if self._waiting:
-            is_enough = len(everyone) >= self.min_workers
-            return [self._announce(everyone, is_urgent=False)] if is_enough else []
         leaving = tuple(seat for seat in self.members if self._seats[seat].is_leaving)
-        leaving = leaving[: max(0, len(self.members) - max(1, self.min_workers))]
-        return [self._announce(everyone, is_urgent=False, leaving=leaving)] if leaving else []
+        staying = len(self.members) - len(leaving)
+        if not staying or staying + len(self._waiting) < self.min_workers:
+            leaving = ()
+        if not self.members or not (leaving or self._waiting):
+            return []
+        members = (*self.members, *self._waiting)
+        return [self._announce(members, is_urgent=False, leaving=leaving)]
 
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
-        """Continue with those who have joined before; newcomers wait again."""
         if rest[:1] != self.members[:1]:
             rest = tuple(sorted(rest, key=lambda seat: self.machine_of(seat) != self.here))
-        self.members = tuple(seat for seat in rest if self._seats[seat].joined >= 0)
-        for seat in rest:
-            if seat not in self.members:
-                self._seats[seat].state = _State.WAITING
-        return [self._announce(self.members, is_urgent=True)] if self.members else []
+        self.members = rest
+        if all(self._seats[seat].is_new for seat in rest):  # newcomers know nothing yet
+            self.members = ()
+            return []
+        if len(rest) < self.min_workers:
+            self.is_held = True
+            return []
+        return [self._announce(rest, is_urgent=True)]
 
     def _announce(
         self, members: tuple[int, ...], *, is_urgent: bool, leaving: tuple[int, ...] = ()
     ) -> Announce:
+        """The next generation. Newcomers are let in between two steps, and never in haste.
+
+        In an urgent one members may be anywhere, in an evaluation for example, which a newcomer
+        would know nothing of.
+        """
+        if is_urgent:
+            for seat in members:
+                if self._seats[seat].is_new:
+                    self._seats[seat].state = _State.WAITING
+            members = tuple(seat for seat in members if not self._seats[seat].is_new)
         self.generation += 1
         self.members = members
         self._lost_at_s = None
         for seat in members:
             if self._seats[seat].state is _State.WAITING:
                 self._seats[seat].state = _State.MEMBER
-        is_short = len(members) < self.min_workers
-        return Announce(self.generation, members, is_urgent, leaving, is_short)
+        return Announce(self.generation, members, is_urgent, leaving)
 
     def _replace(self, seat: int, how: str, *, was_member: bool, now_s: float) -> list[Order]:
         if self.max_replacements is not None and self.replaced >= self.max_replacements:
@@ -356,8 +369,8 @@ class Roster:
         return [GiveUp(seat, reason), *self._stop_if_too_few()]
 
     def _stop_if_too_few(self) -> list[Order]:
-        """Stop where those who are left would wait for replacements that never come."""
-        if self.size >= self.min_workers:
+        """Stop where those who are held would wait for replacements that never come."""
+        if not self.is_held or self.size >= self.min_workers:
             return []
         return [Stop(f"fewer than {self.min_workers} workers are left")]
 

@@ -2,6 +2,7 @@
 
 A plan is plain data, so a failure can be repeated, printed and passed to another process. The code
 under test calls `strike` at the points where something may happen; nothing happens unless planned.
+In a training with `Run` faults strike at `MOMENTS` that the engine passes: see `run_training`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.comm.sockets import CONNECTIONS
 from paceline.errors import UsageError
 from paceline.testing.ranks import is_thread_rank
+
+OF_STEPS = (
+    *("step", "before the sum", "between buckets", "after the last bucket", "in the commit"),
+    *("between steps", "while evaluating", "while saving"),
+)
+OF_RECOVERY = ("while a group is formed", "while healing", "while starting", "while joining")
+MOMENTS = (*OF_STEPS, *OF_RECOVERY)
+"""The points of a training with `Run`. Starting and joining are what replacements do."""
 
 
 class PlannedFault(Exception):
@@ -30,7 +40,8 @@ class Fault:
     """One thing that goes wrong, once `rank` reaches point `where` of step `step`."""
 
     action: str
-    rank: int
+    rank: int | None
+    """None for whichever gets there first."""
     step: int
     where: str = "step"
     signal: int = int(signals.SIGKILL)
@@ -39,6 +50,7 @@ class Fault:
     """For `fail`: the name of a built-in exception, or `PlannedFault`."""
     message: str = ""
     seconds: float = 0.0
+    """For `delay`: how long. For `kill`, in a training: how much later."""
     code: int = 0
     abrupt: bool = False
     """For `exit`: leave without unwinding, as a crashing library would."""
@@ -46,8 +58,8 @@ class Fault:
     def __post_init__(self) -> None:
         is_time = type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf
         possible = {
-            "action": self.action in ("kill", "fail", "delay", "exit"),
-            "rank": _is_count(self.rank),
+            "action": self.action in ("kill", "fail", "delay", "exit", "cut"),
+            "rank": self.rank is None or _is_count(self.rank),
             "step": _is_count(self.step),
             "where": type(self.where) is str,
             "signal": self.signal in signals.valid_signals(),
@@ -72,6 +84,8 @@ class Fault:
             raise error(self.message or f"planned for rank {self.rank}, step {self.step}")
         elif self.action == "exit" and not self.abrupt:
             sys.exit(self.code)
+        elif self.action == "cut":
+            CONNECTIONS.shut()
         elif is_thread_rank():
             raise UsageError(
                 f"rank {self.rank}, step {self.step}: a planned {self.action} would end the whole "
@@ -94,17 +108,26 @@ class Faults:
     planned: tuple[Fault, ...] = ()
 
     def kill(
-        self, *, rank: int, step: int, where: str = "step", signal: int = signals.SIGKILL
+        self,
+        *,
+        rank: int | None,
+        step: int,
+        where: str = "step",
+        signal: int = signals.SIGKILL,
+        seconds: float = 0.0,
     ) -> Faults:
         """The process gets a signal; SIGKILL unless told another, such as SIGSEGV."""
-        return self._with(action="kill", rank=rank, step=step, where=where, signal=int(signal))
+        number = int(signal)
+        return self._with(
+            action="kill", rank=rank, step=step, where=where, signal=number, seconds=seconds
+        )
 
-    def stop(self, *, rank: int, step: int, where: str = "step") -> Faults:
+    def stop(self, *, rank: int | None, step: int, where: str = "step") -> Faults:
         """The process is stopped (SIGSTOP): alive, silent, and woken by nobody."""
         return self.kill(rank=rank, step=step, where=where, signal=signals.SIGSTOP)
 
     def fail(
-        self, *, rank: int, step: int, where: str = "step", error: Exception | str = ""
+        self, *, rank: int | None, step: int, where: str = "step", error: Exception | str = ""
     ) -> Faults:
         """The rank raises: `PlannedFault` with a message, or the built-in exception given."""
         name, message = PlannedFault.__name__, str(error)
@@ -116,17 +139,27 @@ class Faults:
             action="fail", rank=rank, step=step, where=where, error=name, message=message
         )
 
-    def delay(self, *, rank: int, step: int, seconds: float, where: str = "step") -> Faults:
+    def delay(self, *, rank: int | None, step: int, seconds: float, where: str = "step") -> Faults:
         """The rank is late."""
         return self._with(action="delay", rank=rank, step=step, where=where, seconds=seconds)
 
     def exit(
-        self, *, rank: int, step: int, code: int = 0, where: str = "step", abrupt: bool = False
+        self,
+        *,
+        rank: int | None,
+        step: int,
+        code: int = 0,
+        where: str = "step",
+        abrupt: bool = False,
     ) -> Faults:
         """The rank calls `sys.exit`, or `os._exit` when abrupt: 0 in the middle fails too."""
         return self._with(
             action="exit", rank=rank, step=step, where=where, code=code, abrupt=abrupt
         )
+
+    def cut(self, *, rank: int | None, step: int, where: str = "step") -> Faults:
+        """The connections of the default group are shut, and nobody dies."""
+        return self._with(action="cut", rank=rank, step=step, where=where)
 
     @classmethod
     def random(
@@ -158,7 +191,7 @@ class Faults:
     def strike(self, rank: int, step: int, where: str = "step") -> None:
         """Do what is planned for this rank, step and point, in the order it was planned."""
         for fault in self.planned:
-            if (fault.rank, fault.step, fault.where) == (rank, step, where):
+            if fault.rank in (None, rank) and (fault.step, fault.where) == (step, where):
                 fault.strike()
 
     def _with(self, **fields: Any) -> Faults:

@@ -5,10 +5,8 @@ the parameters only; `finite` looks for NaN before anything changes, without wai
 """
 
 from paceline.update.choice import choose_update, describe_sharing
-from paceline.update.exchange import find_exchanged
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
-from paceline.update.pieces import step_in_pieces
-from paceline.update.sharded import shard_update
+from paceline.update.sharded import find_sharded, shard_update
 from paceline.update.whole import Update, make_update
 
 __all__ = [
@@ -18,8 +16,7 @@ __all__ = [
     "Update",
     "choose_update",
     "describe_sharing",
-    "find_exchanged",
+    "find_sharded",
     "make_update",
     "shard_update",
-    "step_in_pieces",
 ]

@@ -28,7 +28,6 @@ from paceline.gradients.reducer import Reducer
 from paceline.transport import place
 from paceline.transport.flat import Flat, slices
 from paceline.update.cut import Part, Piece, cut_pieces, deal_tensors, split_piece
-from paceline.update.exchange import States
 from paceline.update.flat_params import FlatParams
 from paceline.update.kind import merges
 from paceline.update.sharded_state import (
@@ -42,6 +41,8 @@ from paceline.update.sharded_state import (
 )
 
 Named = tuple[str, Parameter]
+States = dict[Any, State]
+"""As `optimizer.state`: by parameter, and by whatever else an optimizer may use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,7 @@ class Own:
     piece: Piece
 
 
-class FlatShares(ABC):
+class Shares(ABC):
     """The parameters of a model in flat buffers, and this rank's share of them.
 
     Made by all ranks at one point. What no bucket averages (sparse gradients, frozen and empty
@@ -159,8 +160,7 @@ class FlatShares(ABC):
 
     def _exchange(self, states: States) -> list[dict[str, Any]]:
         group, device = self.reducer.membership.group, self.reducer.buckets[-1].plan.device
-        what = "optimizer.state_dict() of an update that is shared out"
-        self.reducer.meet(what)
+        what = "Putting the optimizer's state together, which every rank must take part in,"
         return comm.exchange(group, self.describe(states), comm.word_device(group, device), what)
 
     def _others(self, states: States) -> States:
@@ -169,7 +169,7 @@ class FlatShares(ABC):
         return {key: state for key, state in states.items() if id(key) not in mine}
 
 
-class ElementShares(FlatShares):
+class ElementShares(Shares):
     """Every rank steps its slice of each buffer, in pieces."""
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
@@ -302,7 +302,7 @@ class ElementShares(FlatShares):
         return buffer
 
 
-class TensorShares(FlatShares):
+class TensorShares(Shares):
     """Every parameter is stepped, whole, by the rank in whose slice it lies."""
 
     def _plan(self) -> list[tuple[Flat, list[Slot]]]:

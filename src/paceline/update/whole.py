@@ -135,6 +135,7 @@ class WholeUpdate:
 
     def abandon(self) -> None:
         self._refusal.remove()
+        self._schedule_at = None  # the state of a worker that is further may be loaded now
         for param in self._params:
             param.grad = None
         if self._finite is not None:

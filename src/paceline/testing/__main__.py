@@ -1,0 +1,9 @@
+"""A worker of `run_training`: `python -m paceline.testing FOLDER SCRIPT ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.testing.moments import main
+
+main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Faults at every moment of a training leave no trace in it.
+
+Each run has many of them, because starting a run takes longer than surviving a death.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.testing import Faults, Training, assert_survived, run_training
+
+SCRIPT = Path(__file__).with_name("survive_script.py")
+EVERYWHERE = (
+    Faults()
+    .kill(rank=0, step=2, where="before the sum")
+    .kill(rank=1, step=3, where="between buckets", signal=signal.SIGSEGV)
+    .kill(rank=2, step=8, where="while evaluating")
+    .kill(rank=0, step=9, where="after the last bucket", signal=signal.SIGABRT)
+    .kill(rank=1, step=10, where="in the commit")
+    .kill(rank=None, step=10, where="while healing")
+    .kill(rank=2, step=20, where="between steps")
+    .kill(rank=None, step=20, where="while starting")
+    .kill(rank=None, step=25, where="while saving")
+    .exit(rank=0, step=30, where="before the sum", code=0)
+    .kill(rank=None, step=30, where="while joining")
+    .fail(rank=1, step=35, where="before the sum")
+    .kill(rank=None, step=35, where="while a group is formed")
+    .kill(rank=0, step=45, where="before the sum")
+    .kill(rank=2, step=45, where="before the sum")
+    .cut(rank=1, step=55)
+    .delay(rank=2, step=60, seconds=0.5)
+    .kill(rank=1, step=80, where="before the sum")
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Path]:
+    """The training on one worker, and its folder."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return run_training(SCRIPT, "--folder", folder, workers=1), folder
+
+
+def summaries(folder: Path) -> Counter[Any]:
+    """What was written of epochs and evaluations, and how often."""
+    found: Counter[Any] = Counter()
+    for path in sorted((folder / "events").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] in ("epoch", "evaluation"):
+                metrics = {name: f"{each:.5g}" for name, each in event["metrics"].items()}
+                # It counts for less in the step in which a worker dies.
+                metrics.pop("grad_norm", None)
+                found[event["kind"], event["step"], str(metrics)] += 1
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_faults_at_every_moment_leave_no_trace(
+    transport: str,
+    undisturbed: tuple[Training, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_TRANSPORT", transport)
+    reference, folder = undisturbed
+    done = run_training(
+        SCRIPT, "--folder", tmp_path / "run", workers=3, faults=EVERYWHERE, timeout_s=100
+    )
+    assert_survived(done, reference)
+    assert summaries(tmp_path / "run") == summaries(folder)
+    assert "was silent" not in done.output
+
+
+def test_a_stream_is_read_on_where_a_worker_died() -> None:
+    """Without a folder, so that nothing but the survivors knows the state."""
+    reference = run_training(SCRIPT, "--stream", "--epochs", 3, workers=1)
+    plan = Faults.random(
+        7, ranks=3, steps=range(2, 20), count=3, wheres=["step", "before the sum", "between steps"]
+    )
+    done = run_training(SCRIPT, "--stream", "--epochs", 3, workers=3, faults=plan)
+    assert_survived(done, reference)
+
+
+def test_a_moment_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(UsageError, match=r"'before a sum'.*\n.*Did you mean 'before the sum'"):
+        run_training(SCRIPT, workers=2, faults=Faults().kill(rank=0, step=1, where="before a sum"))
