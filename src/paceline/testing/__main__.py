@@ -6,4 +6,5 @@ import sys
 
 from paceline.testing.moments import main
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])
