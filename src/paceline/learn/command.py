@@ -15,7 +15,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.explain.trace.command import Screen
@@ -138,19 +138,23 @@ def answers(args: argparse.Namespace, lesson: Lesson | None = None) -> tuple[Lab
     return lab, [question.answer(lab) for question in asked if question.fits(lab)]
 
 
+def as_document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
+    """What `--answers --json` prints."""
+    return {
+        "schema": SCHEMA,
+        "seed": lab.seed,
+        "workers": lab.workers,
+        "batch": lab.batch,
+        "model": lab.model_name,
+        "trouble": lab.trouble,
+        "answers": [each.as_json() for each in answered],
+    }
+
+
 def _print_answers(args: argparse.Namespace, lesson: Lesson | None) -> int:
     lab, answered = answers(args, lesson)
     if args.json:
-        document = {
-            "schema": SCHEMA,
-            "seed": lab.seed,
-            "workers": lab.workers,
-            "batch": lab.batch,
-            "model": lab.model_name,
-            "trouble": lab.trouble,
-            "answers": [each.as_json() for each in answered],
-        }
-        print(json.dumps(document, allow_nan=False))
+        print(json.dumps(as_document(lab, answered), allow_nan=False))
         return 0
     screen = Screen(sys.stdout, is_plain=args.ascii)
     if lab.trouble:

@@ -17,12 +17,12 @@ from paceline.errors import UsageError
 from paceline.explain.report.document import pipeline
 from paceline.explain.report.page import LIBRARIES, STYLES, assemble, asset, is_replaceable
 from paceline.learn import values
+from paceline.learn.command import as_document
 from paceline.learn.lab import Lab
 from paceline.learn.lessons import LESSONS, PROBLEMS
 from paceline.learn.question import Answered
 from paceline.observe.run_folder import replace_file
 
-SCHEMA = 1
 SHARED = ("pieces.js", "chart.js", "pipeline.js")
 """Of the report's own scripts, what draws numbers, curves and recorded steps."""
 
@@ -31,14 +31,9 @@ def document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
     """Everything the page shows."""
     used = {each.stage[0] for each in answered if each.stage} | {"pipeline"}
     return {
-        "schema": SCHEMA,
+        **{name: value for name, value in as_document(lab, []).items() if name != "answers"},
         "version": __version__,
         "made": time.time(),
-        "seed": lab.seed,
-        "workers": lab.workers,
-        "batch": lab.batch,
-        "model": lab.model_name,
-        "trouble": lab.trouble,
         "lessons": [
             {
                 **asdict(lesson),

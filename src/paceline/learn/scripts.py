@@ -35,7 +35,7 @@ from paceline.record.schema import to_json
 from paceline.record.step import record_step
 
 CPU = torch.device("cpu")
-TIMED_ROWS, TIMED_STEPS = 512, 60
+TIMED_ROWS, TIMED_STEPS = 512, 40
 SPINS = 500_000
 
 

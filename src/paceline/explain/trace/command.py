@@ -128,16 +128,20 @@ class Screen:
 
     def __init__(self, stream: IO[str], *, is_plain: bool = False, waits: bool = False) -> None:
         self._stream = stream
-        is_terminal = stream.isatty()
-        columns = shutil.get_terminal_size().columns if is_terminal else WIDTH
-        self.width = max(NARROWEST, min(WIDEST, columns))
-        self._has_colour = is_terminal and env.read_terminal().has_colour
-        self._waits = waits and is_terminal and sys.stdin.isatty()
+        self._is_terminal = stream.isatty()
+        self._has_colour = self._is_terminal and env.read_terminal().has_colour
+        self._waits = waits and self._is_terminal and sys.stdin.isatty()
         try:
             "┌─▼●✓".encode(getattr(stream, "encoding", None) or "ascii")
             self.is_plain = is_plain
         except (UnicodeEncodeError, LookupError):
             self.is_plain = True
+
+    @property
+    def width(self) -> int:
+        """In columns, as the terminal is now."""
+        columns = shutil.get_terminal_size().columns if self._is_terminal else WIDTH
+        return max(NARROWEST, min(WIDEST, columns))
 
     def show(self, lines: Iterable[str]) -> None:
         """Print lines; an empty one ends a stage: there wait for Enter, if that was asked for."""
