@@ -24,6 +24,7 @@ SCREEN_VARIABLE = "PACELINE_SCREEN"
 FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 """Names a file that is there once a worker has failed, before the others are asked to end."""
 SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
+UNSAVED_VARIABLE = "PACELINE_UNSAVED"
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -308,6 +309,13 @@ def note_failure(environ: Mapping[str, str]) -> None:
     """As a launcher, let workers know that one of them has failed."""
     with suppress(OSError), open(environ[FAILURE_VARIABLE], "wb"):
         pass
+
+
+def note_unsaved(is_unsaved: bool) -> None:
+    """As a worker, have this process end with a code that is not 0; or no longer."""
+    os.environ.pop(UNSAVED_VARIABLE, None)
+    if is_unsaved:
+        os.environ[UNSAVED_VARIABLE] = str(os.getpid())
 
 
 def note_signal(environ: Mapping[str, str]) -> None:

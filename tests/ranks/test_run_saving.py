@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch
 from runs import Rows, Told, mlp, train
 from torch.nn import functional as F
 
-from paceline import DDPOptions
+from paceline import DDPOptions, env
 from paceline.checkpoint.directory import list_entries, open_checkpoint
 from paceline.comm.world import World
 from paceline.errors import CheckpointError, UsageError
@@ -225,6 +228,32 @@ def test_a_loop_that_is_left_says_what_is_not_saved(
     said = " ".join(capsys.readouterr().out.split())
     assert "The loop was left after step 6, and step 4 is the last that is saved" in said
     assert "run.save()" in said
+
+
+def test_a_loop_that_is_left_with_a_full_disk_makes_its_worker_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.UNSAVED_VARIABLE, "")
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "checkpoints").touch()
+    run = make_run(None, tmp_path / "run", progress="plain", checkpoint_every=2)
+    with pytest.warns(UserWarning, match="Training continues"):
+        for step in run:
+            advance(run, step)
+            if step.number == 5:
+                break
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 0 is the last that is saved. The checkpoint of step 4 in" in said
+    assert subprocess.run([sys.executable, "-c", LEAVE], check=False).returncode == 0
+    program = f"import os; os.environ[{env.UNSAVED_VARIABLE!r}] = str(os.getpid()); {LEAVE}"
+    assert os.environ[env.UNSAVED_VARIABLE] == str(os.getpid())
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
+    (tmp_path / "run" / "checkpoints").unlink()
+    run.save()
+    assert env.UNSAVED_VARIABLE not in os.environ
+
+
+LEAVE = "from paceline.launcher.worker import leave; leave(None)"
 
 
 def test_a_loop_that_is_left_after_a_save_has_nothing_to_say(

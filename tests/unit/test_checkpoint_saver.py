@@ -205,6 +205,9 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_training_goes_on(tmp_path
         fill(checkpoints, 4)
         assert checkpoints.problem is None
         assert load(checkpoints).step == checkpoints.saved_step == 4
+    other = Checkpoints(checkpoints.folder)
+    other.take_over()
+    assert other.saved_step == 4
 
 
 def test_a_state_too_large_for_memory_is_a_problem_and_no_error(checkpoints: Checkpoints) -> None:

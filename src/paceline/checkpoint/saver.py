@@ -182,6 +182,12 @@ class Checkpoints:
             advice="`paceline ckpt verify` says why. To start anew, use another folder.",
         )
 
+    def take_over(self) -> None:
+        """Continue where another process stopped saving: what it has written is saved."""
+        found = [manifest for _, manifest in directory.list_manifests(self.folder)]
+        steps = [each.step for each in found if not isinstance(each, CheckpointError)]
+        self.saved_step = max(steps, default=None)
+
     def close(self) -> None:
         """Wait for the last write, and give the memory back."""
         self.wait()

@@ -304,7 +304,8 @@ class Supervisor:
         error, step = read_error(worker.error_file), read_step(worker.error_file)
         is_survived = self._is_survived(worker, code, error, step)
         if worker.accused:
-            error, code = {"summary": worker.accused}, code or 1
+            where = f" in step {step}" if step else ""
+            error, code = {"summary": f"{worker.accused}{where}"}, code or 1
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
         by_itself = is_cause or failed_before

@@ -33,6 +33,8 @@ from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
 FAILED, ALIVE = b"!", b"."
+UNSAVED_VARIABLE = "PACELINE_UNSAVED"
+"""Names the process in which a `Run` has left its loop although its last save had failed."""
 BEATS = 8
 """How often in a stall window (PACELINE_STALL_S) a worker that has imported torch says so."""
 
@@ -319,6 +321,8 @@ def leave(code: object) -> NoReturn:
     """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
+        code = 1
+    if not code and os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline import env
 from paceline.comm.world import World
 from paceline.ddp import DDPOptions
 from paceline.errors import CheckpointError, PeerError, UsageError
@@ -163,6 +164,8 @@ class Run:
         self._save()
         if not self._is_running and (lost := self._find_lost()):
             raise _not_saved(f"over, but {lost}")
+        if not self._is_running:
+            env.note_unsaved(False)
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -382,11 +385,12 @@ class Run:
         saving = self._context.saving
         self._report_checkpoints(wait=True)
         if saving.is_on and saving.written_step != self.step:
+            env.note_unsaved(bool(saving.problem))
+            advice = "Call run.save() on every worker before leaving it, to continue from there."
             self.message(
                 f"The loop was left after step {self.step}, and step {saving.written_step} is the "
-                "last that is saved. Call run.save() on every worker before leaving it, to "
-                "continue from there.",
-                "warning",
+                f"last that is saved. {saving.problem or advice}",
+                "error" if saving.problem else "warning",
             )
 
     def _end(self, status: str, reason: str, *, is_complete: bool) -> None:

@@ -148,7 +148,10 @@ class Saving:
 
     def _on_generation(self) -> None:
         """Rank 0 writes, whoever that is now."""
-        self._open()
+        if self._checkpoints is None:
+            self._open()
+            if self._checkpoints is not None:
+                self._checkpoints.take_over()
         self.begin()
 
     def find(self) -> tuple[Any, dict[str, Any]] | None:
@@ -246,6 +249,13 @@ class Saving:
     def written_step(self) -> int:
         """How far the run in the newest checkpoint is, as rank 0 knows it; 0 without one."""
         return (self._checkpoints and self._checkpoints.saved_step) or 0
+
+    @property
+    def problem(self) -> str:
+        """Why the last save is not on the disk, as rank 0 knows it; empty where it is."""
+        if self._checkpoints is None or (self.saved_step or 0) <= self.written_step:
+            return ""
+        return self._checkpoints.problem or ""
 
     def find_lost(self, step: int) -> str:
         """What to say of steps that no checkpoint holds, although the last save was to hold all.
