@@ -237,11 +237,15 @@ def test_a_loop_that_is_left_with_a_full_disk_makes_its_worker_fail(
     (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "run" / "checkpoints").touch()
     run = make_run(None, tmp_path / "run", progress="plain", checkpoint_every=2)
-    with pytest.warns(UserWarning, match="Training continues"):
+
+    def leave_after(last: int) -> None:
         for step in run:
             advance(run, step)
-            if step.number == 5:
+            if step.number == last:
                 break
+
+    with pytest.warns(UserWarning, match="Training continues"):
+        leave_after(5)
     said = " ".join(capsys.readouterr().out.split())
     assert "step 0 is the last that is saved. The checkpoint of step 4 in" in said
     assert subprocess.run([sys.executable, "-c", LEAVE], check=False).returncode == 0
