@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
-
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from typing import Literal, get_args
 
 from paceline.errors import UsageError, check_choice, check_whole
 
@@ -192,24 +188,3 @@ class LearningRate:
         way = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
         left = 1.0 - way if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
         return self.scale * (self.decay_to + (1.0 - self.decay_to) * left)
-
-
-class LearningRateScheduler(LRScheduler):
-    """A `LearningRate` as a torch scheduler: multiplies every parameter group's own rate.
-
-    The rates that the optimizer was made with are those of one device. What is saved is how many
-    steps were taken and those rates; the policy comes from the program, so that a program that
-    was changed on purpose does what it says.
-    """
-
-    def __init__(self, optimizer: Optimizer, rate: LearningRate, last_epoch: int = -1) -> None:
-        self.rate = rate
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[float | Tensor]:
-        factor = self.rate.factor(self.last_epoch)
-        return [base * factor for base in self.base_lrs]
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().state_dict()
-        return {name: value for name, value in state.items() if name != "rate"}

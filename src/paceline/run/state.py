@@ -148,10 +148,10 @@ class Saving:
 
     def _on_generation(self) -> None:
         """Rank 0 writes, whoever that is now."""
-        if self._checkpoints is None:
-            self._open()
-            if self._checkpoints is not None:
-                self._checkpoints.take_over()
+        before = self._checkpoints
+        self._open()
+        if self._checkpoints is not None and self._checkpoints is not before:
+            self._checkpoints.take_over()
         self.begin()
 
     def find(self) -> tuple[Any, dict[str, Any]] | None:
