@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,33 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
         assert shapes["sampler"] == [[50], [50]]
         assert shapes["batch"] == [[50, 10], [50, 10]]
         assert shapes["all-reduce"] == [[385], [385]]
+    names = [stage["name"] for stage in document["stages"]]
+    way = {stop["stage"]: (stop["worker"], stop["row"]) for stop in document["prediction"]["stops"]}
+    stages = {stage["name"]: stage for stage in document["stages"]}
+    if engine == "dp":
+        assert names[:3] == ["data", "place", "batch"]
+        assert way == {"batch": (None, 5), "split": (0, 5)} | {
+            "forward": (0, 5), "gather": (None, 5),
+        }  # fmt: skip
+        # 50 of the rows, the weights, 50 outputs and the gradients, 4 bytes a number.
+        through = 4 * (50 * 10 + 385 + 50 + 385)
+        assert stages["main"]["parts"][0]["text"] == f"{through / 1000:.1f} kB through this device"
+        assert stages["main"]["bytes_moved"] == 0
+    else:
+        assert names[:4] == ["data", "meet", "place", "sampler"]
+        assert way == {"sampler": (1, 2), "batch": (1, 2), "forward": (1, 2)}
+        before, after = (
+            [part["tensors"][number]["first"] for part in stages["place"]["parts"]]
+            for number in (0, 1)
+        )
+        assert before[0] != before[1]
+        assert after == [before[0]] * 2  # rank 0's weights, on all
+        assert stages["place"]["bytes_moved"] == 4 * 385
+        assert stages["sampler"]["text"].endswith("1,000: overlap 0, left over 0.")
+    by_worker = {stop["what"]: stop["by_worker"] for stop in document["weight"]["stops"]}
+    own, combined = by_worker["gradient"], by_worker.get("summed gradient")
+    combined = combined or [2 * each for each in by_worker["averaged gradient"]]
+    assert sum(own) == pytest.approx(combined[0], rel=1e-3)
     check = document["check"]
     assert (check["how"], check["is_same"]) == ("whole batch", True)
     assert check["difference"] < 1e-5
@@ -104,6 +132,18 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     assert schema.to_json(written) == document
     assert main(["trace", str(folder), "--ascii"]) == 0
     assert "ok same as one process on the whole batch" in capsys.readouterr().out
+
+
+def test_both_engines_are_drawn_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--engine", "both", "--batch", "16", "--workers", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = "\n".join(lines)
+    assert re.search(r"processes +1, with threads +3\n", shown)
+    assert re.search(r"│ cpu:2: 4 x 10 +│  │", shown)
+    assert re.search(r"│  │ worker 2: 5 x 10 +│", shown)
+    assert shown.count("same as one process on the whole batch") == 2
+    assert main(["trace", "--engine", "both", "--svg", "x.svg"]) == 2
 
 
 def test_both_engines_train_to_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:

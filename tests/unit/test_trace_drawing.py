@@ -10,12 +10,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.documents import parse_json
+from paceline.explain.trace.card import draw_card
 from paceline.explain.trace.command import Screen
 from paceline.explain.trace.drawing import TextBox, connect, draw, paint, side_by_side
 from paceline.record import schema
@@ -66,7 +68,7 @@ def test_plain_is_ascii_and_shows_the_same(trace: Trace) -> None:
 def test_the_shapes_of_the_issue_are_in_the_picture_of_data_parallel() -> None:
     shown = text_of(DP)
     places = [shown.index(words) for words in ("1,000 x 10", "100 x 10", "50 + 50", "50 x 10")]
-    places += [shown.index("model, "), shown.index("50 x 1 "), shown.index("100 x 1 ")]
+    places += [shown.index("COPY THE MODEL"), shown.index("50 x 1 "), shown.index("100 x 1 ")]
     assert places == sorted(places)
 
 
@@ -323,8 +325,8 @@ def test_step_by_step_waits_for_enter_after_each_stage_until_nobody_presses_it(
     screen.show(draw(DDP))
     assert "INPUT DATA" not in shown[0]
     assert "INPUT DATA" in shown[1]
-    assert "SAMPLER" not in shown[1]
-    assert "SAMPLER" in shown[2]
+    assert "WORKERS MEET" not in shown[1]
+    assert "WORKERS MEET" in shown[2]
     assert "UPDATE" not in shown[2]
     assert len(shown) == 3  # then the input has ended, and the rest is shown at once
     assert "UPDATE" in terminal.getvalue()
@@ -397,3 +399,56 @@ def big_trace(workers: int, owner: int, buckets: int = 1) -> Trace:
         sample=replace(DDP.sample, stops=stops),
         weight=None,
     )
+
+
+@each_trace
+@pytest.mark.parametrize("width", [40, 60, 80, 160])
+def test_a_prediction_is_followed_through_every_device(trace: Trace, width: int) -> None:
+    lines = draw(trace, width=width)
+    assert max(map(len, lines)) <= width
+    shown = "\n".join(lines).partition("The same sample in a batch of 100")[2]
+    assert trace.prediction is not None
+    assert trace.prediction.answer is not None
+    places = [stop for stop in trace.prediction.stops if stop.stage != "data"]
+    assert shown.count("● row 17") == len(places)
+    assert ("┌─ gather" in shown) == (trace.engine == "DataParallel")
+
+
+@each_trace
+def test_a_card_shows_rows_gradients_their_average_and_the_check(trace: Trace) -> None:
+    card = ElementTree.fromstring(draw_card(trace))
+    assert (card.get("width"), card.get("height")) == ("1200", "630")
+    words = [element.text or "" for element in card.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"100", "50", "50 x 10"} <= set(words)
+    assert words.count("50") == 2
+    assert trace.weight is not None
+    assert trace.check is not None
+    numbers = [n for s in trace.weight.stops if "gradient" in s.what for n in s.by_worker or []]
+    assert {f"{number:.5f}" for number in numbers} <= set(words)
+    assert trace.check.text[1:] in {word[1:] for word in words}
+    for element in card.iter():
+        assert 0 <= float(element.get("x", 0)) <= 1200
+        assert 0 <= float(element.get("y", 0)) <= 630
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 64])
+def test_a_card_has_lanes_for_a_few_workers_and_says_how_many_more(workers: int) -> None:
+    card = draw_card(big_trace(workers, owner=0))
+    assert card.count(">on worker ") == min(4, workers)
+    assert ("in the same way" in card) == (workers > 4)
+
+
+@pytest.mark.parametrize("engine", ["DataParallel", "<script>"])
+def test_a_card_of_anybodys_file_is_a_picture_and_nothing_else(engine: Any) -> None:
+    hostile = replace(
+        DDP,
+        engine=engine,
+        workers=2**40,
+        stages=[replace(stage, parts=stage.parts[:1]) for stage in DDP.stages],
+        model=replace(DDP.model, name="</svg><script>alert(1)</script>" * 100),
+        check=replace(DDP.check or Check(how="whole batch", text=""), text="<b>" * 900),
+    )
+    card = ElementTree.fromstring(draw_card(hostile))
+    assert {element.tag.rpartition("}")[2] for element in card.iter()} <= {
+        *("svg", "rect", "path", "text"),
+    }

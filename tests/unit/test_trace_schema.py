@@ -79,7 +79,7 @@ def test_a_file_of_a_real_run_is_read_and_written_the_same(path: Path) -> None:
         (lambda d: d.update(seconds="fast"), ["step.seconds", "number"]),
         (lambda d: d.update(stages={}), ["step.stages", "list"]),
         (lambda d: d["stages"][2].update(parts=None), ["step.stages[2].parts"]),
-        (lambda d: d["stages"].append(3), ["step.stages[9]", "not an object"]),
+        (lambda d: d["stages"].append(3), ["step.stages[11]", "not an object"]),
         (lambda d: d["check"].pop("text"), ["step.check has no 'text'"]),
         (lambda d: d["check"].update(how="by eye"), ["step.check.how"]),
         (lambda d: d["sample"]["stops"][0].update(row=1.5), ["stops[0].row"]),

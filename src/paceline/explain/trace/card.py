@@ -11,13 +11,14 @@ from html import escape
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.explain.trace.drawing import bounded
 from paceline.observe.run_folder import replace_file
 from paceline.observe.units import count_text, shape_text
-from paceline.record.stages import Stage, Trace
+from paceline.record.stages import Trace
 
 WIDTH, HEIGHT = 1200, 630
 COLOURS = ("#2a72c9", "#c2611a", "#2f7a35", "#a8457f")
-MOST_LANES = 4
+MOST_LANES, MOST_EXTENTS = 4, 3
 INK, MUTED, RULE, PAGE, GOOD, BAD = "#1a2028", "#55606c", "#d9dfe6", "#ffffff", "#1b6e2c", "#a3271f"
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -37,6 +38,7 @@ def write(trace: Trace, path: Path) -> None:
 
 def draw_card(trace: Trace) -> str:
     """The picture as SVG."""
+    trace = bounded(trace)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -50,7 +52,7 @@ def draw_card(trace: Trace) -> str:
 
 
 def _summary(trace: Trace) -> str:
-    rows = " + ".join(str(each) for each in _rows(trace))
+    rows = " + ".join(str(shape[0]) for shape in _shares(trace)[:MOST_LANES] if shape)
     said = trace.check.text if trace.check else ""
     return f"{trace.batch_rows} rows, {rows}, on {trace.workers} workers. {said}"
 
@@ -74,17 +76,19 @@ def _content(trace: Trace) -> Iterator[str]:
     yield _text(BATCH_X + 85, middle + 20, f"{trace.batch_rows:,}", 40, weight=700, anchor="middle")
     yield _text(BATCH_X + 85, middle + 50, "rows", 18, MUTED, anchor="middle")
     gradients, total = _numbers(trace, "gradient"), _combined(trace)
-    rows = _rows(trace)
+    shares = _shares(trace)
     for number, lane in enumerate(lanes):
         y, colour = TOP + number * (height + 24), COLOURS[number % len(COLOURS)]
         centre = y + height / 2
         yield _join(BATCH_X + 170, middle, LANES_X, centre, colour)
         yield _box(LANES_X, y, LANES_END - LANES_X, height, colour)
         title = f"on {'replica' if is_dp else 'worker'} {lane}"
-        if lane < len(rows):
-            yield _text(LANES_X + 22, centre + 13, f"{rows[lane]:,}", 36, colour, weight=700)
+        if lane < len(shares) and (shape := shares[lane][:MOST_EXTENTS]):
+            count = f"{shape[0]:,}"
+            size = 36 if len(count) < 4 else 150 // len(count)
+            yield _text(LANES_X + 22, centre + 13, count, size, colour, weight=700)
+            yield _text(LANES_X + 116, centre + 19, shape_text(shape), 16, MUTED)
         yield _text(LANES_X + 116, centre - 6, title, 19, weight=600)
-        yield _text(LANES_X + 116, centre + 19, _share(trace, lane), 16, MUTED)
         yield _text(LANES_X + 262, centre + 6, "forward → backward", 14, MUTED)
         if lane < len(gradients):
             said, place = _number(gradients[lane]), LANES_END - 22
@@ -123,20 +127,12 @@ def _lanes(trace: Trace) -> list[int]:
     return [*range(MOST_LANES - 1), trace.workers - 1]
 
 
-def _split(trace: Trace) -> Stage | None:
+def _shares(trace: Trace) -> list[list[int]]:
+    """The shape of each worker's part of the batch."""
     name = "split" if trace.engine == "DataParallel" else "batch"
-    return next((stage for stage in trace.stages if stage.name == name), None)
-
-
-def _rows(trace: Trace) -> list[int]:
-    stage = _split(trace)
-    shapes = [part.tensors[0].shape for part in stage.parts if part.tensors] if stage else []
-    return [shape[0] if shape else 1 for shape in shapes]
-
-
-def _share(trace: Trace, lane: int) -> str:
-    stage = _split(trace)
-    return shape_text(stage.parts[lane].tensors[0].shape) if stage else ""
+    stage = next((stage for stage in trace.stages if stage.name == name), None)
+    tensors = [part.tensors for part in stage.parts] if stage else []
+    return [each[0].shape if each else [] for each in tensors]
 
 
 def _numbers(trace: Trace, what: str) -> list[float]:

@@ -83,7 +83,7 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
 
     An empty line stands before every part.
     """
-    trace = _bounded(trace)
+    trace = bounded(trace)
     lines = [*_heading(trace, width)]
     shown, lanes = _shown_workers(trace, width), 0
     for number, stage in enumerate(trace.stages, start=1):
@@ -107,7 +107,7 @@ def finish(lines: Sequence[str], width: int, plain: bool) -> list[str]:
 
 def draw_stage(trace: Trace, name: str, *, width: int = WIDTH, plain: bool = False) -> list[str]:
     """One stage alone."""
-    trace = _bounded(trace)
+    trace = bounded(trace)
     shown = _shown_workers(trace, width)
     lines = [
         line
@@ -406,16 +406,16 @@ def _cut(text: str, room: int) -> str:
     return text if len(text) <= room else f"{text[: max(0, room - 3)]}..."
 
 
-def _bounded(value: Any) -> Any:
+def bounded(value: Any) -> Any:
     """The value with clean and short texts, and short lists: it may come from anybody's file."""
     if isinstance(value, str):
         text = value[:MOST_LETTERS]
         is_clean = text.isascii() and text.isprintable()
         return text if is_clean else "".join(c if _takes_one_place(c) else "?" for c in text)
     if isinstance(value, list):
-        return [_bounded(each) for each in value[:MOST_ITEMS]]
+        return [bounded(each) for each in value[:MOST_ITEMS]]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _bounded(getattr(value, f.name)) for f in fields(value)})
+        return replace(value, **{f.name: bounded(getattr(value, f.name)) for f in fields(value)})
     return value
 
 
