@@ -19,6 +19,7 @@ MEASUREMENTS = [
     "memory",
     "allreduce",
     "startup",
+    "launching",
     "allocation",
     "overhead",
     "run_overhead",

@@ -10,7 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def best_of(seconds: Mapping[str, Sequence[float]], prefix: str) -> str:
     return min(names, key=lambda name: statistics.median(seconds[name]), default="")
 
 
-def rotated(names: Sequence[str], number: int) -> list[str]:
+def rotated(names: Sequence[T], number: int) -> list[T]:
     """The order of a round: each contestant comes first once, and none always follows another."""
     cut = number % max(1, len(names))
     return [*names[cut:], *names[:cut]]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks import __main__ as command_line
-from benchmarks import allreduce, contestants, gpu_overlap, memory, page, startup, step
+from benchmarks import allreduce, contestants, gpu_overlap, launching, memory, page, startup, step
 from benchmarks.contestants import (
     BUILD,
     FLOOR,
@@ -221,6 +221,18 @@ def test_a_start_is_the_sum_of_its_parts() -> None:
         "in all, ms": 300.0,
         "quartiles": "300 to 300",
         "/ torch default": 0.5,
+    }
+
+
+def test_several_workers_are_compared_with_one_round_by_round() -> None:
+    seconds = {(name, workers): [2.0, 4.0] for name in launching.CONTESTANTS for workers in (1, 8)}
+    seconds["paceline run", 8] = [3.0, 6.0]
+    row = launching.rows_of(seconds, 8)[0]
+    assert row == {
+        "contestant": "paceline run",
+        "1 worker, s": 3.0,
+        "8 workers, s": 4.5,
+        "8 / 1": 1.5,
     }
 
 

@@ -33,6 +33,7 @@ from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan
 from paceline.launcher.process import WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
+from paceline.launcher.template import MODULES
 from paceline.launcher.worker import Instructions, Worker, die_with
 
 T = TypeVar("T")
@@ -53,7 +54,8 @@ def launch(
     fail ends all, and its traceback is in the `WorkerError` raised here.
     """
     _check(fn, workers, threads)
-    import torch  # noqa: F401  loaded once here, not once per worker
+    for name in MODULES:  # loaded once here, not once per worker
+        __import__(name)
 
     options = LaunchOptions(
         program="", threads=threads, no_label=not label, shutdown_timeout=shutdown_timeout_s
