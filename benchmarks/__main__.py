@@ -16,6 +16,7 @@ from benchmarks.tables import circumstances, save
 MEASUREMENTS = [
     "step",
     "first_steps",
+    "update",
     "memory",
     "allreduce",
     "startup",

@@ -94,7 +94,7 @@ def measure(
         _settle(teams, model, WARM_STEPS if screens else 2)
         alone = statistics.median(slowest(teams[FLOOR].ask("train", steps=5)))
         steps = max(1, min(MAX_STEPS, int(block_ms / 1e3 / alone)))
-        seconds = _take_turns(teams, steps, rounds, budget_s)
+        seconds = take_turns(teams, steps, rounds, budget_s)
         transport = teams["paceline"].ask("transport")[0]
     return {
         "rows": rows_of(seconds, floors=FLOORS, rival="torch"),
@@ -146,7 +146,7 @@ def _largest(some: list[float], others: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
-def _take_turns(
+def take_turns(
     teams: Mapping[str, Team], steps: int, rounds: int, budget_s: float
 ) -> dict[str, list[float]]:
     """For each contestant and round the median of its steps, in seconds."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from paceline import DistributedDataParallel, World, shard_update
-from paceline.errors import DesyncError, PacelineError
+from paceline.errors import DesyncError, PacelineError, PeerError
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 
 ROWS = 12
@@ -253,6 +253,20 @@ def test_parameters_are_saved_and_copied_without_the_buffer_that_they_live_in() 
             assert param.data_ptr() % 64 == 0
 
     run_ranks(2, body)
+
+
+def test_a_state_that_one_rank_asks_for_alone_is_an_error_and_no_wait() -> None:
+    def body(world: World) -> None:
+        loop = Loop(world, shards=True)
+        loop.step()
+        if world.rank == 0:
+            loop.optimizer.state_dict()
+        loop.step()
+
+    errors = run_ranks(3, body, return_exceptions=True)
+    assert isinstance(errors[0], DesyncError)
+    assert "needs all ranks, but rank" in str(errors[0])
+    assert all(isinstance(error, PeerError) for error in errors[1:])
 
 
 def test_backward_through_parameters_that_were_stepped_since_is_refused_as_in_torch() -> None:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from paceline import comm
 from paceline.comm import Membership
-from paceline.errors import DesyncError, PacelineError, UsageError
+from paceline.errors import DesyncError, PacelineError, UsageError, name_ranks
 from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
 from paceline.gradients.buffer import Bucket, ParamRef, Words
 from paceline.gradients.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
@@ -34,6 +34,8 @@ from paceline.transport import (
     mean_factor,
     place,
 )
+from paceline.transport.shared_buckets import SharedBuckets
+from paceline.transport.shared_memory import SharedMemory
 
 MODEL_CHECK_PERIOD = 64
 """Every so many steps the model is searched for parameters that nobody averages, unasked."""
@@ -170,6 +172,20 @@ class Reducer(BackwardFollower):
     def transport(self) -> Transport:
         """How this model's tensors travel; see `TransportChoice.get`."""
         return self._transport.get()
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, where the transport can; raise if one has begun its next backward."""
+        transport, places = self.transport, self._places
+
+        def look() -> None:
+            if isinstance(places, SharedBuckets) and (ahead := places.overtaking()):
+                raise DesyncError(
+                    f"{what} needs all ranks, but {name_ranks(ahead)} went on to the next step.",
+                    advice="Call it on every rank, at the same point.",
+                )
+
+        if isinstance(transport, SharedMemory):
+            transport.meet(what, look)
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -41,8 +41,10 @@ from paceline.update import (
     FiniteCheck,
     choose_update,
     describe_sharing,
+    is_worth_gathering,
     make_update,
     shard_update,
+    step_in_pieces,
 )
 
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -114,8 +116,12 @@ class StepContext:
             undo.callback(self.watching.end)
             self.watching.start_timeline(world.rank)
             self.model = _wrap(model, config.ddp, members)
+            if shares_out and options.update == "auto":
+                shares_out = is_worth_gathering(self.model)
             if shares_out:
                 shard_update(self.model, config.optimizer)
+            elif options.update == "auto":
+                step_in_pieces(config.optimizer)
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
         self.position = position

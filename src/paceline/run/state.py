@@ -26,7 +26,7 @@ from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
 from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
-from paceline.update import Update, find_sharded
+from paceline.update import Update, find_exchanged
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
@@ -63,9 +63,9 @@ class RunState:
 
     def take_part(self) -> None:
         """Bring this worker's share of the state to the one that gathers it."""
-        sharded = find_sharded(self._parts["optimizer"])
-        if sharded is not None:
-            sharded.take_part_in_saving()
+        exchanged = find_exchanged(self._parts["optimizer"])
+        if exchanged is not None:
+            exchanged.take_part_in_saving()
 
     def give_back(
         self, state: Mapping[str, Any], *, with_objects: bool = True

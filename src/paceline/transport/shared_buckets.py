@@ -150,6 +150,12 @@ class SharedBuckets:
         words = self.words
         return [r for r, row in zip(self.ranks, rows, strict=False) if words[row + number] < least]
 
+    def overtaking(self) -> list[int]:
+        """The ranks that have begun a turn of the first bucket which this one has not."""
+        mine = self.turns[0]
+        rows = zip(self.ranks, self.ready, strict=True)
+        return [rank for rank, row in rows if self.words[row] >> 1 > mine]
+
     def has_left(self, rank: int) -> bool:
         return self.words[self._status[self.ranks.index(rank)]] != ALIVE
 
@@ -319,8 +325,10 @@ class Channel(SharedBuckets):
                 piece.copy_(theirs[: piece.numel()])
                 words[self.summed[mine] + slot] = self._turn
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, look: Callable[[], None] = lambda: None) -> None:
         """Wait until all ranks of this host have met as often as this one has, for any model.
+
+        `look` is called again and again, and may raise where nobody will come.
 
         Ranks that are at different models must not wait for each other here: they find out next.
         To be called before waiting in a process group, which does not notice a stopped rank.
@@ -331,15 +339,25 @@ class Channel(SharedBuckets):
             channel._meetings += 1
             channel.words[channel._met[channel.position]] = channel._meetings
         with comm.waiting(self.group):
-            self._wait_for([(p, self._met[p], self._meetings) for p in self._others], what)
+            wanted = [(p, self._met[p], self._meetings) for p in self._others]
+            self._wait_for(wanted, what, look)
 
-    def _wait_for(self, wanted: Sequence[tuple[int, int, int]], what: str) -> None:
+    def _wait_for(
+        self,
+        wanted: Sequence[tuple[int, int, int]],
+        what: str,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until each of the words (of a rank's position) has reached its turn."""
 
         def late() -> list[int]:
             return [self.ranks[p] for p, index, turn in wanted if self.words[index] < turn]
 
-        self.wait(lambda: not late(), late, what)
+        def is_done() -> bool:
+            look()
+            return not late()
+
+        self.wait(is_done, late, what)
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,9 +64,9 @@ class SharedMemory:
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
         return SharedBuckets(segment, flats, self.hosts.neighbours, self.group, self.peers)
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, look: Callable[[], None] = lambda: None) -> None:
         """To be called before waiting in the process group, which notices no stopped rank."""
-        self.channel.meet(what)
+        self.channel.meet(what, look)
 
     def _share(self, flats: Sequence[Flat], what: str) -> SharedBuckets | C10d:
         self.meet(what)

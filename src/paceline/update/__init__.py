@@ -4,9 +4,11 @@
 the parameters only; `finite` looks for NaN before anything changes, without waiting for a device.
 """
 
-from paceline.update.choice import choose_update, describe_sharing
+from paceline.update.choice import choose_update, describe_sharing, is_worth_gathering
+from paceline.update.exchange import find_exchanged
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
-from paceline.update.sharded import find_sharded, shard_update
+from paceline.update.pieces import step_in_pieces
+from paceline.update.sharded import shard_update
 from paceline.update.whole import Update, make_update
 
 __all__ = [
@@ -16,7 +18,9 @@ __all__ = [
     "Update",
     "choose_update",
     "describe_sharing",
-    "find_sharded",
+    "find_exchanged",
+    "is_worth_gathering",
     "make_update",
     "shard_update",
+    "step_in_pieces",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
+from paceline.transport.shared_memory import SharedMemory
 from paceline.update.kind import Kind, find_kind
 
 WORTH_SHARING = 2**20
@@ -28,6 +30,11 @@ def choose_update(wanted: str, optimizer: Optimizer, *, size: int, can_survive: 
         return find_kind(optimizer) is Kind.ELEMENT
     except PacelineError:
         return False
+
+
+def is_worth_gathering(model: DistributedDataParallel) -> bool:
+    """Whether `auto` shares out: gathering through sockets takes longer than the update saves."""
+    return isinstance(model._reducer.transport, SharedMemory)
 
 
 def describe_sharing(optimizer: Optimizer, size: int, can_survive: bool) -> list[str]:

@@ -3,9 +3,8 @@
     gradients averaged --(each rank: the optimizer, on its own share)--> some new parameters
                        --(gathered)--> all of them, on every rank
 
-The optimizer stays the object that it was. Around its `step()` the parameters in its groups are
-exchanged for this rank's share, so it keeps state for that alone. What it saves and loads is the
-state of whole parameters.
+Around the optimizer's `step()` the parameters in its groups are exchanged for this rank's share, so
+that it keeps state for that alone.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline import comm
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.gradients.reducer import Reducer
+from paceline.update.exchange import ExchangedStep, States, find_exchanged
 from paceline.update.kind import Kind, find_kind
-from paceline.update.shares import ElementShares, Shares, TensorShares
+from paceline.update.shares import ElementShares, FlatShares, TensorShares
 
 
 def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
@@ -55,138 +53,47 @@ def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
         raise problem
     if reducer.size > 1:
         reducer.align()
-        _sharded[optimizer] = ShardedUpdate(reducer, optimizer, kind)
+        _by_reducer[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
 
 
-def find_sharded(optimizer: Optimizer) -> ShardedUpdate | None:
-    """What shares the steps of this optimizer out, if anything does."""
-    return _sharded.get(optimizer)
-
-
-class ShardedUpdate:
+class ShardedUpdate(ExchangedStep):
     """Shares the steps of one optimizer out among the ranks that train one model.
 
-        step() is called --> the share in the groups --> stepped --> gathered, all put back
-
-    Invariant: outside of `step()` parameters are whole and equal on all ranks, and the groups
-    hold what the caller has put there.
+    Invariant: outside of `step()` parameters are whole and equal on all ranks.
     """
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, kind: Kind) -> None:
-        self._reducer, self._kind = reducer, kind
-        self._get = weakref.ref(optimizer)
-        self._shares: Shares | None = None
-        self._made_for: tuple[Any, ...] = ()
-        """What the shares depend on."""
+        super().__init__(optimizer)
+        self.reducer = reducer
+        self._make = ElementShares if kind is Kind.ELEMENT else TensorShares
+        self._buckets: Any = None
         self._generation = reducer.membership.generation
-        self._has_stepped = False
-        self._outside: list[list[Parameter]] | None = None
-        """What the groups hold outside of a step; None while they do."""
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_state_dict_pre_hook(self._before_saving)
-        optimizer.register_state_dict_post_hook(self._after_saving)
-        optimizer.register_load_state_dict_pre_hook(self._before_loading)
-        optimizer.register_load_state_dict_post_hook(self._after_loading)
 
-    @property
-    def _optimizer(self) -> Any:
-        optimizer = self._get()
-        assert optimizer is not None  # its hooks are what calls this
-        return optimizer
+    def make_shares(self, states: States) -> FlatShares:
+        """All ranks do so at one point."""
+        self._buckets = self.reducer.buckets
+        return self._make(self.reducer, self.optimizer, states)
 
-    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.put_back()
-        self._refuse_now()
-        args, kwargs = _without_closure(args, kwargs)
-        shares = self._make_shares()
-        shares.begin()
-        groups = self._optimizer.param_groups
-        self._outside = [group["params"] for group in groups]
-        for number, group in enumerate(groups):
-            group["params"] = shares.tensors(number, group["params"])
-        return args, kwargs
+    def is_current(self) -> bool:
+        return self._buckets is self.reducer.buckets and super().is_current()
 
-    def _after_step(self, *_: Any) -> None:
-        self.put_back()
-        shares = self._shares
-        assert shares is not None  # made before the step
-        if not self._has_stepped:
-            shares.describe(self._optimizer.state)  # raises where it cannot be put together again
-            self._has_stepped = True
-        shares.gather()
-
-    def put_back(self) -> None:
-        """Give the groups their parameters back; also after a step that has failed."""
-        if self._outside is not None and self._shares is not None:
-            for group, params in zip(self._optimizer.param_groups, self._outside, strict=True):
-                group["params"] = params
-            self._outside = None
-            self._shares.drop_grads()
-        if self._shares is not None:
-            self._optimizer.state = self._shares.states
-
-    def _make_shares(self) -> Shares:
-        """Those of the buckets and groups that there are now; made by all ranks at one point."""
-        groups = [tuple(map(id, group["params"])) for group in self._optimizer.param_groups]
-        buckets, states = self._reducer.buckets, self._optimizer.state
-        if self._shares is not None:
-            if self._made_for[0] is buckets and self._made_for[1] == groups:
-                return self._shares
-            states = self._shares.collect(states)
-        make = ElementShares if self._kind is Kind.ELEMENT else TensorShares
-        self._shares = make(self._reducer, self._optimizer, states)
-        self._made_for = buckets, groups
-        self._optimizer.state = self._shares.states
-        return self._shares
-
-    def _refuse_now(self) -> None:
-        if self._reducer.is_joined:
+    def refuse(self) -> None:
+        if self.reducer.is_joined:
             raise UsageError(
                 "A rank that has run out of inputs does not step its share of the parameters.",
                 advice="Do not use join() with an update that is shared out: give every rank as "
                 "many batches.",
             )
-        if self._generation != self._reducer.membership.generation:
+        if self._generation != self.reducer.membership.generation:
             raise UsageError(
                 "The ranks have changed, and the optimizer's state of those that left is gone.",
                 advice="Begin again from a checkpoint, or do not share the update out.",
             )
 
-    def _before_saving(self, _: Any) -> None:
-        self.put_back()
-        if self._shares is not None:
-            self._optimizer.state = self._shares.collect(self._shares.states)
 
-    def _after_saving(self, *_: Any) -> None:
-        self.put_back()
-
-    def take_part_in_saving(self) -> None:
-        """Help other ranks that call `optimizer.state_dict()`, without the memory for all of it."""
-        if self._shares is not None:
-            self._shares.collect(self._shares.states, keeps=False)
-
-    def _before_loading(self, *_: Any) -> None:
-        self.put_back()
-
-    def _after_loading(self, _: Any) -> None:
-        """What was loaded is the state of whole parameters."""
-        if self._shares is not None:
-            self._shares.adopt(self._optimizer.state)
-            self._optimizer.state = self._shares.states
-
-
-_sharded: weakref.WeakKeyDictionary[Optimizer, ShardedUpdate] = weakref.WeakKeyDictionary()
-
-
-def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the closure now, while the groups hold parameters, and pass on what it returned."""
-    closure = kwargs.get("closure") if len(args) < 2 else args[1]
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    return args[:1], {**kwargs, "closure": lambda: loss}
+_by_reducer: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedUpdate]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: Optimizer) -> None:
@@ -196,7 +103,8 @@ def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: 
             f"shard_update() was given a {type(optimizer).__name__} as optimizer.",
             advice="Pass an optimizer of torch's kind, which has hooks around its step.",
         )
-    if optimizer in _sharded or any(each._reducer is reducer for each in _sharded.values()):
+    before = _by_reducer.get(reducer)
+    if find_exchanged(optimizer) is not None or (before is not None and before() is not None):
         raise UsageError(
             "The update of this model, or the work of this optimizer, is shared out already.",
             advice="Call shard_update() once, with the one optimizer of the model.",

@@ -28,6 +28,7 @@ from paceline.gradients.reducer import Reducer
 from paceline.transport import place
 from paceline.transport.flat import Flat, slices
 from paceline.update.cut import Part, Piece, cut_pieces, deal_tensors, split_piece
+from paceline.update.exchange import States
 from paceline.update.flat_params import FlatParams
 from paceline.update.kind import merges
 from paceline.update.sharded_state import (
@@ -41,8 +42,6 @@ from paceline.update.sharded_state import (
 )
 
 Named = tuple[str, Parameter]
-States = dict[Any, State]
-"""As `optimizer.state`: by parameter, and by whatever else an optimizer may use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +53,7 @@ class Own:
     piece: Piece
 
 
-class Shares(ABC):
+class FlatShares(ABC):
     """The parameters of a model in flat buffers, and this rank's share of them.
 
     Made by all ranks at one point. What no bucket averages (sparse gradients, frozen and empty
@@ -160,7 +159,8 @@ class Shares(ABC):
 
     def _exchange(self, states: States) -> list[dict[str, Any]]:
         group, device = self.reducer.membership.group, self.reducer.buckets[-1].plan.device
-        what = "Putting the optimizer's state together, which every rank must take part in,"
+        what = "optimizer.state_dict() of an update that is shared out"
+        self.reducer.meet(what)
         return comm.exchange(group, self.describe(states), comm.word_device(group, device), what)
 
     def _others(self, states: States) -> States:
@@ -169,7 +169,7 @@ class Shares(ABC):
         return {key: state for key, state in states.items() if id(key) not in mine}
 
 
-class ElementShares(Shares):
+class ElementShares(FlatShares):
     """Every rank steps its slice of each buffer, in pieces."""
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
@@ -228,13 +228,29 @@ class ElementShares(Shares):
             if piece.flat not in moved:
                 own.tensor.grad = self._buckets[piece.flat].flat[piece.start : piece.stop]
             elif self._has_grad(piece.parts[0]):
-                own.tensor.grad = grad = torch.zeros_like(own.tensor)
-                for part in piece.parts:
-                    begin = part.at - piece.start
-                    grad[begin : begin + part.stop - part.start] = self._grad(part)
+                own.tensor.grad = self._join_grads(piece)
 
     def _has_grad(self, part: Part) -> bool:
         return self.named[part.param][1].grad is not None
+
+    def _join_grads(self, piece: Piece) -> Tensor:
+        """The gradients of a piece as one tensor: where they lie, if they do so side by side."""
+        grads = [self._grad(part) for part in piece.parts]
+        first, width = grads[0], grads[0].element_size()
+        memory = first.untyped_storage()
+        begin = first.data_ptr() - (piece.parts[0].at - piece.start) * width
+        are_together = all(
+            grad.data_ptr() == begin + (part.at - piece.start) * width
+            and grad.untyped_storage().data_ptr() == memory.data_ptr()
+            for grad, part in zip(grads, piece.parts, strict=True)
+        )
+        if are_together:
+            length, offset = piece.stop - piece.start, begin - memory.data_ptr()
+            return first.as_strided((length,), (1,), offset // width)
+        joined = first.new_zeros(piece.stop - piece.start)
+        for grad, part in zip(grads, piece.parts, strict=True):
+            joined[part.at - piece.start :][: grad.numel()] = grad
+        return joined
 
     def _grad(self, part: Part) -> Tensor:
         grad = self.named[part.param][1].grad
@@ -302,7 +318,7 @@ class ElementShares(Shares):
         return buffer
 
 
-class TensorShares(Shares):
+class TensorShares(FlatShares):
     """Every parameter is stepped, whole, by the rank in whose slice it lies."""
 
     def _plan(self) -> list[tuple[Flat, list[Slot]]]:
