@@ -157,8 +157,14 @@ def replace_weight(net: Any) -> None:
     net.weight = nn.Parameter(net.weight.detach().clone())
 
 
+def replace_behind_the_back(net: Any) -> None:
+    """Without a word to torch, while somebody holds the old one and its gradient."""
+    net.held = [net.weight]
+    net._parameters["weight"] = nn.Parameter(net.weight.detach().clone())
+
+
 @pytest.mark.parametrize("layer", [nn.Linear, Hiding])
-@pytest.mark.parametrize("replace", [assign_all, replace_weight])
+@pytest.mark.parametrize("replace", [assign_all, replace_weight, replace_behind_the_back])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_parameters_replaced_after_wrapping_are_refused_in_the_next_step(
     replace: Callable[[Any], None], layer: type[nn.Linear], transport: str
@@ -218,6 +224,15 @@ def test_a_parameter_that_differs_on_one_rank_is_named_with_it_on_all(
         assert isinstance(error, ReplicaError)
         assert f"'1.weight' on rank {size - 1} is not what it is on rank 0" in str(error)
         assert f"on rank {size - 1} and " in str(error)
+
+
+def test_a_layer_that_was_dropped_after_wrapping_is_no_difference() -> None:
+    def body(world: World) -> None:
+        model = wrap(world, square())
+        model.module[1] = nn.Identity()
+        train(model, world, PERIOD)
+
+    run_ranks(2, body)
 
 
 def test_a_parameter_that_differs_is_named_with_torchs_own_hooks_too() -> None:

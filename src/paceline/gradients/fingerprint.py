@@ -87,6 +87,8 @@ class Fingerprint:
         """
         found = ((ref.get(), start, stop) for ref, start, stop in pieces)
         parts = [_flat(param, start, stop) for param, start, stop in found if param is not None]
+        if not parts:  # the model has dropped them
+            return torch.zeros((), dtype=torch.int32, device=self._device)
         if len({part.dtype for part in parts}) > 1:
             parts = [part.view(torch.uint8) for part in parts]
         data = torch.cat(parts) if len(parts) != 1 else parts[0]

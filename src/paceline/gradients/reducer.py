@@ -75,7 +75,6 @@ class Reducer(BackwardFollower):
         """Where the buckets live; found when the first of a layout starts."""
         self.steps = 0
         """How many backward passes have been synchronised, or which step a run is at."""
-        self._syncs = 0
         self.after_sync: Callable[[], Callable[[], None] | None] | None = None
         """Refers to what is called after every synchronised backward, at one point on all ranks."""
         self.check_model: Callable[[Iterable[Parameter]], None] | None = None
@@ -377,7 +376,6 @@ class Reducer(BackwardFollower):
             if not self.weight.is_clean:
                 self.weight.reset()
             self.steps += 1
-            self._syncs += 1
         if self.observer is not None:
             self.observer.step_ends()
         after_sync = self.after_sync() if self.after_sync is not None else None
@@ -408,10 +406,10 @@ class Reducer(BackwardFollower):
             for bucket in self._layout.buckets:
                 bucket.flat.mul_(factor)
         used = self._layout.trailer.used(trailer) if current.unused else []
-        # A parameter that was replaced has no gradient; one that was added was registered.
+        # A parameter that was replaced gets no gradient; one that was added was registered.
         registered = 0 if self.registrations is None else self.registrations.total
         is_changed, self._registered = registered != self._registered, registered
-        is_due = current.unused or not self._syncs or self.steps % MODEL_CHECK_PERIOD == 0
+        is_due = max(current.missing, default=1) > 0 or self.steps % MODEL_CHECK_PERIOD == 0
         if self.check_model is not None and (is_changed or is_due):
             self.check_model(self.parameters)
         if not current.is_shadow:
