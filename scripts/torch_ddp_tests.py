@@ -30,6 +30,7 @@ FAILS_WITHOUT_A_GPU = (
 NO_ERROR = "unused parameters and graphs that change are synchronised: docs/ddp.md, static_graph"
 LOGGING = "reads what torch's C++ reducer logs"
 PRIVATE = "uses a private name of torch's class"
+REFUSED = "contexts of torch.distributed.autograd are refused: docs/ddp.md"
 DIFFERENCES = {
     "test_ddp_device": "its inputs stay where they are here, with torch's class too",
     "test_ddp_broadcast_buffer_via_hook": PRIVATE,
@@ -58,6 +59,13 @@ DIFFERENCES = {
     "test_invalid_static_graph": NO_ERROR,
     "test_skip_all_reduce_unused_parameters": LOGGING,
     "test_static_graph_api_cpu": NO_ERROR,
+    "test_backward_ddp_inside": REFUSED,
+    "test_backward_ddp_outside": REFUSED,
+    "test_backward_ddp_outside_uneven_inputs": REFUSED,
+    "test_ddp_comparison": REFUSED,
+    "test_ddp_comparison_uneven_inputs": REFUSED,
+    "test_ddp_dist_autograd_local_vs_remote": REFUSED,
+    "test_ddp_dist_autograd_sparse_grads": REFUSED,
 }
 
 
@@ -124,6 +132,31 @@ def suite(wrapper: type[Any]) -> type[unittest.TestCase]:
     return Tests
 
 
+def suites_under_rpc(wrapper: type[Any]) -> list[type[unittest.TestCase]]:
+    """Torch's tests of its class together with `torch.distributed.autograd`, with another one."""
+    import torch
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test as theirs
+    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as rpc
+
+    theirs.DistributedDataParallel = wrapper
+
+    class Forked(rpc.TensorPipeRpcAgentTestFixture, MultiProcessTestCase):  # type: ignore[misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, *args: Any, **kwargs: Any) -> None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            super()._run(*args, **kwargs)
+
+    return [
+        type("Tests", (Forked, tests), {})
+        for tests in (theirs.DdpUnderDistAutogradTest, theirs.DdpComparisonTest)
+    ]
+
+
 def is_about_ddp(test: Any) -> bool:
     source = inspect.getsource(inspect.unwrap(test)).lower()
     return "ddp" in source or "distributeddataparallel" in source
@@ -134,7 +167,7 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true", help="test torch's own class")
     parser.add_argument("names", nargs="*", default=[""], metavar="PART_OF_A_NAME")
     args = parser.parse_args()
-    threads = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    threads = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(BACKEND="gloo", WORLD_SIZE="2", TEMP_DIR=folder, **threads)
         logging.disable(logging.INFO)
@@ -143,9 +176,10 @@ def main() -> int:
         import paceline
 
         torchs = torch.nn.parallel.DistributedDataParallel
-        tests = suite(torchs if args.torch else paceline.DistributedDataParallel)
+        wrapper = torchs if args.torch else paceline.DistributedDataParallel
+        suites = [*suites_under_rpc(wrapper), suite(wrapper)]
         surprises = 0
-        for name in dir(tests):
+        for tests, name in [(each, name) for each in suites for name in dir(each)]:
             if not name.startswith("test_") or not any(part in name for part in args.names):
                 continue
             if any(part in name for part in FAILS_WITHOUT_A_GPU) or not is_about_ddp(

@@ -334,6 +334,11 @@ def _signal_file(environ: Mapping[str, str]) -> str:
     return folder and os.path.join(folder, "signalled")
 
 
+def hears_of_failures(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher of ours tells this worker when another one has failed."""
+    return FAILURE_VARIABLE in environ
+
+
 def has_failed_peer(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher ends this worker because another one has failed."""
     return os.path.exists(environ.get(FAILURE_VARIABLE, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.comm.world import World
 from paceline.errors import CheckpointError, DesyncError, NotFiniteError, UsageError
 from paceline.observe.run_folder import RunFolder, read_events, read_info
 from paceline.run import Run, RunOptions
+from paceline.run.stop import StopRequest
 from paceline.testing import assert_replicas_equal, run_ranks, seeded
 
 
@@ -298,3 +300,19 @@ def test_the_noise_scale_is_measured_on_the_way(tmp_path: Path) -> None:
     assert len(noise) == 2
     assert noise[0]["noise_scale"] > 0
     assert "noise scale" in noise[-1]["advice"]
+
+
+def test_sigterm_from_an_unknown_launcher_is_answered_once_the_others_are_known_to_live() -> None:
+    said: list[str] = []
+    request = StopRequest(said.append)
+    request.hears_of_failures = False
+    request.listen()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert said == []  # it may have been sent because another worker has failed
+        request.say()
+        request.say()
+        signal.raise_signal(signal.SIGTERM)  # the same one, passed on twice
+    finally:
+        request.ignore()
+    assert said == ["SIGTERM: finishing the step and saving; once more ends it at once."]

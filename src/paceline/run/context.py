@@ -156,6 +156,7 @@ class StepContext:
         has_buffers = next(module.buffers(), None) is not None
         self.buffers = Buffers(module, members) if has_buffers else None
         self.stop = StopRequest(self.sinks.say)
+        self.stop.hears_of_failures = world.size == 1 or env.hears_of_failures()
         self.step_note = env.open_step_note()
         self.vote = Vote(members, self.stop, self.buffers)
         self.noise: NoiseMeter | None = None

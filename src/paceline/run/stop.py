@@ -50,7 +50,10 @@ class StopRequest:
         """Whether this worker alone was asked, and the others can continue without it."""
         self.leave: Callable[[], bool] = lambda: False
         """Ask to be let go; False where that cannot be."""
+        self.hears_of_failures = True
+        """Whether nobody beside this worker can have failed without its knowledge."""
         self._since_s = 0.0
+        self._is_said = False
         self._say = say
         self.before: dict[int, Any] = {}
         """Who handled the signals before; empty where nobody listens."""
@@ -77,14 +80,25 @@ class StopRequest:
         if not self.signal or (self.is_leaving and is_for_all):
             self.signal, self._since_s = number, now_s
             self.is_leaving = number == signal.SIGTERM and not is_for_all and self.leave()
-            if not self.is_leaving and not env.has_failed_peer():  # else no step can be finished
-                name = name_signal(number)
-                self._say(f"{name}: finishing the step and saving; once more ends it at once.")
+            self._is_said = False
+            if number == signal.SIGINT or self.hears_of_failures:
+                self.say()
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:
             self.ignore()
             # Nobody's handler: whatever hangs, this ends it, with the right exit code.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def say(self) -> None:
+        """Say once what will be done, where a step can be finished: when no worker has failed.
+
+        Other launchers do not tell, and end the others with SIGTERM; so this is said later there.
+        """
+        if self.signal and not self._is_said:
+            self._is_said = True
+            if not self.is_leaving and not env.has_failed_peer():
+                name = name_signal(self.signal)
+                self._say(f"{name}: finishing the step and saving; once more ends it at once.")
 
 
 class Requests(NamedTuple):
@@ -151,7 +165,8 @@ class Vote:
         return Requests(*requests)
 
     def _own(self) -> Requests:
-        """What this worker wants."""
+        """What this worker wants; asked when no other has failed."""
+        self._request.say()
         number = self._request.signal
         if self._request.is_leaving and self._membership.size > 1:
             number = 0

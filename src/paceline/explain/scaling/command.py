@@ -295,6 +295,8 @@ def main(args: argparse.Namespace) -> int:
     flags += ["--as-torch"] * args.as_torch + ["--module"] * args.module
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the job ends with us
     script = [*flags, args.script, *args.script_args]
+    runs = f"on {', '.join(map(str, sizes))} workers, {count_text(args.repeats, 'run')} each"
+    _tell(f"measuring {os.path.basename(args.script)} {runs} ...")
     study = make_study(
         measure(script, sizes, args.repeats, args.steps, _tell),
         name=os.path.basename(args.script),
