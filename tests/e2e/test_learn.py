@@ -204,7 +204,7 @@ def test_a_model_of_ones_own_is_asked_about_and_one_that_cannot_be_split_is_not(
     ("flags", "words"),
     [
         (["--workers", "1"], "--workers is 1"),
-        (["--workers", "99"], "--workers is 99"),
+        (["--workers", "9"], "--workers is 9"),
         (["--batch", "2", "--workers", "3"], "--batch is 2"),
         (["--seed", "-1"], "--seed is -1"),
         (["cards"], "do not go together"),

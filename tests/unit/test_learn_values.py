@@ -103,6 +103,8 @@ def test_whole_numbers_are_exact_and_others_may_be_rounded() -> None:
     assert is_same("number", 3.3, 10 / 3)
     assert not is_same("number", 3, 10 / 3)
     assert is_same("number", 0.83, 83.33, unit="%")
+    assert is_same("number", 17, 16.67, unit="%")
+    assert not is_same("number", 18, 16.67, unit="%")
     assert is_same("number", 1.7, 1.9, tolerance=0.15)
     assert not is_same("number", 1.5, 1.9, tolerance=0.15)
     assert not is_same("numbers", [6, 5], [6, 5, 5])

@@ -37,7 +37,7 @@ from paceline.record.schema import from_json
 from paceline.record.stages import Trace
 from paceline.record.step import record_step
 
-MOST_WORKERS, MOST_ROWS = 16, 100_000
+MOST_WORKERS, MOST_ROWS = 8, 2_000
 FEATURES, CLASSES, ROWS = 10, 5, 1_000
 EPOCHS = 5
 NAP_S, SLOW_S = 0.05, 0.02
@@ -148,6 +148,7 @@ class Runs:
             "predict": None,
             "weight": None,
             "values": True,
+            "rehearse": False,
         }
         return Namespace(**{**usual, **others})
 

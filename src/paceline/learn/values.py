@@ -120,8 +120,12 @@ def is_same(kind: Kind, typed: Any, answer: Any, tolerance: float = 0.0, unit: s
     """Whether two values are the same; numbers that are not whole may be rounded."""
     if kind == "number":
         # A share is as well said as a part of one.
-        said = [typed, typed * 100] if unit == "%" and abs(answer) > 1 else [typed]
-        return any(_is_near(each, answer, tolerance) for each in said)
+        is_share = unit == "%" and abs(answer) > 1
+        said = [typed, typed * 100] if is_share else [typed]
+        return any(
+            _is_near(each, answer, tolerance) or (is_share and each == round(answer))
+            for each in said
+        )
     if kind == "numbers":
         pairs = zip(typed, answer, strict=False)
         return len(typed) == len(answer) and all(_is_near(*pair, tolerance) for pair in pairs)

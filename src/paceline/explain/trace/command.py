@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the picture")
     parser.add_argument("--ascii", action="store_true", help="draw without characters beyond ASCII")
+    parser.set_defaults(rehearse=True)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -142,14 +142,14 @@ class _Loop:
     def run(self) -> Trace:
         self.model.train()
         rows = next(islice(self._batches(0), self.chosen, None))
-        timed = self._rehearse(rows)
+        timed = self._rehearse(rows) if self.options.rehearse else []
         epochs = []
         if self.options.epochs == 0:
             self._record(rows, step=1)  # the only step, whichever batch it takes
         else:
             epochs = [self._untrained(), *map(self._epoch, range(self.options.epochs))]
         assert self.trace is not None  # the chosen step is one of the first epoch
-        trace = with_median_times(self.trace, timed)
+        trace = with_median_times(self.trace, timed) if timed else self.trace
         first, *later = map(self._with_epoch, trace.stages)
         return replace(
             trace,

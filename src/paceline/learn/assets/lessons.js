@@ -61,8 +61,10 @@ function isNear(typed, answer, tolerance) {
 
 function isSame({ kind, answer, tolerance, unit }, typed) {
   if (kind === "number") {
-    const said = unit === "%" && Math.abs(answer) > 1 ? [typed, 100 * typed] : [typed];
-    return said.some((each) => isNear(each, answer, tolerance));
+    const isShare = unit === "%" && Math.abs(answer) > 1;
+    return (isShare ? [typed, 100 * typed] : [typed]).some(
+      (each) => isNear(each, answer, tolerance) || (isShare && each === Math.round(answer)),
+    );
   }
   if (kind === "choice") return typed === answer;
   const near = (value, i) =>
