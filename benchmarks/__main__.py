@@ -33,6 +33,7 @@ MEASUREMENTS = [
 CPU_RESULTS = {
     "step-2-ranks": "step --ranks 2",
     "step-4-ranks": "step --ranks 4 --rounds 5",
+    "update-2-ranks": "update --ranks 2 --model mlp-8.4M,gpt-17M,conv-0.1M",
     "memory": "memory --ranks 2",
     "allreduce": "allreduce --ranks 2",
     "startup": "startup --ranks 2",

@@ -18,6 +18,7 @@ from paceline.transport.flat import ALIGNMENT, round_up, slices
 from paceline.update.cut import PIECE_NUMEL, cut_pieces, deal_tensors, split_piece
 from paceline.update.kind import merges
 from paceline.update.pieces import step_in_pieces
+from paceline.update.sharded_state import likeness
 
 SHAPES = [(10,), (33, 7), (1,), (130, 3), (), (257,)]
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -136,6 +137,15 @@ def test_whole_tensors_lie_in_the_slices_of_single_ranks(numels: list[int], size
     in_order = sorted(slots, key=lambda slot: slot.start)
     assert all(one.stop <= other.start for one, other in pairwise(in_order))
     assert length // size <= sum(numels) / size + max(numels) + ALIGNMENT * (len(numels) + 1)
+
+
+def test_parameters_whose_numbers_differ_in_the_last_bit_are_not_stepped_as_one() -> None:
+    def like(number: float) -> object:
+        state = {"step": torch.tensor(3.0), "product": torch.tensor(number), "m": torch.ones(2, 2)}
+        return likeness(state, torch.Size([2, 2]))
+
+    assert like(0.9999) == like(0.9999)
+    assert like(0.9999) != like(0.99990004)
 
 
 def large_model() -> nn.Module:

@@ -32,9 +32,14 @@ def is_cut(key: str, value: Any, shape: torch.Size) -> bool:
 def likeness(state: Mapping[str, Any], shape: torch.Size) -> Hashable:
     """Equal for parameters that can be stepped as one: they are cut alike and agree on the rest."""
     return tuple(
-        (key, "cut" if is_cut(key, value, shape) else repr(value))
+        (key, "cut" if is_cut(key, value, shape) else repr(_exact(value)))
         for key, value in sorted(state.items())
     )
+
+
+def _exact(value: Any) -> Any:
+    """A value whose text tells it from any other; that of a tensor is rounded."""
+    return (value.dtype, value.shape, value.tolist()) if isinstance(value, Tensor) else value
 
 
 def cut_state(piece: Piece, wholes: Sequence[State], layouts: Sequence[Layout]) -> State:
@@ -80,16 +85,15 @@ def describe(state: Mapping[str, Any], shape: torch.Size) -> dict[str, list[Any]
         if is_cut(key, value, shape):
             words[key] = ["cut", name_of(value.dtype)]
         elif isinstance(value, Tensor) and value.numel() == 1:
-            number = value.item()
-            words[key] = ["number", name_of(value.dtype), list(value.shape), number]
-            words[key].append(value.device.type)
+            facts = [name_of(value.dtype), list(value.shape), value.item(), value.device.type]
+            words[key] = ["number", *facts]
         elif isinstance(value, PLAIN):
             words[key] = ["plain", value]
         else:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise UsageError(
-                f"The optimizer keeps {key!r} {what:.80} for a piece of {shape.numel()} elements, "
-                "which cannot be put together from pieces.",
+                f"The optimizer keeps {key!r} {what:.80}, which cannot be put together from what "
+                "single ranks keep.",
                 advice='Do not share the update of this optimizer out: use update="whole".',
             )
     return words
