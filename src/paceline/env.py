@@ -385,6 +385,14 @@ def gloo_on_loopback() -> Iterator[None]:
             os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
+def leave_nccl_to_us() -> None:
+    """Keep torch's watchdog from ending this process when another one that uses NCCL dies.
+
+    To be called before the group is made.
+    """
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+
+
 def read_attempt(environ: Mapping[str, str] = os.environ) -> int:
     """How often the launcher has started the workers again; 0 without one."""
     return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)

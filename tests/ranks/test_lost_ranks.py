@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline import comm
+from paceline.comm import collectives
 from paceline.comm.world import World
+from paceline.errors import PeerError
 from paceline.testing import run_ranks
 
 
@@ -53,3 +56,21 @@ def test_one_silent_rank_among_waiting_ones_is_named() -> None:
 def test_ranks_that_all_wait_are_told_so() -> None:
     words = dict.fromkeys((1, 2), ("waiting", "Step 3: a sum"))
     assert "Ranks 0, 1 and 2 all lost a connection." in run_ranks(3, explain, words)[0]
+
+
+def test_a_sum_that_was_aborted_is_refused_though_it_seems_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As NCCL's do, which end without an error."""
+    aborted = [False]
+    monkeypatch.setattr(collectives, "_is_aborted", [lambda: aborted[0]])
+
+    def add_up(world: World) -> float:
+        total = torch.ones(1)
+        comm.all_reduce(world.group, total, "A sum")
+        return float(total)
+
+    assert run_ranks(2, add_up) == [2.0, 2.0]
+    aborted[0] = True
+    with pytest.raises(PeerError, match=r"A sum failed on rank .*: it was aborted"):
+        run_ranks(2, add_up)

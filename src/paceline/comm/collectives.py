@@ -55,8 +55,26 @@ class Pending:
     def wait(self) -> None:
         try:
             self._work.wait()
+            if _is_aborted[0] is not None:
+                while not self._work.is_completed():
+                    time.sleep(_LOOK_S)
+                if _is_aborted[0]():
+                    raise RuntimeError("it was aborted")
         except RuntimeError as error:
             raise explain_failure(self._group, self._what, error) from error
+
+
+_is_aborted: list[Callable[[], bool] | None] = [None]
+_LOOK_S = 50e-6
+
+
+def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
+    """From now on wait on the host for every collective, and refuse what was aborted meanwhile.
+
+    A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in memory;
+    and what was started on the device after it goes on with that.
+    """
+    _is_aborted[0] = is_aborted
 
 
 def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:

@@ -136,6 +136,8 @@ def _stand_apart(place: Placement | None, device_id: torch.device | int | None) 
     """The world of a worker that replaces another: alone until its run joins the others."""
     assert place is not None
     device = pick_device(None, place.local_rank, place.local_size, device_id)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with env.gloo_on_loopback():  # whatever has become of the way to other machines
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     _apart.add(dist.group.WORLD)

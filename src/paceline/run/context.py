@@ -34,7 +34,7 @@ from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.watching import Watching
-from paceline.survive.groups import Groups
+from paceline.survive.groups import Groups, can_form_anew
 from paceline.survive.link import Link
 from paceline.survive.member import Survival
 from paceline.update import (
@@ -59,8 +59,8 @@ class StepContext:
         self.world = world = config.world or find_world()
         self.membership = members = Membership.of(world.group)
         link = None
-        is_formed_anew = members.group is dist.group.WORLD and dist.get_backend() == "gloo"
-        can_survive = is_formed_anew and env.read_survival() is not None  # NCCL's groups cannot yet
+        is_formed_anew = members.group is dist.group.WORLD and can_form_anew(dist.get_backend())
+        can_survive = is_formed_anew and env.read_survival() is not None
         shares_out = choose_update(
             options.update, config.optimizer, size=members.size, can_survive=can_survive
         )
@@ -175,8 +175,10 @@ class StepContext:
         if link is not None:
             place = env.read_placement()
             assert place is not None
-            store = connect(place, None)
-            groups = Groups(store, CONNECTIONS, dist.get_backend(), GROUP_TIMEOUT)
+            store, backend = connect(place, None), link.backend or dist.get_backend()
+            groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
+            if "nccl" in backend:
+                comm.refuse_aborted(lambda: groups.is_broken)
             self.survival = Survival(link, members, groups, self.continuity.heal)
 
     def to_device(self, batch: Any) -> Any:
@@ -185,6 +187,8 @@ class StepContext:
 
     def on_generation(self) -> None:
         self.size = self.membership.size
+        if not isinstance(self.membership.group, NoGroup):
+            self.membership.word_device = comm.word_device(self.membership.group, self.device)
 
     def take_over(self) -> None:
         """From now on this worker speaks, draws and writes for all."""
@@ -208,6 +212,8 @@ def find_world() -> World:
     if env.read_placement() is None:
         # A group of its own, so that being alone leaves no trace in torch.
         return World(rank=0, size=1, group=dist.ProcessGroup(HashStore(), 0, 1))
+    if env.read_survival() is not None:
+        env.leave_nccl_to_us()
     world = init_process_group()
     atexit.register(world.close)
     return world

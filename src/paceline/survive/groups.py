@@ -3,6 +3,9 @@
 Members first meet at the launcher's store, where waiting can be given up. Only when all are there
 do they build the group, which takes milliseconds and cannot be given up. It is torch's own default
 group, so `torch.distributed` keeps working in the user's code.
+
+Gloo's waits end with an error when its connections are shut. NCCL's end without one when it is
+aborted, and leave anything in memory: see `comm.refuse_aborted`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -35,6 +39,13 @@ def _spare_children() -> None:
     threads would be missing, and the loader would crash.
     """
     os.register_at_fork(after_in_child=gc.freeze)
+
+
+def can_form_anew(backend: str) -> bool:
+    """Whether groups of a backend can be left while somebody waits in them."""
+    names = {part.rpartition(":")[2] for part in backend.split(",")}
+    has_abort = hasattr(getattr(dist, "ProcessGroupNCCL", None), "abort")
+    return names <= ({"gloo", "nccl"} if has_abort else {"gloo"})
 
 
 class Meeting:
@@ -59,8 +70,10 @@ class Groups:
         self, store: Store, connections: Connections, backend: str, timeout: timedelta
     ) -> None:
         """`connections` are those of the group that is there now."""
-        self._store, self._connections = store, connections
-        self._backend, self._timeout = backend, timeout
+        self.backend = backend
+        self.is_broken = False
+        """Whether waits in the current group were ended: what NCCL leaves then is no result."""
+        self._store, self._connections, self._timeout = store, connections, timeout
 
     def meet(self, generation: Generation) -> Meeting:
         return Meeting(self._store, generation)
@@ -72,7 +85,7 @@ class Groups:
         try:
             with way, self._connections.recorded():
                 dist.init_process_group(
-                    self._backend,
+                    self.backend,
                     store=meeting.store,
                     rank=generation.rank,
                     world_size=generation.size,
@@ -82,6 +95,7 @@ class Groups:
             raise PeerError(f"Generation {generation.number} could not form a group.") from error
         group = dist.group.WORLD
         assert group is not None
+        self.is_broken = False
         dist.distributed_c10d._set_pg_timeout(self._timeout, group)
         if generation.rank == 0:
             self._forget_before(generation.number)
@@ -89,14 +103,29 @@ class Groups:
 
     def leave(self) -> None:
         """Let go of the default group, if there is one."""
+        has_nccl = bool(_find_nccl())
+        if has_nccl and not self.is_broken:
+            torch.cuda.synchronize()  # what was begun before
         self.interrupt()
         if dist.is_initialized():
             with suppress(RuntimeError):
-                dist.destroy_process_group()
+                if has_nccl:  # which would wait for everybody before it is destroyed
+                    dist.distributed_c10d._abort_process_group()
+                else:
+                    dist.destroy_process_group()
 
     def interrupt(self) -> None:
-        """End what this process waits for in its group; may be called from another thread."""
+        """End what this process waits for in its groups; may be called from another thread."""
+        self.is_broken = True
         self._connections.shut()
+        backends = _find_nccl()
+        for backend in backends[:1]:
+            # All together: to abort one may wait for the others' kernels on the device.
+            backend._group_start()
+            for each in backends:
+                with suppress(RuntimeError):
+                    each.abort()
+            backend._group_end()
 
     def _forget_before(self, number: int) -> None:
         """Delete what older generations have left in the store."""
@@ -105,3 +134,14 @@ class Groups:
                 prefix, _, rest = key.partition(f"{_PREFIX}/")
                 if not prefix and rest and int(rest.partition("/")[0]) < number:
                     self._store.delete_key(key)
+
+
+def _find_nccl() -> list[Any]:
+    """NCCL's part of every group of this process, the script's own too."""
+    found = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # none for that device
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):
+                found.append(backend)
+    return found

@@ -131,6 +131,8 @@ class Link:
         self.ledger = ledger
         self.facts = facts or {}
         """Of the run that a replacement joins."""
+        self.backend = str(self.facts.pop("backend", ""))
+        """Of its group."""
         self.is_replacement = is_replacement
         """Whether the others are training already."""
         self.newest: Generation | None = None

@@ -97,7 +97,9 @@ class Survival:
             self._link.tell("ready")
             self.regroup()
         else:
-            self._link.tell("joined", generation=self.number, facts=facts)
+            self._link.tell(
+                "joined", generation=self.number, facts={**facts, "backend": self._groups.backend}
+            )
 
     def regroup(self) -> None:
         """Leave the current group, and return as a member of the newest generation."""
