@@ -2,6 +2,7 @@
 
       this launcher                              the lead's
     joined, ready, lost, finished, died  ---->   roster, of the workers of all machines
+    ledgers, twice a second              ---->   kept, in case this machine is lost
     announce it, start a replacement     <----   orders
     leave, when no worker is left here           everybody has finished
 
@@ -11,10 +12,12 @@ machine, so nobody here may write any more.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.launcher.generations import FOLLOWER_SILENCE_S, End, Workers
+from paceline.launcher.wire import BEAT_S
 
 
 @dataclass(kw_only=True)
@@ -29,6 +32,9 @@ class Follower(Workers):
     may_leave: bool = False
     _left: set[int] = field(default_factory=set)
     """Workers that were asked to go, and have gone."""
+    _ledgers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """As the lead knows them."""
+    _ledgers_at_s: float = 0.0
 
     @property
     def is_needed(self) -> bool:
@@ -52,6 +58,19 @@ class Follower(Workers):
             self.say(f"worker {seat} {how} in step {death['step']}.")
         self._report(said="died", seat=seat, death={"ledger": ledger, "how": how, **death})
         return True
+
+    def keep_in_touch(self) -> None:
+        """And let the lead know what it would miss if this machine was lost, as of just now."""
+        super().keep_in_touch()
+        now_s = time.monotonic()
+        if now_s < self._ledgers_at_s:
+            return
+        self._ledgers_at_s = now_s + BEAT_S
+        for seat, line in self.lines.items():
+            ledger = line.ledger.read()
+            if ledger != self._ledgers.get(seat, {}):
+                self._ledgers[seat] = ledger
+                self._report(said="ledger", seat=seat, ledger=ledger)
 
     def _hear(self, seat: int, message: dict[str, Any]) -> None:
         match message:

@@ -191,6 +191,8 @@ class Generations(Workers):
     _died_s: float = 0.0
     _died_in: int = 1
     """The step in which a worker last died."""
+    _ledger_by_seat: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of workers on other machines, as their launchers last told."""
     _training: int = 0
     """How many were training when that was last looked at."""
 
@@ -244,6 +246,8 @@ class Generations(Workers):
         match message:
             case {"said": "died", "seat": int(seat), "death": dict(death)}:
                 self.on_exit(seat, **death)
+            case {"said": "ledger", "seat": int(seat), "ledger": dict(ledger)}:
+                self._ledger_by_seat[seat] = ledger
             case {"said": _, "seat": int(seat)}:
                 self._hear(seat, message)
             case {"do": "end", **end}:
@@ -251,14 +255,18 @@ class Generations(Workers):
 
     def _lose_machine(self, machine: int, why: str) -> None:
         self.on_machine_gone(machine)
+        if self.roster.is_finished and not self.roster.members:
+            return
         if not self.is_on:
             self._end(End(text=f"Machine {machine} is gone: {why}."))
             return
         self._died_s = time.monotonic()
-        before = len(self.roster.members)
+        lost = [s for s in self.roster.members if self.roster.machine_of(s) == machine]
+        for seat in lost:
+            self._inherit(seat, self._ledger_by_seat.pop(seat, {}))
         orders = self.roster.on_machine_gone(machine)
-        lost = count_text(before - len(self.roster.members), "worker")
-        self.say(f"machine {machine} is gone, with {lost}: {why}; {self._rest()}.")
+        workers = count_text(len(lost), "worker")
+        self.say(f"machine {machine} is gone, with {workers}: {why}; {self._rest()}.")
         self._carry_out(orders)
 
     def on_exit(

@@ -180,9 +180,8 @@ class Rendezvous:
         self.heard = (-1, 0.0)
         self.sizes = [int(self.store.get(f"workers/{node}")) for node in range(len(self.sizes))]
         self.store.set(f"ready/{attempt}/{self.node}", "1")
-        for node, size in enumerate(self.sizes):
-            if size:  # a machine that is gone has none any more
-                self._get(f"ready/{attempt}/{node}", f"machine {node}")
+        for node in self._nodes_left:
+            self._get(f"ready/{attempt}/{node}", f"machine {node}")
         self._open_wires()
         if self.server is not None:  # the last attempt's workers have ended everywhere
             self.server.clear(keep=self.prefix)
@@ -238,12 +237,20 @@ class Rendezvous:
     def wait_for_the_others(self) -> str:
         """Wait until all machines have finished; why not, if one fails after all."""
         self.store.set(f"done/{self.attempt}/{self.node}", "1")
-        for node in range(len(self.sizes)):
-            while not self.store.has(f"done/{self.attempt}/{node}"):
-                if reason := self.look() if self.workers is None else self._hear_others():
-                    return reason
-                self._pause(_LOOK_S)
-        return ""
+        while True:
+            # First: a machine that sees that all are done leaves, and is not missed then.
+            reason = self.look() if self.workers is None else self._hear_others()
+            if all(self.store.has(f"done/{self.attempt}/{node}") for node in self._nodes_left):
+                return ""
+            if reason:
+                return reason
+            self._pause(_LOOK_S)
+
+    @property
+    def _nodes_left(self) -> list[int]:
+        """The machines of this attempt that are not gone."""
+        sizes = enumerate(self.sizes)
+        return [node for node, size in sizes if size and node not in self.gone]
 
     def on_machine_gone(self, node: int) -> None:
         """As the lead: do not wait for this machine any more, now and in later attempts."""
@@ -280,8 +287,8 @@ class Rendezvous:
             wire.send({"said": "hello"})
             self._wait_until(partial(self._await_welcome, wire), _LOOK_S)
             return
-        for node, size in enumerate(self.sizes):
-            if size and node != self.node:
+        for node in self._nodes_left:
+            if node != self.node:
                 key = make_key(secret, token, self.attempt, node)
                 self._wait_until(partial(self._await_hello, node, key), _LOOK_S)
 
@@ -307,7 +314,7 @@ class Rendezvous:
         except LineBroken as error:
             raise UsageError(
                 f"The launcher at {self.endpoint} does not take this one for a machine of its run.",
-                f"The line to it is closed: {error}.",
+                "It has closed the line to this machine.",
                 "Set PACELINE_SECRET to the same value on every machine, or on none.",
             ) from error
 
@@ -318,8 +325,8 @@ class Rendezvous:
             if is_cut_off:
                 raise OSError
             left = self.store.add("left", 1) if self.client is not None else 0
-            deadline_s, here = time.monotonic() + LEAVE_S, len(self.sizes) - len(self.gone)
-            while self.server and left < here and time.monotonic() < deadline_s:
+            deadline_s, others = time.monotonic() + LEAVE_S, len(self._nodes_left)
+            while self.server and left < others and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 left = self.store.add("left", 0)
         for end in (*self.wires.values(), self.client, self.server):

@@ -28,6 +28,8 @@ from paceline.survive.link import Generation
 
 BUILD_TIMEOUT = timedelta(seconds=0.75)
 """All members are there when a group is built: one that does not answer in time has died."""
+MOST_DOUBLINGS = 5
+"""Or the machines are so busy, or so many, that it takes longer."""
 _PREFIX = "paceline/generation"
 
 
@@ -74,13 +76,15 @@ class Groups:
         self.is_broken = False
         """Whether waits in the current group were ended: what NCCL leaves then is no result."""
         self._store, self._connections, self._timeout = store, connections, timeout
+        self._tries = 0
 
     def meet(self, generation: Generation) -> Meeting:
         return Meeting(self._store, generation)
 
     def make(self, meeting: Meeting) -> Any:
+        """The group of all who have met; every time that this fails it is tried for longer."""
         _spare_children()
-        generation = meeting.generation
+        generation, self._tries = meeting.generation, self._tries + 1
         way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:
             with way, self._connections.recorded():
@@ -89,13 +93,13 @@ class Groups:
                     store=meeting.store,
                     rank=generation.rank,
                     world_size=generation.size,
-                    timeout=BUILD_TIMEOUT,
+                    timeout=BUILD_TIMEOUT * 2 ** min(self._tries - 1, MOST_DOUBLINGS),
                 )
         except (RuntimeError, ValueError) as error:
             raise PeerError(f"Generation {generation.number} could not form a group.") from error
         group = dist.group.WORLD
         assert group is not None
-        self.is_broken = False
+        self.is_broken, self._tries = False, 0
         dist.distributed_c10d._set_pg_timeout(self._timeout, group)
         if generation.rank == 0:
             self._forget_before(generation.number)
