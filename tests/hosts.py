@@ -19,7 +19,7 @@ import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 SPACES = ("unshare", "--net", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
-SOON_S = 60.0
+SOON_S = 120.0
 
 
 @functools.cache
