@@ -26,6 +26,7 @@ MEASUREMENTS = [
     "run_overhead",
     "checkpoints",
     "observing",
+    "survive",
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
@@ -40,6 +41,7 @@ CPU_RESULTS = {
     "allocation": "allocation",
     "overhead": "overhead",
     "run-overhead": "run_overhead --ranks 2",
+    "survive": "survive",
 }
 GPU_RESULTS = {"h200-single-gpu": "single_gpu", "h200-overlap": "gpu_overlap"}
 

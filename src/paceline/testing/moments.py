@@ -84,9 +84,15 @@ class Moments:
         """This worker passes a moment: do what is planned for it."""
         if where in OF_STEPS and self._size < int(os.environ["WORLD_SIZE"]):
             return
-        for number, fault in self._due.get(where or "", ()):
-            if self.step >= fault.step and self._claim(number):
-                self._strike(number, fault)
+        for number, fault in list(self._due.get(where or "", ())):
+            if self.step >= fault.step:
+                self._due[fault.where].remove((number, fault))
+                if fault.action == "kill" and fault.seconds:
+                    timer = threading.Timer(fault.seconds, self._strike, (number, fault))
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    self._strike(number, fault)
 
     @property
     def step(self) -> int:
@@ -100,28 +106,18 @@ class Moments:
             state = encode(context.state.gather(context.position, {}))
             (self._folder / f"{ENDED}{self._worker}").write_bytes(state)
 
-    def _claim(self, number: int) -> bool:
-        """Whether this is the first to strike with a fault."""
+    def _strike(self, number: int, fault: Fault) -> None:
+        """Do it, unless another process of this worker has."""
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            os.close(os.open(self._folder / f"{STRUCK}{number}", flags, 0o600))
+            file = os.open(self._folder / f"{STRUCK}{number}", flags, 0o600)
         except FileExistsError:
-            return False
-        return True
-
-    def _strike(self, number: int, fault: Fault) -> None:
-        def strike() -> None:
-            facts = {"worker": self._worker, "step": self.step, "attempt": env.read_attempt()}
-            said = json.dumps({**facts, "generation": self._generation, "time_s": time.monotonic()})
-            (self._folder / f"{STRUCK}{number}").write_text(said)
-            fault.strike()
-
-        if fault.action == "kill" and fault.seconds:
-            timer = threading.Timer(fault.seconds, strike)
-            timer.daemon = True
-            timer.start()
-        else:
-            strike()
+            return
+        facts = {"worker": self._worker, "step": self.step, "attempt": env.read_attempt()}
+        said = {**facts, "generation": self._generation, "time_s": time.monotonic()}
+        os.write(file, json.dumps(said).encode())
+        os.close(file)
+        fault.strike()
 
     def _on_begin(self, survival: Survival, *_: Any) -> None:
         self.is_joining = survival.number < 0

@@ -73,11 +73,22 @@ class Training:
     """In the order in which they happened."""
     steps: list[AppliedStep]
     """Every one that was applied, in order; with `attempts` above 1 those that stayed applied."""
+    beginnings: list[tuple[int, float]] = field(repr=False)
+    """Every process that applied a step: which worker it was, and when it first did."""
     footprints: list[dict[str, Any]] = field(repr=False)
     """Once per worker and generation, with `pid` and `generation`: descriptors, threads and KiB of
     the worker and of the launcher, and how many keys the store has."""
     states: dict[int, Any] = field(repr=False)
     """By worker, what it ended with: model, optimizer, scheduler, scaler, state objects."""
+
+    @property
+    def replacements_s(self) -> list[float]:
+        """For every strike, how long it took until its worker's replacement had done a step."""
+        taken = []
+        for strike in self.strikes:
+            after = [t for w, t in self.beginnings if w == strike.worker and t > strike.time_s]
+            taken += [min(after) - strike.time_s] if after else []
+        return taken
 
     @property
     def recoveries_s(self) -> list[float]:
@@ -157,10 +168,14 @@ def read_training(folder: Path, plan: Faults, exit_code: int, output: str) -> Tr
         if path.exists() and (text := path.read_text()):
             said = json.loads(text)
             strikes.append(Strike(fault, **said))
-    records, footprints = [], []
+    records, footprints, beginnings = [], [], []
     for path in folder.glob(f"{WROTE}*.jsonl"):
-        for line in path.read_text().splitlines():
-            records.append(record := json.loads(line))
+        own = [json.loads(line) for line in path.read_text().splitlines()]
+        records += own
+        first_s = [record["time_s"] for record in own if record["kind"] == "applied"][:1]
+        worker = int(path.name.removeprefix(WROTE).partition(".")[0])
+        beginnings += [(worker, time_s) for time_s in first_s]
+        for record in own:
             if footprint := record.get("footprint"):
                 place = {"pid": path.name, "generation": record["generation"]}
                 footprints.append({**place, **footprint})
@@ -171,7 +186,7 @@ def read_training(folder: Path, plan: Faults, exit_code: int, output: str) -> Tr
     strikes.sort(key=lambda strike: strike.time_s)
     footprints.sort(key=lambda each: each["generation"])
     steps = applied_steps(records)
-    return Training(exit_code, output, plan, strikes, steps, footprints, states)
+    return Training(exit_code, output, plan, strikes, steps, beginnings, footprints, states)
 
 
 def applied_steps(records: Sequence[dict[str, Any]]) -> list[AppliedStep]:
