@@ -119,13 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "result with one process on whole batches, and with a resume on another number of "
         "workers. Then write the report."
     )
-    for name, default, words in (
-        ("workers", 2, "how many processes share every batch"),
-        ("epochs", 5, "how many passes over the data"),
-        ("seed", 0, "generates the data, the model and the order of the rows"),
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="kill one of the workers on the way instead, and see that nothing is lost",
+    )
+    for name, words in (
+        ("workers", "how many processes share every batch (default: 2, with --kill 3)"),
+        ("epochs", "how many passes over the data (default: 5, with --kill 15)"),
+        ("seed", "generates the data, the model and the order of the rows (default: 0)"),
     ):
-        words = f"{words} (default: {default})"
-        parser.add_argument(f"--{name}", metavar="N", type=int, default=default, help=words)
+        parser.add_argument(f"--{name}", metavar="N", type=int, help=words)
     parser.add_argument("--folder", help="an empty folder for the run (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--quiet", action="store_true", help="print only what is not as promised")
@@ -133,11 +137,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Train and print; 1 if something is not as promised."""
-    options = DemoOptions(args.workers, args.epochs, args.seed)
+    given = {name: getattr(args, name) for name in ("workers", "epochs", "seed")}
+    defaults = {"workers": 3, "epochs": 15} if args.kill else {}
+    wanted = defaults | {name: value for name, value in given.items() if value is not None}
+    options = DemoOptions(**wanted)
+    if args.kill:
+        return _kill(options, args)
     folder = make_folder(args.folder)
     is_told = not (args.json or args.quiet)
     if is_told:  # before torch is imported, which takes seconds
-        tell([f"Training one model on {count_text(args.workers, 'worker')}, each a process."])
+        tell([f"Training one model on {count_text(options.workers, 'worker')}, each a process."])
     with warnings.catch_warnings():
         # torch says this on import where NumPy is missing; nothing here uses NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -155,6 +164,30 @@ def main(args: argparse.Namespace) -> int:
     else:
         tell([line for line, is_kept in outcome.promises() if not is_kept])
     return 0 if all(is_kept for _, is_kept in outcome.promises()) else 1
+
+
+def _kill(options: DemoOptions, args: argparse.Namespace) -> int:
+    """Show that a killed worker is survived; 1 if it is not as promised."""
+    from paceline.demo import survival
+
+    if options.workers < 2:
+        raise UsageError(
+            f"--workers is {options.workers}, and nobody is left to continue if that one is killed.",
+            advice="Use 2 or more with --kill.",
+        )
+    is_told = not (args.json or args.quiet)
+    outcome = survival.show(options, make_folder(args.folder), tell if is_told else _say_nothing)
+    if is_told:
+        tell(survival.conclusion(outcome))
+    elif args.json:
+        print(json.dumps({**asdict(options), **asdict(outcome)}))
+    else:
+        tell([line for line, is_kept in outcome.promises() if not is_kept])
+    return 0 if all(is_kept for _, is_kept in outcome.promises()) else 1
+
+
+def _say_nothing(_lines: list[str]) -> None:
+    pass
 
 
 def make_folder(wanted: str | None) -> Path:
