@@ -43,6 +43,16 @@ from paceline.record.stages import (
 )
 
 BEGAN = 1_700_000_000.0
+GENERATIONS: list[dict[str, Any]] = [
+    {
+        "step": 7,
+        "generation": 1,
+        "workers": 3,
+        "died": [{"worker": 1, "how": "was killed by signal 9", "step": 8}],
+        "joined": [],
+    },
+    {"step": 9, "generation": 2, "workers": 4, "died": [], "joined": [1]},
+]
 BATCH = 128
 
 

@@ -249,3 +249,31 @@ def test_the_default_folder_is_new_and_private(
     assert one != other
     assert one.parent == tmp_path
     assert one.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_killed_worker_is_seen_to_make_no_difference(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "demo", "--kill", "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert re.search(r"kill -9 \d+: that was worker 1, in mid-step", told)
+    assert re.search(r"worker 1 was killed by signal 9 in step \d+; 2 continue", told)
+    assert re.search(r"the others continue after \d+ ms; no step was lost", told)
+    assert "end with parameters that are equal to the last bit" in told
+    assert "gives the same parameters" in told
+    events = read_events(RunFolder(tmp_path / "killed"))
+    died = [event for event in events if event["kind"] == "generation" and event["died"]]
+    assert [each["worker"] for event in died for each in event["died"]] == [1]
+    starts = [event["step"] for event in events if event["kind"] == "start"]
+    assert starts[:3] == [0, 0, 0]
+    assert all(step > 0 for step in starts[3:])
+
+
+def test_a_single_worker_cannot_be_killed_and_survived(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--kill", "--workers", "1"]) == 2
+    assert "nobody would be left" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from contrast import TOO_FAINT
-from synthetic_run import SCALING, synthetic_run, synthetic_trace
+from synthetic_run import GENERATIONS, SCALING, synthetic_run, synthetic_trace
 
 from paceline.explain import report
 from paceline.explain.report.page import render
@@ -62,6 +62,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trace=synthetic_trace(),
         scaling=SCALING,
     )
+    with EventWriter(folder, 0) as events:
+        for event in GENERATIONS:
+            events.write("generation", **event)
     return report.write(folder.path)
 
 
@@ -308,3 +311,13 @@ def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(
     assert page.get_attribute("html", "data-ready") == "true"
     # What a browser has to lay out: with few elements there is nothing that could make it stutter.
     assert page.evaluate("document.querySelectorAll('*').length") < 9000
+
+
+def test_deaths_and_replacements_are_drawn_and_listed(open_page: Open) -> None:
+    section = open_page().locator("#generations")
+    assert "1 worker died on the way" in section.locator(".verdict").inner_text()
+    assert section.locator(".chart canvas").count() == 1
+    rows = section.locator("tbody tr").all_inner_texts()
+    assert ["worker 1 was killed by signal 9" in rows[0], "worker 1 joined" in rows[1]] == [
+        True
+    ] * 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic_run import SCALING, synthetic_run, synthetic_trace
+from synthetic_run import GENERATIONS, SCALING, synthetic_run, synthetic_trace
 
 from paceline.explain import report
 from paceline.explain.report import document
@@ -80,6 +80,34 @@ def test_a_metric_that_only_evaluations_and_epochs_have_gets_a_curve(tmp_path: P
     assert [each["name"] for each in charts] == ["loss", "accuracy", "f1"]
     (held_out,) = charts[1]["curves"]
     assert held_out["columns"][:2] == [[10, 20, 30], [0.5, 0.6, 0.7]]
+
+
+def with_generations(path: Path) -> RunFolder:
+    folder = synthetic_run(path, steps=20)
+    with EventWriter(folder, 0) as events:
+        for event in GENERATIONS:
+            events.write("generation", **event)
+    return folder
+
+
+def test_deaths_and_replacements_are_on_the_time_axis(tmp_path: Path) -> None:
+    found = built(with_generations(tmp_path / "run"))["generations"]
+    assert found["verdict"] == "1 worker died on the way, and 1 joined. No step was lost."
+    times, sizes, *_ = found["columns"]
+    assert times == sorted(times)
+    assert sizes == [4, 4, 3, 3, 4, 4]
+    rows = [(row["step"], row["what"], row["workers"]) for row in found["events"]]
+    assert rows == [(8, "worker 1 was killed by signal 9", 3), (9, "worker 1 joined", 4)]
+
+
+@pytest.mark.parametrize("hostile", [{}, {"died": 3, "joined": [None]}, {"died": [4]}])
+def test_generations_that_make_no_sense_are_drawn_as_far_as_they_do(
+    hostile: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=5)
+    with EventWriter(folder, 0) as events:
+        events.write("generation", step=3, **hostile)
+    assert len(built(folder)["generations"]["events"]) == 1
 
 
 def test_of_many_workers_the_slowest_and_the_fastest_are_shown() -> None:

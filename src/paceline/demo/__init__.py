@@ -172,7 +172,7 @@ def _kill(options: DemoOptions, args: argparse.Namespace) -> int:
 
     if options.workers < 2:
         raise UsageError(
-            f"--workers is {options.workers}, and nobody is left to continue if that one is killed.",
+            f"--workers is {options.workers}: nobody would be left when that one is killed.",
             advice="Use 2 or more with --kill.",
         )
     is_told = not (args.json or args.quiet)

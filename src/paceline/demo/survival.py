@@ -12,25 +12,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.comm.codec import decode
 from paceline.demo import BATCH_ROWS, ROUNDING, STEPS_PER_EPOCH, DemoOptions
 from paceline.errors import PacelineError
-from paceline.observe.run_folder import RunFolder, read_events
+from paceline.observe.run_folder import Event, RunFolder, open_plain, parse_event
 from paceline.observe.units import count_text
 
 KILLED_WORKER = 1
 TOLD_STEPS = 25
 """Between two lines of progress."""
-LOOK_S = 0.02
+LOOK_S = 0.05
 STEP_S = 0.03
 """So long a step takes, so that it can be watched."""
 MESSAGES = "paceline: "
-LONGEST_S = 120.0
+LONGEST_S = 300.0
 
 Tell = Callable[[list[str]], None]
 
@@ -75,9 +74,19 @@ class Following:
 
     folder: RunFolder
     process: subprocess.Popen[str]
+    workers: int
+    """How many train now."""
     messages: list[str] = field(default_factory=list)
     told: int = 0
     """Of the messages."""
+    step: int = 0
+    """The newest that somebody has finished."""
+    sums: dict[int, list[float]] = field(default_factory=dict)
+    """By step: the losses of its rows so far, added up, and how many rows these are."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """The process of each worker."""
+    read: dict[int, int] = field(default_factory=dict)
+    """How many bytes of each worker's events."""
 
     def read_messages(self) -> None:
         assert self.process.stderr is not None
@@ -88,17 +97,27 @@ class Following:
         new, self.told = self.messages[self.told :], len(self.messages)
         return [line.removeprefix(MESSAGES) for line in new if line.startswith(MESSAGES)]
 
-    def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """The events of every step, one for each worker that has finished it."""
-        found: dict[int, list[dict[str, Any]]] = {}
-        for event in read_events(self.folder):
-            if event["kind"] == "step":
-                found.setdefault(event["step"], []).append(event)
-        return found
+    def look(self) -> None:
+        """Read what was written since."""
+        for worker in self.folder.event_ranks():
+            with open_plain(self.folder.events_of(worker)) as file:
+                file.seek(self.read.get(worker, 0))
+                lines = [line for line in file.readlines() if line.endswith(b"\n")]
+            self.read[worker] = self.read.get(worker, 0) + sum(map(len, lines))
+            for event in filter(None, map(parse_event, lines)):
+                self._take(worker, event)
 
-    def process_of(self, worker: int) -> int:
-        starts = [e for e in read_events(self.folder) if e["kind"] == "start"]
-        return int([event["pid"] for event in starts if event["rank"] == worker][-1])
+    def _take(self, worker: int, event: Event) -> None:
+        match event:
+            case {"kind": "start", "pid": int(pid)}:
+                self.pids[worker] = pid
+            case {"kind": "generation", "workers": int(workers)}:
+                self.workers = workers
+            case {"kind": "step", "step": int(step), "metrics": {"loss": [loss, rows]}}:
+                self.step = max(step, self.step)
+                total = self.sums.setdefault(step, [0.0, 0.0])
+                total[0] += loss
+                total[1] += rows
 
 
 def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
@@ -107,18 +126,18 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
     tell(introduction(options, steps))
     run = RunFolder(folder / "killed")
     facts = [str(options.epochs), str(options.seed), str(options.shards), str(STEP_S)]
+    launcher = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers)]
-        + ["-m", "paceline.demo.survival_training", str(run.path), *facts],
+        [*launcher, "-m", "paceline.demo.survival_training", str(run.path), *facts],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    following = Following(run, process)
+    following = Following(run, process, options.workers)
     reader = threading.Thread(target=following.read_messages, daemon=True)
     reader.start()
     try:
-        killed_in = follow(following, options, steps, tell)
+        killed_in = follow(following, steps, tell)
         code = process.wait(LONGEST_S)
         reader.join(1.0)
     finally:
@@ -130,48 +149,36 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
             "\n".join(following.messages[-20:]),
             "`paceline doctor` says what this machine has.",
         )
-    tell([f"  {line}" for line in following.new_messages()])
+    tell([*(f"  {line}" for line in following.new_messages()), f"  step {steps:>4}   the last"])
     return compare(options, steps, killed_in, following.messages, run)
 
 
-def follow(following: Following, options: DemoOptions, steps: int, tell: Tell) -> int:
+def follow(following: Following, steps: int, tell: Tell) -> int:
     """Tell of the training while it runs, and kill a worker in it; the step of the kill."""
-    kill_at, told, killed_in = steps // 3, 0, 0
-    for finished in progress(following):
+    told, killed_in = 0, 0
+    deadline_s = time.monotonic() + LONGEST_S
+    while following.process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+        following.look()
         tell([f"  {line}" for line in following.new_messages()])
-        last = max(finished, default=0)
-        if last >= told + TOLD_STEPS:
-            told = last // TOLD_STEPS * TOLD_STEPS
-            tell([step_line(told, finished.get(told, finished[last]))])
-        if last >= kill_at and not killed_in:
-            killed_in, pid = last + 1, following.process_of(KILLED_WORKER)
+        if following.step > told + TOLD_STEPS:  # all have written of the step before
+            told += TOLD_STEPS
+            total, rows = following.sums.get(told, [0.0, 0.0])
+            workers = count_text(following.workers, "worker")
+            tell([f"  step {told:>4}   {workers}   loss {total / max(1.0, rows):.4f}"])
+        if following.step >= steps // 3 and not killed_in:
+            killed_in, pid = following.step + 1, following.pids[KILLED_WORKER]
             tell(["", f"  >>> kill -9 {pid}: that was worker {KILLED_WORKER}, in mid-step", ""])
             os.kill(pid, signal.SIGKILL)
     return killed_in
 
 
-def progress(following: Following) -> Iterator[dict[int, list[dict[str, Any]]]]:
-    """The steps that are finished, again and again until the training has ended."""
-    deadline_s = time.monotonic() + LONGEST_S
-    while following.process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S)
-        if following.folder.events.is_dir():
-            yield following.steps()
-
-
-def step_line(step: int, events: list[dict[str, Any]]) -> str:
-    total = sum(event["metrics"]["loss"][0] for event in events)
-    rows = sum(event["metrics"]["loss"][1] for event in events)
-    workers = count_text(len(events), "worker")
-    return f"  step {step:>4}   {workers}   loss {total / max(1, rows):.4f}"
-
-
 def introduction(options: DemoOptions, steps: int) -> list[str]:
     return [
-        f"{options.workers} processes train one model together: in each of {steps} steps they share "
-        f"{BATCH_ROWS} rows, and add their gradients up.",
-        "One of them will be killed on the way, as a machine out of memory would do it: at once, and "
-        "without a word.",
+        f"{options.workers} processes train one model together: in each of {steps} steps they "
+        f"share {BATCH_ROWS} rows, and add their gradients up.",
+        "One of them will be killed on the way, as a machine out of memory would do it: at once, "
+        "and without a word.",
         "",
     ]
 
@@ -187,6 +194,7 @@ def compare(
     ends = [
         decode((run.path / f"parameters{worker}").read_bytes()) for worker in range(options.workers)
     ]
+    torch.set_num_threads(1)  # for a model of this size others would only wait
     alone = train(None, options.epochs, options.seed, options.shards, 0.0)
     return KillOutcome(
         workers=options.workers,

@@ -35,6 +35,9 @@ LEAD_SILENCE_S, FOLLOWER_SILENCE_S = 6.0, 4.0
 """After how long without a word a machine counts as gone, as seen by the lead and by the others.
 Who is cut off ends its workers before the lead continues without them: two must never write."""
 
+HOW_LENGTH = 200
+"""So much of how a worker ended is kept in the run folder."""
+
 
 @dataclass
 class Line:
@@ -300,7 +303,7 @@ class Generations(Workers):
         was_member = seat in self.roster.members
         if was_member:
             self._died_s, self._died_in = time.monotonic(), step
-            self._inherit(seat, ledger)
+            self._inherit(seat, {**ledger, "how": how[:HOW_LENGTH], "died_in": step})
         orders = self.roster.on_died(
             seat, step=step, how=how, is_kill=is_kill, now_s=time.monotonic(), ends_run=ends_run
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import comm
 from paceline.errors import PeerError
+from paceline.observe.units import count_text
 from paceline.run.metrics import Sums, merge
 from paceline.run.plan import Portion
 from paceline.run.sinks import Message
@@ -157,6 +158,7 @@ class Continuity:
         assert context.survival is not None
         is_new = context.survival.is_new
         mine = {
+            "worker": context.world.rank,
             "step": -1 if is_new else context.position.step,
             "results": self._results,
             "epochs": metrics.epochs,
@@ -204,3 +206,22 @@ class Continuity:
         if members.leads and not self._led:
             context.take_over()
         self._led = members.leads
+        if members.leads:
+            self._tell(inherited, [each["worker"] for each in everyone if each["step"] < 0])
+
+    def _tell(self, inherited: dict[str, Any], joined: list[int]) -> None:
+        """Keep in the run folder who is gone and who is new; the launcher says it on the spot."""
+        context, survival = self._context, self._context.survival
+        assert survival is not None
+        died = [
+            {"worker": int(name.partition(".")[0]), "how": ledger["how"], "step": ledger["died_in"]}
+            for name, ledger in inherited.items()
+            if "how" in ledger
+        ]
+        size = context.membership.size
+        facts = {"step": context.position.step, "generation": survival.number, "workers": size}
+        lines = [f"Worker {each['worker']} {each['how']}." for each in died]
+        lines += [f"Worker {worker} has joined." for worker in joined]
+        text = " ".join([*lines, f"{count_text(size, 'worker')} train."])
+        message = Message(text, "info", "generation", {**facts, "died": died, "joined": joined})
+        context.sinks.tell("message", message)

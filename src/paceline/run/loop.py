@@ -182,9 +182,13 @@ class Run:
         if self.options.handle_signals:
             context.stop.listen()
             context.loader_signals.hold()
-        context.sinks.tell("start", context.info, self.step, context.lines)
+        is_first = not context.is_replacement
+        if is_first:
+            context.sinks.tell("start", context.info, self.step, context.lines)
         context.watching.begin(members, context.sinks)
         continuity.begin()
+        if not is_first:  # now it knows the step
+            context.sinks.tell("start", context.info, self.step, context.lines)
         try:
             while (portion := continuity.next_portion()) is not None:
                 if self.options.handle_signals and not context.stop.before:

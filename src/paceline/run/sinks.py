@@ -71,7 +71,8 @@ class Message(NamedTuple):
     level: str = "info"
     """`info`, `warning` or `error`."""
     kind: str = "message"
-    """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale."""
+    """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale;
+    `generation`: workers died or joined."""
     facts: Mapping[str, Any] = {}
     """The same in numbers, by name."""
 
@@ -208,6 +209,8 @@ class TerminalSink:
     def message(self, message: Message) -> None:
         if message.kind == "noise":
             self._advice = message.text  # of all of them the last one is said, at the end
+        elif message.kind == "generation":
+            pass  # the launcher has said it
         else:
             self._progress.message(message.text, message.level)
 

@@ -45,7 +45,9 @@ COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 SILENT_S, SILENT_STEPS = 300.0, 50
 """Silence, in seconds and in usual steps, after which a run is not taken to be running."""
-KEPT_KINDS = ("epoch", "evaluation", "checkpoint", "message", "noise", "blame", "stop")
+KEPT_KINDS = (
+    *("epoch", "evaluation", "checkpoint", "message", "noise", "blame", "generation", "stop"),
+)
 _PHASES = {str(phase): phase for phase in Phase}
 
 

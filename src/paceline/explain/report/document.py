@@ -19,7 +19,7 @@ from paceline.explain.report.curves import Point
 from paceline.explain.report.sentences import metric_of
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase
-from paceline.observe.units import SHARES, percentages
+from paceline.observe.units import SHARES, count_text, percentages
 from paceline.record.stages import Trace
 
 SCHEMA = 1
@@ -49,6 +49,7 @@ def build(data: RunData) -> Json:
         "learning": learning(data),
         "pipeline": [pipeline(trace) for trace in data.traces] or None,
         "workers": workers(data),
+        "generations": generations(data),
         "timeline": data.timeline,
         "scaling": scaling(data),
         "checkpoints": checkpoints(data),
@@ -148,6 +149,33 @@ def workers(data: RunData) -> Json | None:
     }
 
 
+def generations(data: RunData) -> Json | None:
+    """How many workers trained when, who died of what, and who replaced them."""
+    events = sorted(data.events["generation"], key=lambda event: event["t"])
+    if not events:
+        return None
+    size, died, joined = data.workers, 0, 0
+    points, rows = [(0.0, size)], []
+    for event in events:
+        after_s = max(0.0, event["t"] - data.first_t)
+        gone = [_dict(each) for each in _list(event.get("died"))]
+        new = [each for each in map(whole, _list(event.get("joined"))) if each is not None]
+        told = [f"worker {each.get('worker')} {each.get('how')}" for each in gone]
+        told += [f"worker {each} joined" for each in new]
+        points.append((after_s, size))
+        size = whole(event.get("workers"), 1) or size
+        points.append((after_s, size))
+        died, joined = died + len(gone), joined + len(new)
+        what = "; ".join(told) or "the same workers formed another group"
+        step = next((each.get("step") for each in gone), event["step"])
+        rows.append({"after_s": after_s, "step": step, "what": what, "workers": size})
+    points.append((max(points[-1][0], data.last_t - data.first_t), size))
+    verdict = f"{count_text(died, 'worker')} died on the way, and {joined} joined."
+    verdict += "" if data.redone else " No step was lost."
+    times, sizes = [time for time, _ in points], [each for _, each in points]
+    return {"verdict": verdict, "columns": [times, sizes, sizes, sizes], "events": rows}
+
+
 def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:
     """All ranks, or the slowest and fastest ones where there are too many."""
     if len(ranks) <= WORKERS_LIMIT:
@@ -193,6 +221,10 @@ def _sizes(sizes: Any) -> list[Json]:
             }
         )
     return sorted(found, key=lambda size: size["workers"])
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _dict(value: Any) -> Json:

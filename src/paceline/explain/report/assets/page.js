@@ -27,6 +27,13 @@ const SECTIONS = [
     "none has finished a step.",
   ],
   [
+    "generations",
+    Generations,
+    "Who died, who joined",
+    "A worker that dies is replaced, and the others continue with the step they were in.",
+    "",
+  ],
+  [
     "timeline",
     Timeline,
     "When it happened",

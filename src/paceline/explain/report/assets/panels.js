@@ -149,6 +149,33 @@ function Workers({ data: { verdict, slow_rank: slow, phases, ranks, ranks_in_all
     ${where.length > 0 && html`<${Note}>They ran on: ${where.join(", ")}.<//>`}`;
 }
 
+function Generations({ data: { verdict, columns, events } }) {
+  const shown = events.slice(-ROWS_LIMIT),
+    left = events.length - shown.length;
+  const rows = shown.map(({ after_s, step, what, workers }) => [
+    duration(after_s),
+    figure(step),
+    what,
+    figure(workers),
+  ]);
+  return html`<p class="verdict">${verdict}</p>
+    <${Chart}
+      title="Workers that train"
+      xLabel="seconds"
+      say=${figure}
+      zero=${true}
+      said=""
+      curves=${[{ label: "workers", look: "measured", columns, dots: false }]}
+    />
+    <${Table}
+      caption="What happened"
+      head=${["after", "in step", "what", "workers then"]}
+      rows=${rows}
+      words=${[2]}
+    />
+    ${left > 0 && html`<${Note}>${count(left, "event")} before these are left out.<//>`}`;
+}
+
 const MODES = {
   strong: "Strong scaling: the batch stays the same, and more workers share it.",
   weak: "Weak scaling: every worker keeps its part, so more workers mean a larger batch.",
