@@ -298,7 +298,7 @@ def test_a_panel_that_cannot_be_drawn_leaves_the_others(
     path.write_text(render({**document, "workers": {"ranks": 3}}))
     page = open_page(path)
     assert "This cannot be drawn" in page.locator("#workers").inner_text()
-    assert page.locator("section").count() == 8
+    assert page.locator("section").count() == 9
 
 
 def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(
@@ -318,6 +318,5 @@ def test_deaths_and_replacements_are_drawn_and_listed(open_page: Open) -> None:
     assert "1 worker died on the way" in section.locator(".verdict").inner_text()
     assert section.locator(".chart canvas").count() == 1
     rows = section.locator("tbody tr").all_inner_texts()
-    assert ["worker 1 was killed by signal 9" in rows[0], "worker 1 joined" in rows[1]] == [
-        True
-    ] * 2
+    assert "worker 1 was killed by signal 9" in rows[0]
+    assert "worker 1 joined" in rows[1]

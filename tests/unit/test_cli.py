@@ -62,7 +62,7 @@ SURFACE = {
     },
     "ckpt": {"verb", "arguments"},  # flags of the verbs: test_ckpt_command.py
     "doctor": {"--json", "--no-test", "--workers"},
-    "demo": {"--workers", "--epochs", "--seed", "--folder", "--json", "--quiet"},
+    "demo": {"--kill", "--workers", "--epochs", "--seed", "--folder", "--json", "--quiet"},
     "timeline": {"-o --output", "--steps", "run"},
     "compare": {"--devices", "--steps", "target"},
     "scale": {
