@@ -11,6 +11,7 @@ so that a rank which waits there gets an error within milliseconds, whoever it w
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from paceline.survive.link import Generation, Link
 ANNOUNCE_TIMEOUT_S = 600.0
 """How long to wait for the next generation; a launcher that lives answers in milliseconds."""
 LOOK_S = 0.002
+COLLECT_EVERY = 8
+"""Generations between two collections: errors hold groups that were left, with their threads."""
 
 
 class Overtaken(Exception):
@@ -120,6 +123,8 @@ class Survival:
                 self.report_lost()
                 continue
             self._link.tell("joined", generation=self.number, taken=list(self.taken))
+            if self.number % COLLECT_EVERY == 0:
+                gc.collect()
             if not self.is_new or self._is_welcome():
                 self.is_new = False
                 return
