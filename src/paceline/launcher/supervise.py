@@ -340,7 +340,7 @@ class Supervisor:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if error:
             lines = error["summary"].splitlines()
-            how = f"raised {' '.join(lines[:1] if is_member else lines)}"
+            how = f"raised {' '.join(lines[:1] if is_member else lines)}".rstrip(".")
         how = f"was {worker.accused}" if worker.accused else how
         is_survived = generations.on_exit(
             rank,
