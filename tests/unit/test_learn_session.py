@@ -59,7 +59,7 @@ def play(memory: Memory, *typed: str, lesson: bool = True) -> str:
         stream.write(f"{line}\n")
         return line
 
-    lab: Any = SimpleNamespace(rows=8, seed=0, is_own=False)
+    lab: Any = SimpleNamespace(rows=8, seed=0, is_own=False, named={"rows": 8}.get)
     session = Session(lab, QUESTIONS, memory, Screen(stream), ask)
     try:
         session.lesson(LESSON) if lesson else session.cards()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from paceline.explain.scaling import speedup
+from paceline.explain.scaling import SpeedUp, speedup
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.learn.lab import Lab
 from paceline.learn.question import YES_NO, Found, ask
@@ -143,21 +143,10 @@ def torch_loads_it(lab: Lab) -> Found:
     refusal = lab.saved.refusal
     return Found(
         "no" if refusal else "yes",
-        "No key of the file is one of the model's. The weights are all there, under other names.",
+        f"Of the model's {len(lab.saved.bare)} keys the file has "
+        f"{len(set(lab.saved.bare) & set(lab.saved.names))}. All weights are there, under other "
+        "names.",
         refusal.splitlines()[:4],
-    )
-
-
-@ask("saving", "15", kind="number")
-def missing_keys(lab: Lab) -> Found:
-    """The model has {tensors} tensors. How many of its keys does that load miss?"""
-    return Found(
-        len(set(lab.saved.bare) - set(lab.saved.names)),
-        "Every one: each has `module.` in front of it in the file.",
-        [
-            f"the model: {list_text(lab.saved.bare[:4])}",
-            f"the file: {list_text(lab.saved.names[:4])}",
-        ],
     )
 
 
@@ -188,18 +177,23 @@ def the_other_way(lab: Lab) -> Found:
     )
 
 
+def minutes_compared(lab: Lab) -> SpeedUp:
+    one, many = lab.minutes
+    return speedup(before=one, after=many, workers=lab.many)
+
+
 @ask("speedup", "16", kind="number", unit="x")
 def ratio(lab: Lab) -> Found:
     """A training takes {one_minutes} minutes on one device and {many_minutes} on {many}. How many
     times as fast is it?"""
-    found = speedup(before=lab.one_minutes, after=lab.many_minutes, workers=lab.many)
-    return Found(found.ratio, f"{lab.one_minutes} / {lab.many_minutes}.", [str(found)])
+    found = minutes_compared(lab)
+    return Found(found.ratio, f"{lab.minutes[0]} / {lab.minutes[1]}.", [str(found)])
 
 
 @ask("speedup", "16", kind="number", unit="%")
 def efficiency(lab: Lab) -> Found:
     """What share of the ideal, {many} times as fast, is that, in percent?"""
-    found = speedup(before=lab.one_minutes, after=lab.many_minutes, workers=lab.many)
+    found = minutes_compared(lab)
     return Found(
         100 * found.efficiency,
         f"The speed-up divided by the number of devices: {found.ratio:.2f} / {lab.many}.",
@@ -210,7 +204,7 @@ def efficiency(lab: Lab) -> Found:
 @ask("speedup", "16", kind="number", unit="%")
 def lost_share(lab: Lab) -> Found:
     """And what share of the ideal is lost, in percent?"""
-    found = speedup(before=lab.one_minutes, after=lab.many_minutes, workers=lab.many)
+    found = minutes_compared(lab)
     return Found(
         100 * found.lost,
         "Gone to communication, to waiting for each other, and to work that is not divided. Two "

@@ -122,11 +122,11 @@ class Question:
         return " ".join((self.find.__doc__ or "").split()).format_map(_Names(lab))
 
     def choices_in(self, lab: Lab) -> list[str]:
-        chosen = getattr(lab, self.choices) if isinstance(self.choices, str) else self.choices
+        chosen = lab.named(self.choices) if isinstance(self.choices, str) else self.choices
         return list(chosen)
 
     def fits(self, lab: Lab) -> bool:
-        return not self.needs or bool(getattr(lab, self.needs))
+        return not self.needs or bool(lab.named(self.needs))
 
     def answer(self, lab: Lab) -> Answered:
         """Run what finds the answer; on the built-in model where the reader's own fails."""
@@ -170,7 +170,7 @@ class _Names(Mapping[str, str]):
         self._lab = lab
 
     def __getitem__(self, name: str) -> str:
-        value = getattr(self._lab, name)
+        value = self._lab.named(name)
         return list_text(value) if isinstance(value, list) else str(value)
 
     def __iter__(self) -> Iterator[str]:

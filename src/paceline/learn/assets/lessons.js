@@ -302,6 +302,22 @@ function Cards({ data, cards }) {
   </section>`;
 }
 
+// The five problems: each is a few of the questions above.
+function Problems({ problems, results }) {
+  return html`<section id="challenge" aria-labelledby="challenge-title">
+    <h2 id="challenge-title">Five problems</h2>
+    <ol>
+      ${problems.map(({ title, questions }) => {
+        const right = questions.filter((name) => results[name]).length;
+        return html`<li>
+          <a href=${"#q-" + questions[0]}>${title}</a>${": " + right} of
+          ${" " + count(questions.length, "question")} right
+        </li>`;
+      })}
+    </ol>
+  </section>`;
+}
+
 function curveOf(label, look, epochs, key) {
   const known = epochs.filter((epoch) => isNumber(epoch[key]));
   const values = known.map((epoch) => epoch[key]);
@@ -352,7 +368,8 @@ function LessonsPage({ data }) {
     setStops();
     root.dataset.ready = "true";
   }, []);
-  const places = [...data.lessons.map((lesson) => lesson.name), "cards", "pipeline"];
+  const names = data.lessons.map((lesson) => lesson.name),
+    places = [...names, "challenge", "cards", "pipeline"];
   return html`<header class="top">
       <div class="top-inner">
         <span class="brand">Paceline</span>
@@ -384,6 +401,7 @@ function LessonsPage({ data }) {
       ${data.lessons.map(
         (lesson, i) => html`<${LessonPanel} ...${{ data, lesson, note }} number=${i + 1} />`,
       )}
+      <${Problems} problems=${data.problems} results=${results} />
       <${Cards} data=${data} cards=${questions} />
       <${PipelinePanel} data=${data} />
     </main>
