@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import cache
@@ -77,6 +78,7 @@ class Groups:
         """Whether waits in the current group were ended: what NCCL leaves then is no result."""
         self._store, self._connections, self._timeout = store, connections, timeout
         self._tries = 0
+        self._aborting = threading.Lock()
 
     def meet(self, generation: Generation) -> Meeting:
         return Meeting(self._store, generation)
@@ -122,14 +124,15 @@ class Groups:
         """End what this process waits for in its groups; may be called from another thread."""
         self.is_broken = True
         self._connections.shut()
-        backends = _find_nccl()
-        for backend in backends[:1]:
-            # All together: to abort one may wait for the others' kernels on the device.
-            backend._group_start()
-            for each in backends:
-                with suppress(RuntimeError):
-                    each.abort()
-            backend._group_end()
+        with self._aborting:  # it takes a second, after which another thread finds it done
+            backends = _find_nccl()
+            for backend in backends[:1]:
+                # All together: to abort one may wait for the others' kernels on the device.
+                backend._group_start()
+                for each in backends:
+                    with suppress(RuntimeError):
+                        each.abort()
+                backend._group_end()
 
     def _forget_before(self, number: int) -> None:
         """Delete what older generations have left in the store."""
