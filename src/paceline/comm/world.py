@@ -132,6 +132,22 @@ def init_process_group(
     return replace(current_world(), device=device, source=source, owns_group=True)
 
 
+def init_as_torch(*args: Any, **kwargs: Any) -> None:
+    """What torch's function does, where a worker may die and be replaced.
+
+    The launcher's store then still has the addresses of the first group, which is gone: to join
+    that one would take for ever.
+    """
+    place = env.read_placement()
+    if env.joins_running():
+        _stand_apart(place, kwargs.get("device_id"))
+        return
+    if place is not None:
+        CONNECTIONS.kept_port = place.master_port
+    with CONNECTIONS.recorded():
+        dist.init_process_group(*args, **kwargs)
+
+
 def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
     """The world of a worker that replaces another: alone until its run joins the others."""
     assert place is not None

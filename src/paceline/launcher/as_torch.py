@@ -18,6 +18,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from paceline import env
 from paceline.launcher.worker import when_imported
 
 _DDP = "paceline.ddp", "DistributedDataParallel"
@@ -68,6 +69,8 @@ def prepare_torch(store_port: int, as_torch: bool) -> None:
     if torch.distributed.is_available():
         # An import statement would find the function of the same name.
         serve_other_stores(import_module("torch.distributed.rendezvous"), store_port)
+        if env.read_survival() is not None:
+            swap(torch.distributed, "init_process_group", join_group)
     if as_torch:
         swap_classes()
 
@@ -88,6 +91,13 @@ def serve_other_stores(rendezvous: ModuleType, store_port: int) -> None:
             os.environ[_AGENT_STORE] = before
 
     vars(rendezvous)["_create_c10d_store"] = create_store
+
+
+def join_group(*args: Any, **kwargs: Any) -> None:
+    """torch's `init_process_group`, in a worker that another may have to replace."""
+    from paceline.comm.world import init_as_torch
+
+    init_as_torch(*args, **kwargs)
 
 
 def swap_classes() -> None:
