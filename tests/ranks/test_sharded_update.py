@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def train(
-    world: World, case: Case, make: Make, *, shards: bool, transport: str, steps: int = 4
+    world: World, case: Case, make: Make, *, shards: bool, transport: str, steps: int = 3
 ) -> dict[str, Any]:
     """Parameters after some steps, and the optimizer's state."""
     options = DDPOptions(transport=transport)
@@ -72,10 +72,10 @@ def state_of(optimizer: optim.Optimizer) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("case", "name", "size", "transport"),
     [
-        *((case, "sgd" if "sparse" in case.traits else "adamw", 2, "auto") for case in CASES),
+        *((case, "sgd" if "sparse" in case.traits else "adamw", 2, "auto") for case in CASES[::2]),
         *((case, FUSED, 3, "c10d") for case in CASES[::6] if not case.traits & ROUGH),
-        *((named("dtypes mixed"), name, 3, "auto") for name in OPTIMIZERS if name != FUSED),
-        *((named("tied weights"), name, 4, "auto") for name in OPTIMIZERS),
+        *((named("dtypes mixed"), name, 3, "auto") for name in [*OPTIMIZERS][3::2]),
+        *((named("tied weights"), name, 4, "auto") for name in [*OPTIMIZERS][::2]),
     ],
     ids=str,
 )

@@ -47,7 +47,7 @@ def describe_sharing(optimizer: Optimizer, size: int, can_survive: bool) -> list
     )
     if can_survive:
         line += (
-            " A worker that dies takes its share along, so its death ends the run: start again to "
-            "continue from the newest checkpoint."
+            " A worker that dies takes its share along, so its death ends the run; with "
+            "--max-restarts all start again from the newest checkpoint."
         )
     return [line]
