@@ -137,12 +137,16 @@ class Continuity:
         context.sinks.fall_silent()
         context.survival.tell_left(context.position.step)
 
-    def leave_word(self) -> None:
-        """Write down what nobody else knows, before the sum that completes a step."""
+    def leave_word(self, *, is_applied: bool = True) -> None:
+        """Write down what nobody else knows: the sums of the epoch, and those of the last step.
+
+        In every step before the sum that completes it, and so before it is applied; between two
+        steps that last step may not be among those of the epoch yet.
+        """
         context, metrics = self._context, self._context.metrics
         assert context.survival is not None
         word = {
-            "step": context.position.step,
+            "last": context.position.step + (not is_applied),
             "epoch": metrics.epochs,
             "sums": metrics.epoch,
             "next": metrics.so_far() if context.device.type == "cpu" else {},
@@ -200,8 +204,9 @@ class Continuity:
                 context.sinks.tell("message", Message(text, "warning"))
             elif ledger.get("epoch") == metrics.epochs:
                 merge(metrics.epoch, ledger["sums"])
-                if ledger["step"] + 1 == best:
+                if ledger["last"] <= best:
                     merge(metrics.epoch, ledger["next"])
+        context.survival.taken |= set(inherited)
         self.leave_word()
         if members.leads and not self._led:
             context.take_over()

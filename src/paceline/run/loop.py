@@ -189,6 +189,8 @@ class Run:
         continuity.begin()
         if not is_first:  # now it knows the step
             context.sinks.tell("start", context.info, self.step, context.lines)
+            done = context.position.step_of_epoch
+            self._epoch_samples = done * context.config.global_batch
         try:
             while (portion := continuity.next_portion()) is not None:
                 if self.options.handle_signals and not context.stop.before:

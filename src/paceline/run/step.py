@@ -179,6 +179,7 @@ class Step:
         self._is_lost = False
         if portion is None:
             context.metrics.take_back(losses)
+            context.continuity.leave_word()
             self._is_healed = True
             return True
         self._deal(portion)
@@ -245,7 +246,7 @@ class Step:
         add = context.metrics.add if is_mean else context.metrics.add_sum
         add("loss", value, count)
         if context.survival is not None and shard is self._shards[-1]:
-            context.continuity.leave_word()
+            context.continuity.leave_word(is_applied=False)
         try:
             context.update.backward(loss, factor)
         except PeerError:
