@@ -61,6 +61,19 @@ def summaries(folder: Path) -> Counter[Any]:
     return found
 
 
+def assert_flat(training: Training) -> None:
+    """Descriptors, threads, memory and keys do not grow with the number of generations."""
+    assert max(step.generation for step in training.steps) >= 20
+    launcher = [each["launcher"] for each in training.footprints]
+    for (fds, threads, kib), name in ((launcher[0], "first"), (launcher[-1], "last")):
+        assert fds < 60, name
+        assert threads < 6, name
+        assert kib < launcher[0][2] + 4096, name
+    assert max(each["store"][0] for each in training.footprints if "store" in each) < 30
+    assert max(each["worker"][0] for each in training.footprints) < 100
+    assert max(each["worker"][1] for each in training.footprints) < 50
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_faults_at_every_moment_leave_no_trace(
     transport: str,
@@ -76,6 +89,7 @@ def test_faults_at_every_moment_leave_no_trace(
     assert_survived(done, reference)
     assert summaries(tmp_path / "run") == summaries(folder)
     assert "was silent" not in done.output
+    assert_flat(done)
 
 
 def test_a_stream_is_read_on_where_a_worker_died() -> None:

@@ -98,6 +98,9 @@ class Groups:
                     timeout=BUILD_TIMEOUT * 2 ** min(self._tries - 1, MOST_DOUBLINGS),
                 )
         except (RuntimeError, ValueError) as error:
+            # torch names groups by how many it has begun: those who fail with this one and those
+            # who never tried would not find each other in the next.
+            dist.distributed_c10d._world.group_count = 0
             raise PeerError(f"Generation {generation.number} could not form a group.") from error
         group = dist.group.WORLD
         assert group is not None
