@@ -117,6 +117,16 @@ def test_a_crash_that_follows_its_sample_is_a_bug_too_but_kills_of_different_wor
         assert isinstance(orders[2], Announce if is_kill else Stop)
 
 
+def test_running_out_of_memory_again_and_again_is_not_an_accident_in_whatever_step() -> None:
+    roster = formed(5)
+    how = "raised RuntimeError: DefaultCPUAllocator: can't allocate memory"
+    facts = {"how": how, "is_kill": False, "now_s": NOW_S}
+    orders = [roster.on_died(seat, step=10 * seat, **facts)[0] for seat in (1, 2, 3)]  # type: ignore[arg-type]
+    assert isinstance(orders[1], Announce)
+    assert isinstance(orders[2], Stop)
+    assert "too little memory near step 30 ended a worker 3 times" in orders[2].reason
+
+
 def test_all_but_one_at_once_leave_one_that_continues() -> None:
     roster = formed(4)
     for seat in (0, 1, 3):

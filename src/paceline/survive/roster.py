@@ -9,6 +9,7 @@ deaths. `launcher.supervise` feeds it and carries the orders out.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from itertools import count
 SAME_STEP = 3
 """So many deaths at one step are a bug, not an accident."""
 BUG = "that is a bug, not an accident"
+NEAR_STEPS = 100
+_NO_MEMORY = re.compile(r"MemoryError|out of memory|can't allocate memory", re.IGNORECASE)
 START_TRIES = 5
 """So often a replacement may die before it is ready."""
 FIRST_BACKOFF_S = 1.0
@@ -380,13 +383,15 @@ class Roster:
         A crash follows the sample that causes it from worker to worker; who kills picks a worker.
         Several deaths in one generation count as one: they had one cause.
         """
-        key = (step, seat) if is_kill else (step,)
+        where = f"step {step}"
+        key: tuple[int, ...] = (step, seat) if is_kill else (step,)
+        if not is_kill and _NO_MEMORY.search(how):  # which need not be in the same step again
+            first = step - step % NEAR_STEPS
+            where, key = f"too little memory near step {step}", (first, -1, -1)
         if (self.generation, step) in self._counted:
             return ""
         self._counted.add((self.generation, step))
         self._deaths[key] += 1
         if self._deaths[key] < SAME_STEP:
             return ""
-        return (
-            f"step {step} ended a worker {SAME_STEP} times; the last was {seat}, which {how}: {BUG}"
-        )
+        return f"{where} ended a worker {SAME_STEP} times; the last was {seat}, which {how}: {BUG}"
