@@ -124,11 +124,14 @@ def test_cards_that_were_not_known_come_first_the_next_time(memory: Memory) -> N
 def test_the_list_says_what_is_done(memory: Memory) -> None:
     memory.done.lessons = {"split": Score(right=7, asked=8, is_done=True), "batch": Score(asked=1)}
     memory.done.cards = {"a": True, "b": False}
-    lines = list(command._list_lines(memory))
+    lines = list(command._list_lines(memory, 80))
     assert any("1  split" in line and "✓ 7 of 8 right" in line for line in lines)
     assert any("batch" in line and "begun, 0 of 1 right" in line for line in lines)
     assert any("cards" in line and "1 known" in line for line in lines)
     assert max(map(len, lines)) <= 80
+    narrow = list(command._list_lines(memory, 60))
+    assert max(map(len, narrow)) <= 60
+    assert any("1  Splitting a batch" in line and "✓ 7 of 8 right" in line for line in narrow)
 
 
 HOSTILE = {

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.learn.question import Answered, Question
 
 SCHEMA = 1
+NARROW = 76
 CARDS, CHALLENGE = "cards", "challenge"
 OTHERS = {CARDS: "every question as a card to turn over", CHALLENGE: "five problems"}
 
@@ -199,7 +200,7 @@ def _write_page(args: argparse.Namespace) -> int:
 def _play(args: argparse.Namespace, chosen: Lesson | str | None) -> int:
     screen, memory = Screen(sys.stdout, is_plain=args.ascii), Memory()
     if chosen is None:
-        screen.show(_list_lines(memory))
+        screen.show(_list_lines(memory, screen.width))
         chosen = _choose()
         if chosen is None:
             return 0
@@ -229,20 +230,22 @@ def _show_head(screen: Screen, chosen: Lesson | str) -> None:
     screen.show(["", *textwrap.wrap(chosen.introduction, min(screen.width, 80)), ""])
 
 
-def _list_lines(memory: Memory) -> Iterator[str]:
-    """The lessons, and what is done of them."""
+def _list_lines(memory: Memory, width: int) -> Iterator[str]:
+    """The lessons, and what is done of them; a narrow terminal has no room for their names."""
     rows = []
     for number, lesson in enumerate(LESSONS, start=1):
         rows.append([str(number), lesson.name, lesson.title, _standing(memory, lesson.name)])
     known = sum(memory.done.cards.values())
     rows.append(["", CARDS, OTHERS[CARDS], f"{known} known" if known else ""])
     rows.append(["", CHALLENGE, OTHERS[CHALLENGE], _standing(memory, CHALLENGE)])
+    if width < NARROW:
+        rows = [[row[0], row[2] if row[0] else row[1], row[3]] for row in rows]
     yield "Data parallelism, by running it"
     yield ""
-    yield from table_lines(rows, "><<<")
+    yield from table_lines(rows, "><")
     yield ""
     if memory.remark:
-        yield memory.remark
+        yield from textwrap.wrap(memory.remark, width)
         memory.remark = ""
 
 
