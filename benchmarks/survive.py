@@ -27,7 +27,7 @@ from paceline.testing import Faults, Training, run_training
 SCRIPT = Path(__file__).with_name("survive_training.py")
 STEPS_PER_EPOCH = SAMPLES // BATCH
 TRANSPORTS = ["shared_memory", "c10d"]
-REPLACED_S = 2.5
+REPLACED_S = 1.6
 """So long a replacement takes at most on a busy machine: kills come no faster."""
 LONGEST_S = 300.0
 
