@@ -36,6 +36,7 @@ EVERYWHERE = (
     .kill(rank=2, step=45, where="before the sum")
     .cut(rank=1, step=55)
     .delay(rank=2, step=60, seconds=0.5)
+    .stop(rank=0, step=65, where="before the sum")
     .kill(rank=1, step=80, where="before the sum")
 )
 
@@ -84,11 +85,16 @@ def test_faults_at_every_moment_leave_no_trace(
     monkeypatch.setenv("PACELINE_TRANSPORT", transport)
     reference, folder = undisturbed
     done = run_training(
-        SCRIPT, "--folder", tmp_path / "run", workers=3, faults=EVERYWHERE, timeout_s=100
+        *(SCRIPT, "--folder", tmp_path / "run"),
+        workers=3,
+        faults=EVERYWHERE,
+        flags=["--stall-after", 2],
+        timeout_s=100,
     )
     assert_survived(done, reference)
     assert summaries(tmp_path / "run") == summaries(folder)
-    assert "was silent" not in done.output
+    assert "was silent" not in done.output  # who is slow is not ended
+    assert "worker 0 was stopped by a signal" in done.output
     assert_flat(done)
 
 
