@@ -61,6 +61,7 @@ class StepContext:
         link = None
         is_formed_anew = members.group is dist.group.WORLD and can_form_anew(dist.get_backend())
         can_survive = is_formed_anew and env.read_survival() is not None
+        can_survive = can_survive and not _has_sync_batch_norm(config.model)
         shares_out = choose_update(
             options.update, config.optimizer, size=members.size, can_survive=can_survive
         )
@@ -272,9 +273,14 @@ def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
     return []
 
 
+def _has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether layers need every worker in every pass, and so exactly one shard on each."""
+    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+
 def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:
     """Refuse layers that talk to all workers in every pass where some would not be there."""
-    if size == 1 or not any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+    if size == 1 or not _has_sync_batch_norm(model):
         return
     if shards != size:
         raise UsageError(
