@@ -114,11 +114,13 @@ def measure(
         alone = statistics.median(slowest(teams[FLOOR].ask("train", steps=5)))
         steps = max(1, min(MAX_STEPS, int(block_ms / 1e3 / alone)))
         seconds = take_turns(teams, steps, rounds, budget_s=600)
+        transport = teams["paceline"].ask("transport")[0]
         kept = {name: max(team.ask("state_numel")) for name, team in teams.items()}
     rows = rows_of(seconds, floors=FLOORS, rival="torch")
     for row, name in zip(rows, seconds, strict=True):
         row["state"] = round(kept[name] / kept[FLOOR], 3)
-    return {"rows": rows, "ranks": size, "threads": 1, "rounds": rounds, "steps": steps}
+    facts = {"ranks": size, "threads": 1, "rounds": rounds, "steps": steps}
+    return {"rows": rows, **facts, "transport": transport}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
