@@ -58,6 +58,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             cells |= summary("replacement's", done.replacements_s)
             rows.append({"workers": size, "training": f"paceline, {transport}", **cells})
             rows[-1]["steps done again"] = 0
+        if not args.restarts:
+            continue
         stalls, again = kill_under_torchrun(size, args.restarts, pause_s, args.every, args.seed)
         cells = summary("next step", stalls) | summary("replacement's", stalls)
         name = f"torchrun, saved every {args.every} steps"
