@@ -509,9 +509,11 @@ def test_150_000_names_are_compared_at_once() -> None:
 
 
 def test_a_mismatch_of_many_names_is_explained_soon(tmp_path: Path) -> None:
-    torch.save({f"old.{i}": torch.zeros(1) for i in range(20_000)}, tmp_path / "a.pt")
+    torch.save({f"old.{i}": torch.zeros(1) for i in range(5_000)}, tmp_path / "a.pt")
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(500)])
     begin = time.process_time()
-    with pytest.raises(WeightsError, match="500 missing, 20,000 unexpected"):
+    torch.load(tmp_path / "a.pt")
+    read = time.process_time()
+    with pytest.raises(WeightsError, match="500 missing, 5,000 unexpected"):
         load_weights(model, tmp_path / "a.pt")
-    assert time.process_time() - begin < 5
+    assert time.process_time() - read < 4 * (read - begin)
