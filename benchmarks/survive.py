@@ -86,12 +86,11 @@ def summary(what: str, seconds: list[float]) -> dict[str, Any]:
 def kill_workers(size: int, transport: str, kills: int, pause_s: float, seed: int) -> Training:
     """One training in which workers are killed, each when all are there again."""
     rng = random.Random(seed)
-    plan = Faults()
+    plan, apart = Faults(), int(REPLACED_S / pause_s)
     for number in range(kills):
         rank, seconds = rng.randrange(size), rng.uniform(0.001, 3 * pause_s)
-        plan = plan.kill(rank=rank, step=10 + 2 * number, seconds=seconds)
-    steps = int((1 + kills) * REPLACED_S / pause_s)
-    epochs = 1 + steps // STEPS_PER_EPOCH
+        plan = plan.kill(rank=rank, step=10 + apart * number, seconds=seconds)
+    epochs = 1 + (1 + kills) * apart // STEPS_PER_EPOCH
     environment = os.environ.get("PACELINE_TRANSPORT")
     os.environ["PACELINE_TRANSPORT"] = transport
     try:
