@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_after_a_death_all_start_again_from_the_newest_checkpoint_and_train_the_
     assert done.returncode == 0, done.stderr
     said = " ".join((done.stdout + done.stderr).split())
     assert "A worker that dies takes its share along, so its death ends the run" in said
-    assert "Step 7 is done again" in said
+    # Checkpoints are written in the background: that of step 6 is there, or that of step 3.
+    assert re.search("Step 7 is done again|Steps 4 to 7 are done again", said), said
     expected = run_ranks(2, runpy.run_path(str(tmp_path / "script.py"))["fit"])
     assert [(tmp_path / f"weights{rank}").read_text() for rank in (0, 1)] == expected
