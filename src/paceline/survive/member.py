@@ -116,7 +116,6 @@ class Survival:
             try:
                 self._membership.move_on(self._form(generation))
                 self._heal({k: v for k, v in generation.inherited.items() if k not in self.taken})
-                self.taken |= set(generation.inherited)
             except Overtaken:
                 continue
             except PeerError:
