@@ -44,11 +44,16 @@ def test_messages_arrive_whole_and_in_order(ends: Ends) -> None:
     assert heard == [{"said": "ready", "seat": 3}, {"ledger": "x" * 200_000}]
 
 
-def test_a_machine_that_has_gone_is_noticed(ends: Ends) -> None:
-    lead, follower, _ = ends
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_machine_that_has_gone_is_noticed(ends: Ends, unread: bool) -> None:
+    lead, follower, raw = ends
+    if unread:  # the kernel then resets the connection
+        lead.send({"do": "leave"})
+        raw.recv(1, socket.MSG_PEEK)
     follower.close()
-    with pytest.raises(LineBroken, match="has ended"):
-        hear(lead)
+    with pytest.raises(LineBroken, match="its launcher has ended"):
+        while True:
+            lead.receive()
 
 
 @pytest.mark.parametrize("attack", ["altered", "repeated", "left out", "sent back", "too long"])

@@ -95,6 +95,8 @@ class Wire:
                 self._arrived += data
         except BlockingIOError:
             return ""
+        except ConnectionResetError:
+            pass  # it ended with something of ours unread
         except OSError as error:
             return f"the connection is broken: {error.strerror or error}"
         return "its launcher has ended"
