@@ -33,6 +33,12 @@ def hear(wire: Wire) -> list[dict[str, object]]:
     return wire.receive()
 
 
+def hear_on(wire: Wire) -> None:
+    """All that comes, to the end."""
+    while True:
+        wire.receive()
+
+
 def test_messages_arrive_whole_and_in_order(ends: Ends) -> None:
     lead, follower, _ = ends
     follower.send({"said": "ready", "seat": 3})
@@ -52,8 +58,7 @@ def test_a_machine_that_has_gone_is_noticed(ends: Ends, unread: bool) -> None:
         raw.recv(1, socket.MSG_PEEK)
     follower.close()
     with pytest.raises(LineBroken, match="its launcher has ended"):
-        while True:
-            lead.receive()
+        hear_on(lead)
 
 
 @pytest.mark.parametrize("attack", ["altered", "repeated", "left out", "sent back", "too long"])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from paceline.comm.sockets import Connections
 from paceline.errors import PeerError
+from paceline.launcher.store import StoreServer
 from paceline.survive import groups
 from paceline.survive.groups import Groups
-from paceline.survive.link import Generation
+from paceline.survive.link import Generation, meeting_place
 
 
 def test_a_worker_that_failed_to_form_a_group_calls_the_next_one_as_the_others_do(
@@ -30,3 +34,22 @@ def test_a_worker_that_failed_to_form_a_group_calls_the_next_one_as_the_others_d
         assert dist.group.WORLD.group_name == "0"
     finally:
         maker.leave()
+
+
+def test_a_group_is_given_up_where_a_member_died_after_they_had_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups, "BUILD_TIMEOUT", timedelta(seconds=60))
+    with closing(StoreServer()) as server:
+        server.start()
+        store = TCPStore(server.host, server.port, wait_for_workers=False)
+        maker = Groups(store, Connections(), "gloo", timedelta(seconds=5))
+        meeting = maker.meet(Generation(1, rank=0, size=2))
+        begin_s = time.monotonic()
+        timer = threading.Timer(0.2, server.give_up, [meeting_place(1)])
+        timer.start()
+        with pytest.raises(PeerError, match="Generation 1 could not form"):
+            maker.make(meeting)
+        assert time.monotonic() - begin_s < 30
+        timer.join()
+        assert store.num_keys() > 0  # the same connection serves on

@@ -98,6 +98,8 @@ class Connections:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
+        """What was open when a block began that is still being recorded."""
         self.kept_port = 0
         """Connections to this port are left alone: others than the group use them."""
 
@@ -107,17 +109,19 @@ class Connections:
 
         Instead of what was opened before, unless there is `is_more` of the same.
         """
-        before = _open_sockets()
+        self._before = _open_sockets()
         try:
             yield
         finally:
-            now = _open_sockets()
-            found = {fd: name for fd, name in now.items() if before.get(fd) != name}
+            found, self._before = self._opened_now(), None
             self._names = self._names | found if is_more else found
 
     def shut(self) -> None:
-        """End every connection among them that is still open; whoever waits there gets an error."""
-        for fd, name in self._names.items():
+        """End every connection among them that is still open; whoever waits there gets an error.
+
+        Those too that another thread opens just now.
+        """
+        for fd, name in (self._names | self._opened_now()).items():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") != name:
                     continue  # closed, and its number given to something else
@@ -125,6 +129,12 @@ class Connections:
                     # Not one that listens: Gloo ends the process when it cannot accept any more.
                     if found.getpeername()[1] != self.kept_port:
                         found.shutdown(socket.SHUT_RDWR)
+
+    def _opened_now(self) -> dict[int, str]:
+        """What was opened in the block that is being recorded."""
+        if (before := self._before) is None:
+            return {}
+        return {fd: name for fd, name in _open_sockets().items() if before.get(fd) != name}
 
 
 CONNECTIONS = Connections()

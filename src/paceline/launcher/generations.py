@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from paceline.launcher.wire import LineBroken, Wire
 from paceline.observe.units import count_text
-from paceline.survive.link import Ledger, receive, send
+from paceline.survive.link import Ledger, meeting_place, receive, send
 from paceline.survive.roster import (
     Announce,
     Dismiss,
@@ -186,6 +186,8 @@ class Generations(Workers):
     starts: list[Start] = field(default_factory=list)
     """Replacements that are to be started when their time has come."""
     on_machine_gone: Callable[[int], None] = lambda machine: None
+    give_up_keys: Callable[[str], None] = lambda place: None
+    """End waits in the store for what nobody will set any more."""
     _leavers: list[int] = field(default_factory=list)
     """Workers whose script has left its loop, while others have not."""
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -419,6 +421,8 @@ class Generations(Workers):
         while self._leavers and order.members:
             seat = self._leavers.pop()
             self.say(f"worker {seat} has left its loop; {self._rest()}.")
+        if order.is_urgent:  # somebody may wait there for the dead
+            self.give_up_keys(meeting_place(order.generation - 1))
         machines = {self.roster.machine_of(seat) for seat in order.members}
         is_near = len(machines) == 1 and bool(self.roster.machine_by_seat)
         for rank, seat in enumerate(order.members):

@@ -96,8 +96,13 @@ def _make_workers(run: LocalRun, rendezvous: Rendezvous) -> Generations | Follow
     machines = [node for node, size in enumerate(rendezvous.sizes) for _ in range(size)]
     roster = run.make_roster(len(machines), dict(enumerate(machines)))
     roster.here = rendezvous.node
-    gone = rendezvous.on_machine_gone
-    return Generations(say=tell, wires=rendezvous.wires, roster=roster, on_machine_gone=gone)
+    return Generations(
+        say=tell,
+        wires=rendezvous.wires,
+        roster=roster,
+        on_machine_gone=rendezvous.on_machine_gone,
+        give_up_keys=rendezvous.server.give_up,
+    )
 
 
 class Rendezvous:

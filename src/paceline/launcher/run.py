@@ -132,7 +132,9 @@ class LocalRun:
             if self.survives:
                 roster = self.make_roster(self.local_size)
                 is_run = b"paceline" in self.text and re.search(rb"\bRun\(", self.text) is not None
-                generations = Generations(say=tell, roster=roster, is_run=is_run)
+                generations = Generations(
+                    say=tell, roster=roster, is_run=is_run, give_up_keys=store.give_up
+                )
             first = store.first_place(self.local_size)
             return self.run(first, attempt, store=store, generations=generations)
 

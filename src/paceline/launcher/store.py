@@ -27,8 +27,10 @@ MAGIC = struct.pack("<I", 0x3C85F7CE)
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 2**13, 2**23, 2**17
 """torch's own limits."""
 CONNECT_TIMEOUT_S = 2.0
+MOST_GIVEN_UP = 8
 _READY, _NOT_READY = b"\0", b"\1"
 _GO_ON, _CANCELLED = b"\0", b"\1"
+_END, _LOOK = b"!", b"?"
 
 
 class Query(IntEnum):
@@ -123,6 +125,8 @@ class StoreServer:
         self.callers: set[Caller] = set()
         self.lines: dict[int, tuple[socket.socket, bytes]] = {}
         """By machine, connections of launchers that are not for the store, with what came since."""
+        self._given_up: deque[bytes] = deque(maxlen=MOST_GIVEN_UP)
+        """What keys begin with that nobody will set any more."""
         self._thread: threading.Thread | None = None
 
     def first_place(self, size: int) -> Placement:
@@ -158,16 +162,22 @@ class StoreServer:
         self._selector.register(ours, selectors.EVENT_READ, caller)
         return theirs
 
+    def give_up(self, place: str) -> None:
+        """End all waits for keys below `place`, with an error: nobody will set them any more."""
+        self._given_up.append(f"/{place}/".encode())
+        self._wake_writer.send(_LOOK)
+
     def clear(self, keep: str = "") -> None:
         """Forget what workers have left here, for those that come next."""
         kept = f"/{keep}/".encode()
         self.queues.clear()
+        self._given_up.clear()
         for key in [key for key in self.values if not (keep and key.startswith(kept))]:
             self.values.pop(key, None)
 
     def close(self) -> None:
         if self._thread is not None:
-            self._wake_writer.send(b"!")  # its end might be held open by a fork
+            self._wake_writer.send(_END)  # its end might be held open by a fork
             self._thread.join()
             for each in (self._wake_writer, self._wake_reader, self._selector):
                 each.close()
@@ -183,8 +193,10 @@ class StoreServer:
         while True:
             for key, events in self._selector.select():
                 if key.fileobj is self._wake_reader:
-                    return
-                if key.fileobj in (self.socket, self.near):
+                    if _END in self._wake_reader.recv(2**10):
+                        return
+                    self._release(self.callers)
+                elif key.fileobj in (self.socket, self.near):
                     self._accept(key.fileobj)
                 elif key.data in self.callers:  # not dropped by an event before this one
                     self._attend(key.data, events)
@@ -311,12 +323,16 @@ class StoreServer:
         return key in self.values or bool(self.queues.get(key))
 
     def _release(self, callers: set[Caller]) -> None:
-        """Answer those whose last awaited key is there now."""
+        """Answer those whose last awaited key is there now, or will never be."""
+        given_up = tuple(self._given_up)
         for caller in list(callers):
-            if caller.awaited is not None and all(map(self._has, caller.awaited)):
+            if caller.awaited is None:
+                continue
+            missing = [key for key in caller.awaited if not self._has(key)]
+            if not missing or any(key.startswith(given_up) for key in missing):
                 caller.awaited = None
                 try:
-                    self._send(caller, _GO_ON)
+                    self._send(caller, _CANCELLED if missing else _GO_ON)
                 except OSError:
                     self._drop(caller)
 

@@ -1,8 +1,9 @@
 """torch's default group, made anew for every generation.
 
-Members first meet at the launcher's store, where waiting can be given up. Only when all are there
-do they build the group, which takes milliseconds and cannot be given up. It is torch's own default
-group, so `torch.distributed` keeps working in the user's code.
+Members first meet at the launcher's store, and build the group when all are there, which takes
+milliseconds. Should one of them die just then, the others wait there for its address: the launcher
+ends their waits, and they shut the connections they have. It is torch's own default group, so
+`torch.distributed` keeps working in the user's code.
 
 Gloo's waits end with an error when its connections are shut. NCCL's end without one when it is
 aborted, and leave anything in memory: see `comm.refuse_aborted`.
@@ -25,13 +26,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline import env
 from paceline.comm.sockets import Connections
 from paceline.errors import PeerError
-from paceline.survive.link import Generation
+from paceline.survive.link import MEETINGS, Generation, meeting_place
 
 BUILD_TIMEOUT = timedelta(seconds=0.75)
 """All members are there when a group is built: one that does not answer in time has died."""
 MOST_DOUBLINGS = 5
 """Or the machines are so busy, or so many, that it takes longer."""
-_PREFIX = "paceline/generation"
 
 
 @cache
@@ -56,7 +56,7 @@ class Meeting:
 
     def __init__(self, store: Store, generation: Generation) -> None:
         self.generation = generation
-        self.store = PrefixStore(f"{_PREFIX}/{generation.number}", store)
+        self.store = PrefixStore(meeting_place(generation.number), store)
         self._missing = [f"here/{other}" for other in range(generation.size)]
         self.store.set(f"here/{generation.rank}", "")
 
@@ -141,7 +141,7 @@ class Groups:
         """Delete what older generations have left in the store."""
         with suppress(RuntimeError, AttributeError):  # a torch that cannot list them keeps them
             for key in self._store.list_keys():
-                prefix, _, rest = key.partition(f"{_PREFIX}/")
+                prefix, _, rest = key.partition(f"{MEETINGS}/")
                 if not prefix and rest and int(rest.partition("/")[0]) < number:
                     self._store.delete_key(key)
 

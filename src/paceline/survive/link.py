@@ -21,7 +21,14 @@ from paceline import env
 MESSAGE_BYTES = 64 * 2**10
 SLOT_BYTES = 2**20
 """Takes memory only as far as it is used."""
+MEETINGS = "paceline/generation"
+"""In the launcher's store, what members of generations need to find each other."""
 _WORD_BYTES = 8
+
+
+def meeting_place(generation: int) -> str:
+    """What the keys of a generation in the launcher's store begin with."""
+    return f"{MEETINGS}/{generation}"
 
 
 @dataclass(frozen=True, slots=True)
