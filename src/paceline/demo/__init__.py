@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, words in (
         ("workers", "how many processes share every batch (default: 2, with --kill 3)"),
-        ("epochs", "how many passes over the data (default: 5, with --kill 15)"),
+        ("epochs", "how many passes over the data (default: 5, with --kill 7)"),
         ("seed", "generates the data, the model and the order of the rows (default: 0)"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=int, help=words)
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Train and print; 1 if something is not as promised."""
     given = {name: getattr(args, name) for name in ("workers", "epochs", "seed")}
-    defaults = {"workers": 3, "epochs": 15} if args.kill else {}
+    defaults = {"workers": 3, "epochs": 7} if args.kill else {}
     wanted = defaults | {name: value for name, value in given.items() if value is not None}
     options = DemoOptions(**wanted)
     if args.kill:

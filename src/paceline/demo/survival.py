@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.comm.codec import decode
 from paceline.demo import BATCH_ROWS, ROUNDING, STEPS_PER_EPOCH, DemoOptions
@@ -22,8 +24,11 @@ from paceline.errors import PacelineError
 from paceline.observe.run_folder import Event, RunFolder, open_plain, parse_event
 from paceline.observe.units import count_text
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KILLED_WORKER = 1
-TOLD_STEPS = 25
+TOLD_STEPS = 10
 """Between two lines of progress."""
 LOOK_S = 0.05
 STEP_S = 0.03
@@ -137,8 +142,10 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
     reader = threading.Thread(target=following.read_messages, daemon=True)
     reader.start()
     try:
-        killed_in = follow(following, steps, tell)
-        code = process.wait(LONGEST_S)
+        with ThreadPoolExecutor(1) as beside:
+            undisturbed = beside.submit(train_undisturbed, options)
+            killed_in = follow(following, steps, tell)
+            code = process.wait(LONGEST_S)
         reader.join(1.0)
     finally:
         process.kill()
@@ -150,7 +157,17 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
             "`paceline doctor` says what this machine has.",
         )
     tell([*(f"  {line}" for line in following.new_messages()), f"  step {steps:>4}   the last"])
-    return compare(options, steps, killed_in, following.messages, run)
+    return compare(options, steps, killed_in, following.messages, run, undisturbed)
+
+
+def train_undisturbed(options: DemoOptions) -> dict[str, Tensor]:
+    """The parameters that the same training ends with in one process."""
+    import torch
+
+    from paceline.demo.survival_training import train
+
+    torch.set_num_threads(1)  # for a model of this size others would only wait
+    return train(None, options.epochs, options.seed, options.shards, 0.0)
 
 
 def follow(following: Following, steps: int, tell: Tell) -> int:
@@ -184,18 +201,20 @@ def introduction(options: DemoOptions, steps: int) -> list[str]:
 
 
 def compare(
-    options: DemoOptions, steps: int, killed_in: int, messages: list[str], run: RunFolder
+    options: DemoOptions,
+    steps: int,
+    killed_in: int,
+    messages: list[str],
+    run: RunFolder,
+    undisturbed: Future[dict[str, Tensor]],
 ) -> KillOutcome:
-    """Train once more, undisturbed, and compare the parameters."""
+    """Compare the parameters that both trainings end with."""
     import torch
-
-    from paceline.demo.survival_training import train
 
     ends = [
         decode((run.path / f"parameters{worker}").read_bytes()) for worker in range(options.workers)
     ]
-    torch.set_num_threads(1)  # for a model of this size others would only wait
-    alone = train(None, options.epochs, options.seed, options.shards, 0.0)
+    alone = undisturbed.result()
     return KillOutcome(
         workers=options.workers,
         steps=steps,
