@@ -56,9 +56,9 @@ def test_a_bare_run_has_no_section_for_what_it_did_not_record(tmp_path: Path) ->
 def test_curves_are_columns_of_as_many_points_and_metrics_are_in_order(tmp_path: Path) -> None:
     learning = built(synthetic_run(tmp_path / "run", steps=40, epochs=2))["learning"]
     charts = learning["charts"]
-    names = ["loss", "accuracy", "learning rate", "samples per second"]
+    names = ["loss", "accuracy", "learning rate", "gradient noise scale", "samples per second"]
     assert [each["name"] for each in charts] == names
-    assert [each.get("is_share") for each in charts] == [False, True, None, None]
+    assert [each.get("is_share") for each in charts] == [False, True, None, None, None]
     assert charts[2]["curves"][0]["columns"][1][::13] == [0.1, 0.05, 0.025, 0.00625]
     for chart in charts:
         for curve in chart["curves"]:

@@ -67,12 +67,17 @@ def learning(data: RunData) -> Json | None:
         names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
     order = {"loss": 0, "accuracy": 1}
     charts = [_chart(data, name) for name in sorted(names, key=lambda each: order.get(each, 2))]
-    for name, look, curve in (
-        ("learning rate", "train", data.lr),
-        ("samples per second", "rate", data.rate),
+    noise = [
+        Point(event["step"], scale, scale, scale)
+        for event in data.events["noise"]
+        if (scale := number(event.get("noise_scale"))) is not None and math.isfinite(scale)
+    ]
+    for line in (
+        _line("learning rate", "train", data.lr.points()),
+        _line("gradient noise scale", "train", noise, dots=True),
+        _line("samples per second", "rate", data.rate.points(), smooth=True),
     ):
-        points = curve.points()
-        charts.append({"name": name, "curves": [_line(name, look, points)] if points else []})
+        charts.append({"name": line["label"], "curves": [line] if line["columns"] else []})
     charts = [chart for chart in charts if chart["curves"]]
     if not charts and not epochs:
         return None
@@ -84,7 +89,8 @@ def _chart(data: RunData, name: str) -> Json:
     curve = data.metrics.get(name)
     training = curve.points() if curve else _points_of(data, "epoch", name)
     held_out = _points_of(data, "evaluation", name)
-    curves = [_line("training", "train", training, dots=curve is None)] if training else []
+    by_step = {"dots": curve is None, "smooth": curve is not None}
+    curves = [_line("training", "train", training, **by_step)] if training else []
     curves += [_line("held-out data", "test", held_out, dots=True)] if held_out else []
     values = [point.mean for point in (*training, *held_out)]
     return {
@@ -101,10 +107,15 @@ def _points_of(data: RunData, kind: str, name: str) -> list[Point]:
     return [Point(step, value, value, value) for step, value in sorted(known)]
 
 
-def _line(label: str, look: str, points: Sequence[Point], *, dots: bool = False) -> Json:
-    """One curve, as columns: x, mean, lowest, highest. `dots` are measurements of their own."""
+def _line(
+    label: str, look: str, points: Sequence[Point], *, dots: bool = False, smooth: bool = False
+) -> Json:
+    """One curve, as columns: x, mean, lowest, highest.
+
+    `dots` are measurements of their own; one that is to be drawn `smooth` is noisy by nature.
+    """
     columns = [[_rounded(value) for value in column] for column in zip(*points, strict=True)]
-    return {"label": label, "look": look, "columns": columns, "dots": dots}
+    return {"label": label, "look": look, "columns": columns, "dots": dots, "smooth": smooth}
 
 
 def _rounded(value: float) -> float | None:

@@ -1,21 +1,29 @@
 // A chart: curves by uPlot, with a tip that follows the pointer and the arrow keys.
 
 // Curves. Columns of a curve: x, mean, lowest, highest. See rangeOf for what is cut off.
-const NEAR_PX = 40;
+const NEAR_PX = 40,
+  LAYERS = 4;
 
 // The lowest and highest value drawn, and the peak that is cut off so that the rest can be seen.
 // A loss may fall from high up in its first steps: that is not a peak.
-function rangeOf(curves, zero) {
-  const all = (column) => curves.flatMap((curve) => curve.columns[column]);
+function rangeOf(curves, { zero = false, yLog = false, shown = null }) {
+  const all = (column) =>
+    curves.flatMap(({ columns }) =>
+      shown
+        ? columns[column].filter((_, i) => columns[0][i] >= shown[0] && columns[0][i] <= shown[1])
+        : columns[column],
+    );
   const means = all(1),
     xs = all(0),
     highs = all(3),
     rising = [...means].sort((a, b) => a - b);
+  if (!means.length) return [0, 1, null];
   const begin = means.slice(0, means.length / 10 + 1).sort((a, b) => a - b);
   const usual = Math.max(begin[begin.length >> 1], rising[Math.floor((means.length - 1) * 0.97)]);
-  let low = Math.min(...all(2)),
+  let low = Math.min(...all(2).filter((each) => !yLog || each > 0)),
     high = Math.max(...highs),
     cut = null;
+  if (yLog) return [low / 1.15, Math.max(high, low) * 1.15, null];
   if (means.length > 20 && high > usual + 3 * Math.max(usual - low, Math.abs(usual) * 1e-3)) {
     cut = [high, xs[highs.indexOf(high)]];
     high = Math.max(usual + 0.5 * (usual - low), usual * 1.1);
@@ -26,7 +34,98 @@ function rangeOf(curves, zero) {
   return [zero ? low : low - margin, high + margin, cut];
 }
 
-function chartOptions({ curves, say, range, xLabel, log, marks, height }, onCursor) {
+// What a reader's eye would do: a mean around each point, as wide as a fortieth of the curve. Ahead
+// and behind alike, so a curve that falls is not shown late.
+function smoothed(values) {
+  const reach = Math.max(1, Math.round(values.length / 40)),
+    weights = Array.from({ length: 2 * reach + 1 }, (_, i) =>
+      Math.exp(-2 * ((i - reach) / reach) ** 2),
+    );
+  return values.map((_, at) => {
+    let total = 0,
+      weight = 0;
+    for (let i = Math.max(0, at - reach); i <= Math.min(values.length - 1, at + reach); i++) {
+      total += values[i] * weights[i - at + reach];
+      weight += weights[i - at + reach];
+    }
+    return total / weight;
+  });
+}
+
+const SMOOTHED_FROM = 20;
+const isSmoothed = ({ smooth, columns }) => smooth && columns[0].length >= SMOOTHED_FROM;
+
+// As uPlot takes them: for every curve what was measured, the band around it, and the smoothed line.
+function layersOf(curves, yLog) {
+  const drawn = (column) => (yLog ? column.map((each) => (each > 0 ? each : null)) : column);
+  return uPlot.join(
+    curves.map((curve) => {
+      const [xs, means, lows, highs] = curve.columns;
+      const line = isSmoothed(curve) ? smoothed(means) : means.map(() => null);
+      return [xs, ...[means, lows, highs, line].map(drawn)];
+    }),
+  );
+}
+
+const pale = (colour, share) => colour.replace(")", `, ${share})`).replace("rgb(", "rgba(");
+
+function seriesOf({ look, dots, dash, columns, bars, ...curve }) {
+  const isPale = isSmoothed({ columns, ...curve }),
+    unseen = { width: 0, points: { show: false }, spanGaps: true };
+  const measured = {
+    stroke: () => (isPale ? pale(colourOf(look), 0.4) : colourOf(look)),
+    width: isPale ? 1 : 1.8,
+    dash,
+    spanGaps: true,
+    points: {
+      show: !bars && (dots || columns[0].length === 1),
+      size: 7,
+      fill: () => (dash ? colourOf("", "--card") : colourOf(look)),
+    },
+    ...(bars && {
+      width: 0,
+      fill: () => colourOf(look),
+      paths: uPlot.paths.bars({ size: [0.9, 24] }),
+    }),
+  };
+  return [
+    measured,
+    unseen,
+    unseen,
+    { stroke: () => colourOf(look), width: 2, points: { show: false }, spanGaps: true },
+  ];
+}
+
+// Where epochs end, above the curves; as many as there is room for.
+function drawTicks(plot, ticks) {
+  const { ctx: pen, bbox } = plot,
+    { min, max } = plot.scales.x,
+    ratio = devicePixelRatio || 1;
+  const inside = ticks.filter(([x]) => x > min && x <= max),
+    apart = Math.ceil(inside.length / Math.max(1, bbox.width / (44 * ratio)));
+  pen.save();
+  pen.fillStyle = pen.strokeStyle = colourOf("", "--muted");
+  pen.font = 10 * ratio + "px system-ui, sans-serif";
+  pen.textAlign = "right";
+  pen.textBaseline = "top";
+  pen.lineWidth = ratio;
+  pen.setLineDash([2 * ratio, 3 * ratio]);
+  inside
+    .filter((_, i) => (i + 1) % apart === 0)
+    .forEach(([x, label]) => {
+      const left = Math.round(plot.valToPos(x, "x", true));
+      pen.globalAlpha = 0.5;
+      pen.beginPath();
+      pen.moveTo(left, bbox.top);
+      pen.lineTo(left, bbox.top + bbox.height);
+      pen.stroke();
+      pen.globalAlpha = 1;
+      pen.fillText(label, left - 3 * ratio, bbox.top + ratio);
+    });
+  pen.restore();
+}
+
+function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
   const stroke = () => colourOf("", "--muted"),
     grid = { stroke: () => colourOf("", "--rule"), width: 1 };
   const axis = {
@@ -36,40 +135,37 @@ function chartOptions({ curves, say, range, xLabel, log, marks, height }, onCurs
     font: "11px system-ui, sans-serif",
     labelFont: "11px system-ui, sans-serif",
   };
-  const series = curves.flatMap(({ look, dots, dash, columns }) => [
-    {
-      stroke: () => colourOf(look),
-      width: 1.8,
-      dash,
-      spanGaps: true,
-      points: {
-        show: dots || columns[0].length === 1,
-        size: 7,
-        fill: () => (dash ? colourOf("", "--card") : colourOf(look)),
-      },
-    },
-    { width: 0, points: { show: false }, spanGaps: true },
-    { width: 0, points: { show: false }, spanGaps: true },
-  ]);
   const bands = curves.map(({ look }, i) => ({
-    series: [3 * i + 3, 3 * i + 2],
-    fill: () => colourOf(look).replace(")", ", 0.22)").replace("rgb(", "rgba("),
+    series: [LAYERS * i + 3, LAYERS * i + 2],
+    fill: () => pale(colourOf(look), 0.2),
   }));
+  const beside = curves.some((curve) => curve.bars) ? 0.5 : 0;
+  const splits = log ? powersOfTwo : yLog ? roundSteps : null;
   return {
     width: 300,
     height,
     legend: { show: false },
-    series: [{}, ...series],
+    series: [{}, ...curves.flatMap(seriesOf)],
     bands,
-    cursor: { y: false, points: { show: false }, drag: { x: false, y: false } },
+    cursor: {
+      y: false,
+      points: { show: false },
+      drag: { x: xLabel === "step", y: false, setScale: false },
+      bind: { dblclick: () => on.unzoom },
+    },
     scales: {
       x: {
         time: false,
         distr: log ? 3 : 1,
         log: 2,
-        range: (_, low, high) => (low < high ? [low, high] : [low - 1, high + 1]),
+        range: (_, low, high) =>
+          now().shown || (low < high ? [low - beside, high + beside] : [low - 1, high + 1]),
       },
-      y: { distr: log ? 3 : 1, log: 2, range: range.slice(0, 2) },
+      y: {
+        distr: log || yLog ? 3 : 1,
+        log: log ? 2 : 10,
+        range: () => now().range.slice(0, 2),
+      },
     },
     axes: [
       {
@@ -81,18 +177,33 @@ function chartOptions({ curves, say, range, xLabel, log, marks, height }, onCurs
           .flatMap((n) => [...Array(13).keys()].map((p) => n * 10 ** p))
           .sort((a, b) => a - b),
         values: (_, at) => at.map((x) => figure(x)),
-        ...(marks && { splits: () => marks }),
+        ...(marks && { splits: () => now().marks }),
       },
       {
         ...axis,
-        values: (_, at) => at.map((y) => (y === null ? "" : say(y))),
+        values: (_, at) => at.map((y) => (y === null ? "" : now().say(y))),
         size: (_, at) =>
           Math.max(34, 10 + 6.4 * Math.max(...(at || [""]).map((each) => each.length))),
-        ...(log && { splits: () => powersOfTwo(...range) }),
+        ...(splits && { splits: () => splits(...now().range) }),
       },
     ],
-    hooks: { setCursor: [onCursor] },
+    hooks: {
+      setCursor: [on.cursor],
+      setSelect: [on.select],
+      draw: [(plot) => drawTicks(plot, now().ticks)],
+    },
   };
+}
+
+// Marks of a scale by powers of ten: 1, 2 and 5 of each, fewer where it is long.
+function roundSteps(low, high) {
+  const powers = Math.log10(high / low),
+    heads = powers > 4 ? [1] : powers > 1.5 ? [1, 5] : powers > 0.6 ? [1, 2, 5] : null;
+  if (!heads) return [0, 1, 2, 3].map((i) => Number((low + ((high - low) * i) / 3).toPrecision(3)));
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    found.push(...heads.map((each) => each * 10 ** power));
+  return found.filter((each) => each >= low && each <= high);
 }
 
 function powersOfTwo(low, high) {
@@ -102,89 +213,47 @@ function powersOfTwo(low, high) {
   return found.filter((_, i) => i % (1 + (found.length >> 3)) === 0);
 }
 
-function Chart({
-  title,
-  curves,
-  say = figure,
-  said = "",
-  xLabel = "step",
-  log = false,
-  zero = false,
-  marks = null,
-  height = 212,
-}) {
+function Chart(props) {
+  const {
+    title,
+    curves,
+    say = figure,
+    said = "",
+    xLabel = "step",
+    log = false,
+    yLog = false,
+    zero = false,
+    marks = null,
+    ticks = [],
+    height = 212,
+    range: fixed = null,
+  } = props;
   const box = useRef(null),
     holder = useRef(null),
-    tip = useRef(null);
-  const range = rangeOf(curves, zero),
+    tip = useRef(null),
+    view = useRef(null),
+    now = useRef({}),
+    [shown, setShown] = useState(null);
+  const range = fixed || rangeOf(curves, { zero, yLog, shown }),
     cut = range[2];
+  now.current = { curves, say, range, marks, ticks, shown };
+  const shape = curves.map((each) => [
+    each.look,
+    each.label,
+    isSmoothed(each),
+    each.columns[0].length === 1,
+  ]);
+  const key = JSON.stringify([shape, log, yLog, height]);
+  // Only other curves or another scale make another plot; new points are put into the one there is.
   useEffect(() => {
-    const plot = new uPlot(
-      chartOptions({ curves, say, range, xLabel, log, marks, height }, showTip),
-      uPlot.join(curves.map((curve) => curve.columns)),
-      holder.current,
-    );
-    const fit = () => plot.setSize({ width: holder.current.clientWidth, height });
-    const observer = new ResizeObserver(fit);
-    observer.observe(holder.current);
-    const forget = onRepaint(() => plot.redraw(false));
-    let at = plot.data[0].length - 1;
-
-    function hide() {
-      tip.current.hidden = true;
-    }
-
-    function showTip(u) {
-      const { idx, left } = u.cursor;
-      if (idx === null || idx === undefined || left < 0) return hide();
-      at = idx;
-      const near = curves
-        .map(({ label }, i) => [label, nearest(u, 3 * i + 1, idx)])
-        .filter((each) => each[1] !== null);
-      tip.current.textContent =
-        xLabel +
-        " " +
-        Math.round(u.data[0][idx]).toLocaleString("en") +
-        ": " +
-        near
-          .map(([label, value]) => (curves.length > 1 ? label + " " : "") + say(value))
-          .join(", ");
-      tip.current.hidden = false;
-      const place = u.over.getBoundingClientRect(),
-        around = box.current.getBoundingClientRect();
-      const x = place.left - around.left + left - tip.current.offsetWidth / 2;
-      tip.current.style.left =
-        Math.max(0, Math.min(around.width - tip.current.offsetWidth, x)) + "px";
-      tip.current.style.top = place.top - around.top - tip.current.offsetHeight + 8 + "px";
-    }
-
-    function move(event) {
-      const last = plot.data[0].length - 1,
-        big = Math.max(1, Math.round(last / 20));
-      const moves = {
-        ArrowLeft: at - 1,
-        ArrowRight: at + 1,
-        PageUp: at - big,
-        PageDown: at + big,
-        Home: 0,
-        End: last,
-      };
-      if (event.key === "Escape") hide();
-      if (!(event.key in moves)) return;
-      event.preventDefault();
-      const index = Math.max(0, Math.min(last, moves[event.key]));
-      plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: 0 });
-    }
-
-    holder.current.addEventListener("keydown", move);
-    holder.current.addEventListener("blur", hide);
-    fit();
-    return () => {
-      observer.disconnect();
-      forget();
-      plot.destroy();
-    };
-  }, []);
+    view.current = chartView(props, { box, holder, tip }, () => now.current, setShown);
+    return view.current.end;
+  }, [key]);
+  const isNew = useRef(true);
+  useEffect(() => {
+    if (!isNew.current) view.current.draw();
+    isNew.current = false;
+  }, [curves, range[0], range[1], shown]);
   const entries = curves.map(({ look, label }) => [look, label]);
   const peak =
     cut && `A peak of ${say(cut[0])} near ${xLabel} ${figure(Math.round(cut[1]))} is cut off`;
@@ -192,6 +261,10 @@ function Chart({
     <figcaption>
       <strong>${title}</strong>${curves.length > 1 && html`<${Legend} entries=${entries} />`}
     </figcaption>
+    ${
+      shown &&
+      html`<button type="button" class="unzoom" onClick=${() => setShown(null)}>Show all</button>`
+    }
     <div
       class="chart"
       ref=${holder}
@@ -203,6 +276,111 @@ function Chart({
     <p class="said">${said}</p>
     ${cut && html`<${Note}>${peak}, so that the rest can be seen.<//>`}
   </figure>`;
+}
+
+// One plot, until its curves are others: `now()` is what it shows at the moment.
+function chartView(props, { box, holder, tip }, now, setShown) {
+  const { xLabel = "step", log = false, yLog = false, marks = null, height = 212 } = props;
+  const place = holder.current;
+  const data = () => layersOf(now().curves, yLog);
+  const on = { cursor: showTip, select, unzoom: () => setShown(null) };
+  const plot = new uPlot(
+    chartOptions({ curves: props.curves, xLabel, log, yLog, marks, height }, now, on),
+    data(),
+    place,
+  );
+  const fit = () => plot.setSize({ width: place.clientWidth, height });
+  const observer = new ResizeObserver(fit);
+  observer.observe(place);
+  const forget = onRepaint(() => plot.redraw(false));
+  let at = null;
+
+  function hide() {
+    tip.current.hidden = true;
+  }
+
+  function showTip(u) {
+    const { idx, left } = u.cursor,
+      { curves, say, ticks } = now();
+    if (idx === null || idx === undefined || left < 0) return hide();
+    at = idx;
+    const near = curves
+      .map(({ label }, i) => [label, nearest(u, LAYERS * i + 1, idx)])
+      .filter((each) => each[1] !== null);
+    const x = u.data[0][idx],
+      epoch = ticks.find(([end]) => x <= end);
+    tip.current.textContent =
+      xLabel +
+      " " +
+      Math.round(x).toLocaleString("en") +
+      ": " +
+      near.map(([label, value]) => (curves.length > 1 ? label + " " : "") + say(value)).join(", ") +
+      (epoch ? " (" + epoch[1] + ")" : "");
+    tip.current.hidden = false;
+    const inside = u.over.getBoundingClientRect(),
+      around = box.current.getBoundingClientRect();
+    const right = inside.left - around.left + left - tip.current.offsetWidth / 2;
+    tip.current.style.left =
+      Math.max(0, Math.min(around.width - tip.current.offsetWidth, right)) + "px";
+    tip.current.style.top = inside.top - around.top - tip.current.offsetHeight + 8 + "px";
+  }
+
+  function select(u) {
+    const { left, width } = u.select;
+    if (width < 8) return;
+    zoom(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  // Shows the points between two places, at least two of them.
+  function zoom(low, high) {
+    const xs = plot.data[0],
+      inside = xs.filter((x) => x >= low && x <= high).length;
+    if (inside > 1) setShown(inside < xs.length ? [low, high] : null);
+  }
+
+  function scale(factor) {
+    const { min, max } = plot.scales.x,
+      here = at === null ? max : Math.max(min, Math.min(max, plot.data[0][at]));
+    zoom(here - (here - min) * factor, here + (max - here) * factor);
+  }
+
+  function move(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const last = plot.data[0].length - 1,
+      big = Math.max(1, Math.round(last / 20)),
+      here = at === null ? last : at;
+    const moves = {
+      ArrowLeft: here - 1,
+      ArrowRight: here + 1,
+      PageUp: here - big,
+      PageDown: here + big,
+      Home: 0,
+      End: last,
+    };
+    const zooms = { "+": 0.6, "=": 0.6, "-": 1 / 0.6 };
+    if (event.key === "Escape") hide();
+    if (event.key === "0") setShown(null);
+    if (event.key in zooms && xLabel === "step") scale(zooms[event.key]);
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    const index = Math.max(0, Math.min(last, moves[event.key]));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: 0 });
+  }
+
+  place.addEventListener("keydown", move);
+  place.addEventListener("blur", hide);
+  fit();
+  return {
+    draw: () => plot.setData(data()),
+    end: () => {
+      observer.disconnect();
+      forget();
+      place.removeEventListener("keydown", move);
+      place.removeEventListener("blur", hide);
+      plot.destroy();
+    },
+  };
 }
 
 // The value of a curve near a place on the axis; curves need not have a point at the same x.

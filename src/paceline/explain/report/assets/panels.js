@@ -28,13 +28,37 @@ function Overview({ data }) {
   </section>`;
 }
 
+// What a metric is called where its name is one for programs.
+const TITLES = { grad_norm: "gradient norm" };
+
 function Learning({ data: { charts, epochs, evaluations } }) {
-  const shares = charts.filter((chart) => chart.is_share).map((chart) => chart.name);
-  return html`<div class="charts">${charts.map((chart) => html`<${Metric} ...${chart} />`)}</div>
+  const [yLog, setLog] = useState(false),
+    shares = charts.filter((chart) => chart.is_share).map((chart) => chart.name),
+    ends = epochs.filter(({ epoch, step }) => isNumber(epoch) && isNumber(step)),
+    ticks = ends.map(({ epoch, step }) => [step, "epoch " + figure(epoch + 1)]);
+  const scale = (name, isLog) =>
+    html`<button
+      type="button"
+      aria-pressed=${String(yLog === isLog)}
+      onClick=${() => setLog(isLog)}
+    >
+      ${name}
+    </button>`;
+  return html`<div class="controls">
+      <span class="switch" role="group" aria-label="Scale of the curves">
+        ${scale("Linear", false)}${scale("Log", true)}
+      </span>
+      <span class="hint">drag to zoom, or use arrow keys, + and -; 0 shows all</span>
+    </div>
+    <div class="charts">
+      ${charts.map(
+        (chart) => html`<${Metric} key=${chart.name} ...${chart} ticks=${ticks} yLog=${yLog} />`,
+      )}
+    </div>
     <${Epochs} ...${{ epochs, evaluations, shares }} />`;
 }
 
-function Metric({ name, curves, is_share = false, first_bad = null }) {
+function Metric({ name, curves, is_share = false, first_bad = null, ticks, yLog }) {
   const say = is_share ? percent : figure,
     [, means, lows, highs] = curves[0].columns;
   let said =
@@ -45,12 +69,19 @@ function Metric({ name, curves, is_share = false, first_bad = null }) {
     "; " +
     (is_share ? "highest " + say(Math.max(...means)) : "lowest " + say(Math.min(...means))) +
     ".";
-  if (highs.some((high, i) => high > lows[i]))
-    said += " The pale band holds the lowest and highest steps.";
+  const hasBand = highs.some((high, i) => high > lows[i]);
+  if (isSmoothed(curves[0]))
+    said += " Smoothed; pale is what was measured" + (hasBand ? ", with its extremes." : ".");
+  else if (hasBand) said += " The pale band holds the lowest and highest steps.";
   if (first_bad !== null)
     said += " Values that are not numbers, first at step " + figure(first_bad) + ".";
-  const zero = is_share || curves[0].look === "rate" || (name === "loss" && Math.min(...lows) >= 0);
-  return html`<${Chart} title=${sentence(name)} ...${{ curves, say, said, zero }} />`;
+  const canLog = yLog && !is_share && means.some((each) => each > 0),
+    zero = is_share || curves[0].look === "rate" || (name === "loss" && Math.min(...lows) >= 0);
+  return html`<${Chart}
+    title=${sentence(TITLES[name] || name)}
+    yLog=${canLog}
+    ...${{ curves, say, said, zero, ticks }}
+  />`;
 }
 
 const ROWS_LIMIT = 60;

@@ -65,7 +65,8 @@ function sentence(text) {
 // Colours: the system's choice until somebody presses the button. What is drawn on a canvas asks
 // for its colours and is drawn again when they change.
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
-const repaints = new Set();
+const repaints = new Set(),
+  colours = new Map();
 
 function isDark() {
   return root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches;
@@ -74,6 +75,7 @@ function isDark() {
 function setTheme(theme) {
   if (theme) root.dataset.theme = theme;
   else delete root.dataset.theme;
+  colours.clear();
   for (const repaint of repaints) repaint();
 }
 
@@ -91,6 +93,12 @@ function onRepaint(repaint) {
 }
 
 function colourOf(look, variable = "--look") {
+  const key = look + variable;
+  if (!colours.has(key)) colours.set(key, readColour(look, variable));
+  return colours.get(key);
+}
+
+function readColour(look, variable) {
   const probe = document.createElement("i");
   probe.className = "look-" + look;
   probe.style.color = "var(" + variable + ")";
