@@ -57,7 +57,7 @@ $(VENV)/.created:
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing Paceline and torch into $(VENV) ..."
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation --editable .
+	@$(PIP) --no-build-isolation --editable '.[watch]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -43,6 +43,7 @@ COMMANDS = {
     "compare": Command("explain.compare", "time DataParallel and DistributedDataParallel here"),
     "trace": Command("explain.trace.command", "follow one batch through a training step"),
     "report": Command("explain.report.page", "write a run as one HTML file"),
+    "watch": Command("watch.command", "show a run on a live page, while it trains"),
 }
 
 

@@ -117,6 +117,7 @@ SURFACE = {
         "--ascii",
     },
     "policy": {"--batch", "--workers", "--rows", "--json"},
+    "watch": {"run", "--port", "--no-open"},
     "speedup": {"before", "after", "--workers", "--json"},
 }
 

@@ -39,6 +39,7 @@ EVENTS_LIMIT = 1000
 TRACES_LIMIT = 4
 RUNS_LIMIT, FOLDERS_LIMIT = 3, 1000
 """Of runs that are named to whoever gives another folder, and of folders that are looked into."""
+RECENT_STEPS = 100
 LONGEST_STEPS = 32
 """How many of a rank's longest steps are remembered."""
 COMPARED_STEPS_LIMIT = 2**16
@@ -59,6 +60,16 @@ class LongStep(NamedTuple):
     phase: Phase
 
 
+class RecentStep(NamedTuple):
+    """One of a rank's last steps."""
+
+    step: int
+    t: float
+    epoch: int
+    samples: float
+    phases: dict[Phase, float]
+
+
 @dataclass(slots=True)
 class RankTotals:
     """What one worker did in the whole run."""
@@ -77,15 +88,21 @@ class RankTotals:
     longest_own: list[LongStep] = field(default_factory=list)
     longest_whole: list[LongStep] = field(default_factory=list)
     """Heaps of its longest steps: by its own work, and with all waiting."""
+    recent: deque[RecentStep] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     @property
     def own_s(self) -> float:
         """Seconds of own work in a step, on average; 0 where no phase was measured."""
         return sum(self.phases.get(phase, 0.0) for phase in OWN) / max(1, self.steps)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, one of this machine's that can be asked about."""
+        return self.host == socket.gethostname() and os.path.isdir("/proc/self")
+
     def is_gone(self) -> bool:
         """Whether its process has ended, as far as this machine can tell: a zombie has."""
-        if self.host != socket.gethostname() or not os.path.isdir("/proc/self"):
+        if not self.is_here:
             return False
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
@@ -323,6 +340,8 @@ def _add_step(data: RunData, rank: RankTotals, step: int, event: Event) -> None:
         spent[phase] = spent.get(phase, 0.0) + amount(value)
     for phase, seconds in spent.items():
         rank.phases[phase] = rank.phases.get(phase, 0.0) + seconds
+    epoch, t = whole(event.get("epoch")) or 0, amount(event["t"])
+    rank.recent.append(RecentStep(step, t, epoch, samples, spent))
     own = {phase: seconds for phase, seconds in spent.items() if phase in OWN}
     for heap, parts in ((rank.longest_own, own), (rank.longest_whole, spent)):
         if parts:

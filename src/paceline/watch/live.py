@@ -1,0 +1,129 @@
+"""How a run is right now: the small part of the page that changes several times a second."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from paceline.explain.report import sentences
+from paceline.explain.report.collect import RankTotals, RunData
+from paceline.explain.report.document import extremes, generations
+from paceline.observe.phases import OWN, Phase
+
+MESSAGES_LIMIT = 50
+ORDER = (*OWN, Phase.WAIT, Phase.TRANSFER)
+
+Json = dict[str, Any]
+
+
+def build(data: RunData) -> Json:
+    """The section `live`, as the docstring of `server` has it, of one run alone."""
+    info, worked = data.info, [data.ranks[rank] for rank in sorted(data.ranks)]
+    shown = extremes([rank for rank in worked if rank.recent])
+    steps_per_s, samples_per_s = _pace(worked)
+    steps, is_running = info.steps if info else None, data.status == "running"
+    left = steps - data.steps if steps is not None else None
+    eta_s = left / steps_per_s if is_running and left is not None and steps_per_s else None
+    died = generations(data)
+    epochs = [rank.recent[-1].epoch for rank in shown]
+    return {
+        "t": data.read_t,
+        "state": data.status,
+        "silent_s": data.silent_s,
+        "reading": None,
+        "epoch": max(epochs, default=0),
+        "epochs": info.epochs or None if info else None,
+        "step": data.steps,
+        "steps": steps,
+        "steps_per_epoch": info.steps_per_epoch if info else None,
+        "elapsed_s": max(0.0, data.last_t - data.first_t) if data.ranks else 0.0,
+        "eta_s": eta_s,
+        "samples_per_s": samples_per_s,
+        "steps_per_s": steps_per_s,
+        "alive": sum(not rank.is_gone() for rank in worked) if is_running else 0,
+        "workers_in_all": data.workers,
+        "workers": [_worker(rank, _last_in(shown, rank), is_running) for rank in shown],
+        "phases": {phase: phase.meaning for phase in ORDER},
+        "last_steps": _last_steps(shown),
+        "blame": sentences.who_waited(data) if shown else "",
+        "generations": died["events"] if died else [],
+        "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
+        "log": [],
+        "recording": None,
+    }
+
+
+def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
+    """Steps and samples of all workers by second, over the last steps."""
+    first = next((rank.recent for rank in ranks if len(rank.recent) > 1), None)
+    if first is None or (passed_s := first[-1].t - first[0].t) <= 0:
+        return None, None
+    steps_per_s = (first[-1].step - first[0].step) / passed_s
+    samples = sum(rank.recent[-1].samples for rank in ranks if rank.recent)
+    return steps_per_s, steps_per_s * samples
+
+
+def _last_in(ranks: list[RankTotals], rank: RankTotals) -> tuple[int, float] | None:
+    """Who waited least in a worker's last step, and so came last, and for how long it waited."""
+    step = rank.recent[-1].step
+    waits = [
+        (recent.phases.get(Phase.WAIT, 0.0), each.rank)
+        for each in ranks
+        for recent in (each.recent[-1], each.recent[-2] if len(each.recent) > 1 else None)
+        if recent is not None and recent.step == step
+    ]
+    least_s, last = min(waits)
+    return (last, least_s) if last != rank.rank else None
+
+
+def _worker(rank: RankTotals, last: tuple[int, float] | None, is_running: bool) -> Json:
+    recent = rank.recent[-1]
+    is_alive = is_running and not rank.is_gone()
+    waited_s = recent.phases.get(Phase.WAIT, 0.0) - last[1] if last else 0.0
+    return {
+        "worker": rank.rank,
+        "pid": rank.pid,
+        "where": " on ".join(filter(None, (rank.device, rank.host))),
+        "is_alive": is_alive,
+        "step": recent.step,
+        "phases": [[phase, recent.phases[phase]] for phase in ORDER if phase in recent.phases],
+        "seconds": sum(recent.phases.values()),
+        "waits_for": last[0] if last else None,
+        "waited_s": waited_s,
+        "memory_bytes": _memory_bytes(rank) if is_alive else None,
+    }
+
+
+def _memory_bytes(rank: RankTotals) -> int | None:
+    """What a process on this machine holds in memory; asked of the system, not of the run."""
+    if not rank.is_here:
+        return None
+    try:
+        pages = int(Path(f"/proc/{rank.pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _last_steps(ranks: list[RankTotals]) -> Json:
+    """The last steps of these workers, as columns: own work, and waiting."""
+    by_step = [{recent.step: recent for recent in rank.recent} for rank in ranks]
+    steps = sorted({step for each in by_step for step in each})[-100:]
+    waiting = (Phase.WAIT, Phase.TRANSFER)
+
+    def ms(phases: dict[Phase, float], wanted: tuple[Phase, ...]) -> float:
+        return round(1e3 * sum(phases.get(phase, 0.0) for phase in wanted), 3)
+
+    def column(wanted: tuple[Phase, ...]) -> list[list[float | None]]:
+        return [
+            [ms(each[step].phases, wanted) if step in each else None for step in steps]
+            for each in by_step
+        ]
+
+    return {
+        "steps": steps,
+        "workers": [rank.rank for rank in ranks],
+        "ms": column(OWN),
+        "waited_ms": column(waiting),
+    }

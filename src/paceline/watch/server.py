@@ -1,0 +1,203 @@
+"""What a live page may ask for, and who may ask: loopback, a token, and nothing else.
+
+Every route and method needs the token, as `?token=T` or as the header `X-Paceline-Token`; a request
+without it, with another Host or Origin, or with another method is refused before anything is read.
+`run=NAME` chooses one of several runs, by its name in `live.runs`; without it, the first.
+
+    GET  /            the page; its scripts and styles are linked, none is inline
+    GET  /assets/A    one of its scripts and styles, by its name in `page.find_assets`
+    GET  /events      server-sent events, see below
+    GET  /document    the document as JSON: what `event: document` sends
+    GET  /report      the run as one HTML file, to be saved
+    POST /record      asks the run to record its next step (202; 409: the run is not running)
+
+`event: document` is the document of `explain.report.document.build`, with `live` as one more
+section. It is sent first, and again when more than the head has changed, at most once a second.
+`event: live` is that section alone, up to four times a second:
+
+    {
+      "run": "digits", "runs": [{"name": "digits", "state": "running", "step": 412}, ...],
+      "t": 1763280000.5,                      seconds since 1970, when it was read
+      "state": "running",                     finished, stopped, failed, killed, silent, unknown
+      "silent_s": 0.2,                        since anything was written
+      "reading": 0.34,                        how much is read of a long run whose curves are
+                                              sketched so far; null when all of it is
+      "epoch": 3, "epochs": 10,               from 0: in the fourth of ten; epochs may be null
+      "step": 412, "steps": 1000, "steps_per_epoch": 100,        those of the run; may be null
+      "elapsed_s": 20.6, "eta_s": 29.4,       eta_s is null where nobody can know
+      "samples_per_s": 2513.0, "steps_per_s": 20.1,              of the last steps; may be null
+      "alive": 2, "workers_in_all": 2,        processes that are there; workers of the run
+      "workers": [{                           at most 32: the slowest and the fastest
+        "worker": 0, "pid": 4711, "where": "cpu on host", "is_alive": true,
+        "step": 412, "phases": [["data", 0.002], ["forward", 0.009], ...],   of its last step
+        "seconds": 0.048,                     the sum of these
+        "waits_for": 1, "waited_s": 0.012,    who came last in that step; null where it was itself
+        "memory_bytes": 123456789             resident; null where nobody can know
+      }],
+      "phases": {"data": "what it means"},    in the order of a step
+      "last_steps": {                         the last 100 steps that these workers have written
+        "steps": [313, ..., 412], "workers": [0, 1],
+        "ms": [[48.1, ...], ...],             by worker: own work, without waiting; null: unknown
+        "waited_ms": [[0.2, ...], ...]        by worker: waiting for the others and the transfer
+      },
+      "blame": "Worker 1 holds ...",          the sentence; "" where there are no steps
+      "generations": [{"after_s": 3.1, "step": 9, "what": "worker 1 died ...", "workers": 2}],
+      "messages": [{"t": 1763280000.5, "rank": 0, "level": "warning", "text": "..."}],   the newest
+      "log": ["rank 1: ...", ...],            the newest lines of logs/, where the run has such
+      "recording": null                       "asked" until the step that was asked for is recorded
+    }
+
+A browser opens at most six connections to one address, so a page that is hidden closes its stream
+and opens it again when it is looked at. Messages are not queued: a slow page gets the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.watch import page
+from paceline.watch.follow import Watched
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+TOKEN_BYTES = 32
+HOSTS = ("127.0.0.1", "localhost")
+STREAMS_LIMIT = 128
+"""The most pages that are told of news at a time."""
+CONNECTIONS_LIMIT = 256
+SEND_TIMEOUT_S = 30.0
+"""Who takes nothing for so long is disconnected."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def make_token() -> str:
+    """256 bits that nobody guesses."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+class Guard:
+    """Refuses what did not come from our page, before anything looks at it; adds the headers."""
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, port: int
+    ) -> None:
+        self._app, self._token = app, token.encode()
+        self._hosts = {f"{host}:{port}".encode() for host in HOSTS}
+        self._origins = {b"http://" + host for host in self._hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
+            await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+
+        if scope["type"] == "http" and (refusal := self._refuse(scope)):
+            status, why = refusal
+            await send_safely({"type": "http.response.start", "status": status})
+            await send_safely({"type": "http.response.body", "body": why.encode()})
+        elif scope["type"] in ("http", "lifespan"):
+            await self._app(scope, receive, send_safely if scope["type"] == "http" else send)
+
+    def _refuse(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and reason of a request that is not answered."""
+        from starlette.datastructures import Headers, QueryParams
+
+        headers, query = Headers(scope=scope), QueryParams(scope["query_string"])
+        given = [name for name in scope["headers"] if name[0] == b"host"]
+        if len(given) != 1 or given[0][1].lower() not in self._hosts:
+            return 421, "This server answers to its own address only."
+        if (origin := headers.get("origin")) and origin.lower().encode() not in self._origins:
+            return 403, "Another page has no business here."
+        token = headers.get("x-paceline-token") or query.get("token") or ""
+        if not hmac.compare_digest(token.encode(errors="replace"), self._token):
+            return 403, "The address lacks its token: open the one that `paceline watch` printed."
+        if scope["method"] != ("POST" if scope["path"] == "/record" else "GET"):
+            return 405, "There is nothing to do here with this method."
+        return None
+
+
+def make_app(watched: Watched, token: str, port: int) -> Guard:
+    """The whole server, to be run by uvicorn."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    assets = page.find_assets()
+    streams = asyncio.Semaphore(STREAMS_LIMIT)
+
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse(page.render(watched.first.name, token))
+
+    async def send_asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in assets:
+            return PlainTextResponse("There is no such file.", 404)
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        return Response(assets[name], media_type=kind)
+
+    async def send_events(request: Request) -> Response:
+        if (run := watched.find(request.query_params.get("run"))) is None:
+            return PlainTextResponse("There is no such run here.", 404)
+        if streams.locked():
+            return PlainTextResponse("Too many pages are open.", 503, {"retry-after": "5"})
+
+        async def stream() -> Any:
+            async with streams:
+                async for message in run.messages():
+                    yield message
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def send_document(request: Request) -> Response:
+        if (run := watched.find(request.query_params.get("run"))) is None:
+            return PlainTextResponse("There is no such run here.", 404)
+        return Response(await run.document(), media_type="application/json")
+
+    async def send_report(request: Request) -> Response:
+        if (run := watched.find(request.query_params.get("run"))) is None:
+            return PlainTextResponse("There is no such run here.", 404)
+        name = f'attachment; filename="{run.name}-report.html"'
+        return HTMLResponse(await run.report(), headers={"content-disposition": name})
+
+    async def ask_to_record(request: Request) -> Response:
+        if (run := watched.find(request.query_params.get("run"))) is None:
+            return PlainTextResponse("There is no such run here.", 404)
+        problem = await run.ask_to_record()
+        return PlainTextResponse(
+            problem or "The next step will be recorded.", 409 if problem else 202
+        )
+
+    routes = [
+        Route("/", show_page),
+        Route("/assets/{name:path}", send_asset),
+        Route("/events", send_events),
+        Route("/document", send_document),
+        Route("/report", send_report),
+        Route("/record", ask_to_record, methods=["POST"]),
+    ]
+    app: Starlette = Starlette(routes=routes)
+    return Guard(app, token, port)
