@@ -29,7 +29,8 @@ STEPS_PER_EPOCH = SAMPLES // BATCH
 TRANSPORTS = ["shared_memory", "c10d"]
 REPLACED_S = 1.6
 """So long a replacement takes at most on a busy machine: kills come no faster."""
-LONGEST_S = 300.0
+LONGEST_S = 60.0
+"""A training that has finished no step for so long after a kill counts as not come back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,13 +129,17 @@ def kill_under_torchrun(
                 before = max(step for step, _ in _finished(folder))
                 killed_s = time.monotonic()
                 os.kill(newest[str(rng.randrange(size))], signal.SIGKILL)
-                step, time_s = _wait_for_step(folder, killed_s + 5 * pause_s)
+                try:
+                    step, time_s = _wait_for_step(folder, killed_s + 5 * pause_s)
+                except TimeoutError:
+                    stalls.append(LONGEST_S)
+                    break
                 stalls.append(time_s - killed_s)
                 again += max(0, before - step + 1)
         finally:
             process.terminate()
             process.wait(30)
-    return stalls, round(again / max(1, kills), 1)
+    return stalls, round(again / max(1, len(stalls)), 1)
 
 
 def _finished(folder: Path) -> list[tuple[int, float]]:
@@ -157,7 +162,7 @@ def _wait_for_step(folder: Path, after_s: float) -> tuple[int, float]:
             time_s, step = min(later)
             return step, time_s
         time.sleep(0.05)
-    raise SystemExit(f"torchrun has finished no step for {LONGEST_S:.0f} s.")
+    raise TimeoutError
 
 
 def in_calm(size: int, epochs: int, pause_s: float, rounds: int) -> list[dict[str, Any]]:
