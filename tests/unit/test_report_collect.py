@@ -17,9 +17,10 @@ import pytest
 from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
 from paceline.errors import UsageError
-from paceline.explain.report.collect import RunData, collect
+from paceline.explain.report.collect import collect
 from paceline.explain.report.curves import Curve
 from paceline.explain.report.document import build
+from paceline.explain.report.run_data import RunData
 from paceline.explain.report.sentences import (
     best_accuracy,
     how_far,

@@ -15,8 +15,9 @@ from synthetic_run import GENERATIONS, SCALING, synthetic_run, synthetic_trace
 
 from paceline.explain import report
 from paceline.explain.report import document
-from paceline.explain.report.collect import RankTotals, collect
+from paceline.explain.report.collect import collect
 from paceline.explain.report.document import build
+from paceline.explain.report.run_data import RankTotals
 from paceline.explain.report.window import read_window
 from paceline.observe.phases import Phase
 from paceline.observe.run_folder import EventWriter, RunFolder

@@ -212,6 +212,8 @@ def parse_event(line: bytes) -> Event | None:
         return None
     if type(event.get("rank")) is not int or type(event.get("t")) not in (int, float):
         return None
+    if b'"nan"' not in line and b'inf"' not in line:
+        return event
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 
 
@@ -220,13 +222,34 @@ def stream_events(folder: RunFolder, rank: int) -> Iterator[Event | None]:
 
     Half a line at the end is left out: its other half may be on its way.
     """
-    with open_plain(folder.events_of(rank)) as file:
-        is_rest = False
-        while line := file.readline(LINE_LIMIT_BYTES):
-            is_whole = line.endswith(b"\n")
-            if is_whole and (is_rest or line.strip()):
-                yield None if is_rest else parse_event(line)
-            is_rest = not is_whole
+    return EventTail(folder.events_of(rank)).read()
+
+
+class EventTail:
+    """The events of one file from where the last reading ended, in constant memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        """Behind the last line that was read, in bytes."""
+        self._is_rest = False
+
+    def read(self) -> Iterator[Event | None]:
+        """What is new, event by event; None for a line that is not one."""
+        return (None if line is None else parse_event(line) for line in self.lines())
+
+    def lines(self) -> Iterator[bytes | None]:
+        """What is new, line by line; None for one that is too long. May be left at any line."""
+        with open_plain(self.path) as file:
+            file.seek(self.position)
+            while line := file.readline(LINE_LIMIT_BYTES):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < LINE_LIMIT_BYTES:
+                    return
+                self.position += len(line)
+                is_rest, self._is_rest = self._is_rest, not is_whole
+                if is_whole and (is_rest or line.strip()):
+                    yield None if is_rest else line
 
 
 def last_recorded_step(folder: RunFolder) -> int:

@@ -7,21 +7,30 @@ when it is ready for more. So a slow page misses messages, and costs nobody anyt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.comm.documents import plain_json
+from paceline.errors import UsageError
 from paceline.explain.report import document, page
 from paceline.explain.report.bounds import bounded
-from paceline.explain.report.collect import RunData, collect
+from paceline.explain.report.collect import RunReader
+from paceline.explain.report.run_data import RunData
+from paceline.observe.run_folder import RunFolder
 from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
-BUSY = 5
-"""Reading takes at most one part in so many of the time."""
+IDLE = 5
+"""After something that took long there is so many times as long a rest."""
+SLICE_S = 0.2
+"""For so long a run that is sketched is read at a time."""
+SKETCHED_ABOVE_BYTES = 2**22
+"""Larger event files than this, all together, are sketched first."""
 STILL_HERE_S = 15.0
 
 
@@ -40,6 +49,11 @@ class Followed:
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self._pages = 0
+        self._lock = threading.Lock()
+        """Around everything below: it is used in threads."""
+        self._reader: RunReader | None = None
+        self._sketch: RunReader | None = None
+        """What is shown until the reader has read everything."""
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Server-sent events for one page, the newest of each kind."""
@@ -65,13 +79,24 @@ class Followed:
                 self._reading = None
 
     async def _follow(self) -> None:
+        document_due_s = live_due_s = 0.0
+        has_news, state = True, self.state
         while True:
             began_s = time.monotonic()
-            shown = await asyncio.to_thread(self._read)
-            self._publish("document", shown)
-            self._publish("live", shown["live"])
+            has_news |= await asyncio.to_thread(self._read)
+            has_news |= state != self.state
+            state = self.state
+            if has_news and began_s >= document_due_s:
+                shown = await asyncio.to_thread(self._build)
+                self._publish("document", shown)
+                has_news, ended_s = False, time.monotonic()
+                document_due_s = ended_s + max(DOCUMENT_PERIOD_S, IDLE * (ended_s - began_s))
+            elif has_news or began_s >= live_due_s:
+                self._publish("live", await asyncio.to_thread(self._build_live))
+                live_due_s = began_s + DOCUMENT_PERIOD_S
             spent_s = time.monotonic() - began_s
-            await asyncio.sleep(max(DOCUMENT_PERIOD_S, BUSY * spent_s))
+            rest_s = spent_s if self._sketch is not None else IDLE * spent_s
+            await asyncio.sleep(max(LIVE_PERIOD_S - spent_s, rest_s))
 
     def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
         number, _ = self._messages.get(kind, (0, b""))
@@ -80,24 +105,57 @@ class Followed:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _read(self) -> document.Json:
-        data = collect(self.path)
-        return {**document.build(data), "live": self._live(data)}
+    @property
+    def _data(self) -> RunData:
+        reader = self._sketch or self._reader
+        assert reader is not None
+        return reader.data
 
-    def _live(self, data: RunData) -> live.Json:
-        found = live.build(data)
-        self.state, self.step = found["state"], found["step"]
+    def _read(self) -> bool:
+        """Read what is new; whether anything was. A folder that is gone stays as it was."""
+        with self._lock:
+            if self._reader is None:
+                self._reader = RunReader(self.path)
+                if events_bytes(self.path) > SKETCHED_ABOVE_BYTES:
+                    self._sketch = RunReader(self.path, is_sketch=True)
+            has_news = False
+            with contextlib.suppress(UsageError):
+                if self._sketch is not None:
+                    has_news = self._sketch.read()
+                    if self._messages:  # a page has something to show
+                        self._reader.read(SLICE_S)
+                    self._sketch.data.reading = self._reader.progress
+                    if self._messages and self._reader.progress == 1.0:
+                        self._sketch = None
+                else:
+                    has_news = self._reader.read()
+            self.state, self.step = self._data.status, self._data.steps
+            return has_news or self._sketch is not None
+
+    def _build(self) -> document.Json:
+        with self._lock:
+            return {**document.build(self._data), "live": self._live()}
+
+    def _build_live(self) -> live.Json:
+        with self._lock:
+            return self._live()
+
+    def _live(self) -> live.Json:
         runs = [{"name": e.name, "state": e.state, "step": e.step} for e in self._watched.runs]
-        result: live.Json = bounded({"run": self.name, "runs": runs, **found})
+        result: live.Json = bounded({"run": self.name, "runs": runs, **live.build(self._data)})
         return result
 
     async def document(self) -> str:
-        """The document as it is now."""
-        return _json(await asyncio.to_thread(self._read))
+        """The document as it is now, as JSON."""
+        if self._reading is None:
+            await asyncio.to_thread(self._read)
+        return _json(await asyncio.to_thread(self._build))
 
     async def report(self) -> str:
         """The run as one file."""
-        return await asyncio.to_thread(lambda: page.render(document.build(collect(self.path))))
+        if self._reading is None:
+            await asyncio.to_thread(self._read)
+        return page.render(await asyncio.to_thread(self._build))
 
     async def ask_to_record(self) -> str:
         """Ask for the next step to be recorded; why that cannot be, if it cannot."""
@@ -114,6 +172,13 @@ class Watched:
     def find(self, name: str | None) -> Followed | None:
         """The run of that name; the first where no name is given."""
         return self.first if name is None else next((r for r in self.runs if r.name == name), None)
+
+
+def events_bytes(path: Path) -> int:
+    """How large the event files of a run are, all together."""
+    with contextlib.suppress(OSError):
+        return sum(each.lstat().st_size for each in RunFolder(path).events.iterdir())
+    return 0
 
 
 def _json(value: object) -> str:

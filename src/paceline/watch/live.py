@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.explain.report import sentences
-from paceline.explain.report.collect import RankTotals, RunData
 from paceline.explain.report.document import extremes, generations
+from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RunData
 from paceline.observe.phases import OWN, Phase
 
 MESSAGES_LIMIT = 50
@@ -31,7 +31,7 @@ def build(data: RunData) -> Json:
         "t": data.read_t,
         "state": data.status,
         "silent_s": data.silent_s,
-        "reading": None,
+        "reading": data.reading,
         "epoch": max(epochs, default=0),
         "epochs": info.epochs or None if info else None,
         "step": data.steps,
@@ -41,12 +41,12 @@ def build(data: RunData) -> Json:
         "eta_s": eta_s,
         "samples_per_s": samples_per_s,
         "steps_per_s": steps_per_s,
-        "alive": sum(not rank.is_gone() for rank in worked) if is_running else 0,
+        "alive": sum(not rank.is_gone for rank in worked) if is_running else 0,
         "workers_in_all": data.workers,
         "workers": [_worker(rank, _last_in(shown, rank), is_running) for rank in shown],
         "phases": {phase: phase.meaning for phase in ORDER},
         "last_steps": _last_steps(shown),
-        "blame": sentences.who_waited(data) if shown else "",
+        "blame": sentences.who_waited(data, data.steps - RECENT_STEPS) if shown else "",
         "generations": died["events"] if died else [],
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": [],
@@ -79,7 +79,7 @@ def _last_in(ranks: list[RankTotals], rank: RankTotals) -> tuple[int, float] | N
 
 def _worker(rank: RankTotals, last: tuple[int, float] | None, is_running: bool) -> Json:
     recent = rank.recent[-1]
-    is_alive = is_running and not rank.is_gone()
+    is_alive = is_running and not rank.is_gone
     waited_s = recent.phases.get(Phase.WAIT, 0.0) - last[1] if last else 0.0
     return {
         "worker": rank.rank,
@@ -109,7 +109,7 @@ def _memory_bytes(rank: RankTotals) -> int | None:
 def _last_steps(ranks: list[RankTotals]) -> Json:
     """The last steps of these workers, as columns: own work, and waiting."""
     by_step = [{recent.step: recent for recent in rank.recent} for rank in ranks]
-    steps = sorted({step for each in by_step for step in each})[-100:]
+    steps = sorted({step for each in by_step for step in each})[-RECENT_STEPS:]
     waiting = (Phase.WAIT, Phase.TRANSFER)
 
     def ms(phases: dict[Phase, float], wanted: tuple[Phase, ...]) -> float:

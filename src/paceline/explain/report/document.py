@@ -14,8 +14,8 @@ from typing import Any
 from paceline import __version__
 from paceline.explain.report import sentences
 from paceline.explain.report.bounds import amount, bounded, number, whole
-from paceline.explain.report.collect import RankTotals, RunData
 from paceline.explain.report.curves import Point
+from paceline.explain.report.run_data import RankTotals, RunData
 from paceline.explain.report.sentences import metric_of
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.observe.phases import OWN, Phase

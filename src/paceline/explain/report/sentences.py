@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from paceline.explain.report.bounds import number, text, whole
-from paceline.explain.report.collect import LONGEST_STEPS, LongStep, RankTotals, RunData
+from paceline.explain.report.run_data import LONGEST_STEPS, LongStep, RankTotals, RunData
 from paceline.observe.phases import Phase
 from paceline.observe.run_folder import Event
 from paceline.observe.units import (
@@ -163,12 +163,15 @@ def metric_of(event: Event, name: str) -> float | None:
     return number(metrics.get(name)) if isinstance(metrics, dict) else None
 
 
-def find_straggler(data: RunData) -> tuple[int, str, float] | None:
-    """The worker that the run most often said holds the others up, its phase, and by how much."""
+def find_straggler(data: RunData, since: int = 0) -> tuple[int, str, float] | None:
+    """The worker that the run most often said holds the others up, its phase, and by how much.
+
+    Of what it said after step `since`.
+    """
     by_culprit: dict[tuple[int, str], list[float]] = {}
     for event in data.events["blame"]:
         rank, by = whole(event.get("slow_rank")), number(event.get("slower_by_s"))
-        if rank is not None and by is not None:
+        if rank is not None and by is not None and event["step"] > since:
             by_culprit.setdefault((rank, text(event.get("phase") or "", 40)), []).append(by)
     if not by_culprit:
         return None
@@ -176,11 +179,11 @@ def find_straggler(data: RunData) -> tuple[int, str, float] | None:
     return rank, phase, statistics.median(times)
 
 
-def who_waited(data: RunData) -> str:
+def who_waited(data: RunData, since: int = 0) -> str:
     """The verdict on the workers: who is slow, in what, and what it costs."""
     if data.workers == 1:
         return "There was one worker, so nobody waited for anybody."
-    if (slow := find_straggler(data)) is not None:
+    if (slow := find_straggler(data, since)) is not None:
         rank, phase, slower_by_s = slow
         said = f"Worker {rank} holds the others up: its own work takes {seconds_text(slower_by_s)} "
         meaning = f" ({Phase(phase).meaning})" if phase in set(Phase) else ""

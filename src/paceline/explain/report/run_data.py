@@ -1,0 +1,179 @@
+"""What is known of a run: totals by rank, curves, and what happened other than steps.
+
+Its size is bounded whatever the folder holds. `collect` fills it, and `document` reads it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.explain.report.curves import Curve
+from paceline.observe.phases import OWN, Phase
+from paceline.observe.run_folder import Event, RunFolder, RunInfo
+from paceline.record.stages import Trace
+
+EVENTS_LIMIT = 1000
+"""The most epochs, checkpoints, messages and so on that are kept; the oldest leave first."""
+LONGEST_STEPS = 32
+"""How many of a rank's longest steps are remembered."""
+RECENT_STEPS = 100
+SILENT_S, SILENT_STEPS = 300.0, 50
+"""Silence, in seconds and in usual steps, after which a run is not taken to be running."""
+KEPT_KINDS = (
+    *("epoch", "evaluation", "checkpoint", "message", "noise", "blame", "generation", "stop"),
+)
+
+
+class LongStep(NamedTuple):
+    """A step of one rank, and what took longest in it."""
+
+    seconds: float
+    step: int
+    phase: Phase
+
+
+class RecentStep(NamedTuple):
+    """One of a rank's last steps."""
+
+    step: int
+    t: float
+    epoch: int
+    samples: float
+    phases: dict[Phase, float]
+
+
+@dataclass(slots=True)
+class RankTotals:
+    """What one worker did in the whole run."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    size: int = 1
+    steps: int = 0
+    samples: float = 0
+    seconds: float = 0
+    measured: dict[Phase, float] = field(default_factory=dict)
+    """Seconds by phase, as it wrote them down."""
+    phases: dict[Phase, float] = field(default_factory=dict)
+    """The same with the transfer told from waiting, which a rank by itself cannot."""
+    compared_wait_s: float = 0
+    """Waiting in the steps that are compared with the other ranks'."""
+    longest_own: list[LongStep] = field(default_factory=list)
+    longest_whole: list[LongStep] = field(default_factory=list)
+    """Heaps of its longest steps: by its own work, and with all waiting."""
+    is_gone: bool = False
+    """Whether its process had ended when the folder was read."""
+    recent: deque[RecentStep] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of own work in a step, on average; 0 where no phase was measured."""
+        return sum(self.phases.get(phase, 0.0) for phase in OWN) / max(1, self.steps)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, one of this machine's that can be asked about."""
+        return self.host == socket.gethostname() and os.path.isdir("/proc/self")
+
+    def find_gone(self) -> bool:
+        """Whether its process has ended, as far as this machine can tell: a zombie has."""
+        if not self.is_here:
+            return False
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        except OSError:
+            return True
+
+
+@dataclass(slots=True)
+class RunData:
+    """Everything that was read of a run folder."""
+
+    folder: RunFolder
+    name: str
+    info: RunInfo | None = None
+    ranks: dict[int, RankTotals] = field(default_factory=dict)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    lr: Curve = field(default_factory=Curve)
+    rate: Curve = field(default_factory=Curve)
+    """Samples of all workers by the time that passed, from the end of one step to the next's."""
+    events: dict[str, deque[Event]] = field(
+        default_factory=lambda: {kind: deque(maxlen=EVENTS_LIMIT) for kind in KEPT_KINDS}
+    )
+    """What happened other than steps, by kind."""
+    first_t: float = math.inf
+    last_t: float = -math.inf
+    least_waits: dict[int, float] = field(default_factory=dict)
+    """By step: the shortest wait of any rank."""
+    read_t: float = field(default_factory=time.time)
+    """When the folder was read."""
+    is_gone: bool = False
+    """Whether all its processes had ended before `run.json` was read."""
+    reading: float | None = None
+    """How much is read of a run that is sketched so far; None where all of it is."""
+    starts: list[tuple[float, int]] = field(default_factory=list)
+    """When rank 0 began, and after which step at that time or later, in order of time."""
+    redone: int = 0
+    """Steps of rank 0 that a restart has undone, and that were trained again."""
+    kept: list[str] = field(default_factory=list)
+    """The names in the folder of checkpoints."""
+    traces: list[Trace] = field(default_factory=list)
+    timeline: dict[str, Any] | None = None
+    study: dict[str, Any] | None = None
+    """What `scaling.json` says."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the page cannot show, in words, by what it is about."""
+
+    @property
+    def missing(self) -> list[str]:
+        """What the page cannot show, in words."""
+        return list(self.notes.values())
+
+    @property
+    def steps(self) -> int:
+        """Steps applied, as far as anybody has written it down."""
+        curves = [self.rate, *self.metrics.values()]
+        return max([self.info.step if self.info else 0, *(curve.last for curve in curves)])
+
+    @property
+    def workers(self) -> int:
+        sizes = [rank.size for rank in self.ranks.values()]
+        return max([self.info.workers if self.info else 0, *sizes, 0])
+
+    @property
+    def status(self) -> str:
+        """What `run.json` says, unless that is "running" and the run has ended all the same."""
+        said = self.info.status if self.info else "unknown"
+        if said != "running":
+            return said
+        steps_s = [rank.seconds / rank.steps for rank in self.ranks.values() if rank.steps]
+        patience_s = max(SILENT_S, SILENT_STEPS * max(steps_s, default=0.0))
+        return "killed" if self.is_gone else "silent" if self.silent_s > patience_s else said
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing had been written when the folder was read."""
+        return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
+
+    def is_undone(self, t: float, step: int) -> bool:
+        """Whether a restart later than `t` has begun before `step`."""
+        later = max(1, bisect.bisect_right(self.starts, (t, math.inf)))
+        return later < len(self.starts) and self.starts[later][1] < step
+
+    @property
+    def has_run(self) -> bool:
+        return self.info is not None or bool(self.ranks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.has_run or self.traces or self.study or self.timeline)
