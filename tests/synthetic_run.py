@@ -222,6 +222,7 @@ def _write_rank_0(
             bytes=423_104,
             seconds=0.031,
             metric=held_out["accuracy"],
+            better="higher",
         )
     if step % per_epoch == per_epoch // 2:
         writer.write("noise", t=t, step=step, noise_scale=310.0, advice="Up to 300 pays off.")

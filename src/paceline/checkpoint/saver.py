@@ -63,6 +63,8 @@ class Written:
     background_seconds: float
     """How long the writing took beside training."""
     metric: float | None
+    better: Literal["lower", "higher"]
+    """Which metric is better."""
 
 
 class Checkpoints:
@@ -220,7 +222,8 @@ class Checkpoints:
             self._note_failure(step, error)
             return
         size, spent_s = manifest.total_bytes, time.perf_counter() - begin
-        self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric))
+        better = self._kept["better"]
+        self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric, better))
         self.problem, self.saved_step, self._loss = None, step, ""
         try:
             found = directory.list_manifests(self.folder)

@@ -143,7 +143,7 @@ class FolderSink:
         self._write_first(message.kind, **facts)
 
     def checkpoint(self, written: Written) -> None:
-        names = ("step", "name", "bytes", "seconds", "metric")
+        names = ("step", "name", "bytes", "seconds", "metric", "better")
         self._write_first("checkpoint", **{name: getattr(written, name) for name in names})
 
     def stop(self, step: int, status: str, reason: str) -> None:

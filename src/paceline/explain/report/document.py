@@ -243,9 +243,21 @@ def _dict(value: Any) -> Json:
 
 
 def checkpoints(data: RunData) -> list[Json] | None:
-    """What was saved, and whether it is still there."""
-    found = data.events["checkpoint"]
-    return [{**event, "is_there": event.get("name") in data.kept} for event in found] or None
+    """What was saved, whether it is still there, and which of those is best."""
+    found = list(data.events["checkpoint"])
+    kept = set(data.kept)
+    there = [event for event in found if event.get("name") in kept]
+    rated = [
+        (metric if event.get("better") == "lower" else -metric, -index, event)
+        for index, event in enumerate(there)
+        if (metric := number(event.get("metric"))) is not None and math.isfinite(metric)
+        if event.get("better") in ("lower", "higher")
+    ]
+    best = min(rated)[2] if rated else None
+    return [
+        {**event, "is_there": event.get("name") in kept, "is_best": event is best}
+        for event in found
+    ] or None
 
 
 def details(data: RunData) -> Json | None:

@@ -227,6 +227,7 @@ function Chart(props) {
     ticks = [],
     height = 212,
     range: fixed = null,
+    legend = curves.length > 1,
   } = props;
   const box = useRef(null),
     holder = useRef(null),
@@ -259,7 +260,7 @@ function Chart(props) {
     cut && `A peak of ${say(cut[0])} near ${xLabel} ${figure(Math.round(cut[1]))} is cut off`;
   return html`<figure class="chart-box" ref=${box}>
     <figcaption>
-      <strong>${title}</strong>${curves.length > 1 && html`<${Legend} entries=${entries} />`}
+      <strong>${title}</strong>${legend && html`<${Legend} entries=${entries} />`}
     </figcaption>
     ${
       shown &&
@@ -305,7 +306,7 @@ function chartView(props, { box, holder, tip }, now, setShown) {
     if (idx === null || idx === undefined || left < 0) return hide();
     at = idx;
     const near = curves
-      .map(({ label }, i) => [label, nearest(u, LAYERS * i + 1, idx)])
+      .map(({ label, told }, i) => [label, told ? told[idx] : nearest(u, LAYERS * i + 1, idx)])
       .filter((each) => each[1] !== null);
     const x = u.data[0][idx],
       epoch = ticks.find(([end]) => x <= end);

@@ -1,7 +1,8 @@
 // Draws the report from the document in this file. A panel is a function of its part of the
 // document, so whatever has such a document can show the same panels. Text goes in as text only.
 
-// The page: what was recorded, section by section, and in the end what was not.
+// The page: what was recorded, section by section, and in the end what was not. A section has a
+// name, a panel, a title, what is to be known of it, and what is said where there is nothing to show.
 const SECTIONS = [
   [
     "learning",
@@ -51,22 +52,31 @@ const SECTIONS = [
   ["details", Details, "Settings and messages", "", ""],
 ];
 
-// What one panel cannot draw leaves the others as they are.
+// A panel is drawn again when its data are others, and what one cannot draw leaves the others as
+// they are.
 class Safe extends preact.Component {
   componentDidCatch(error) {
-    this.setState({ error });
+    this.setState({ error, failed: this.props.data });
   }
 
-  render({ children }, { error }) {
-    return error
+  shouldComponentUpdate({ data }, { error }) {
+    return data !== this.props.data || error !== this.state.error;
+  }
+
+  componentDidUpdate() {
+    setStops();
+  }
+
+  render({ Panel, data }, { error, failed }) {
+    return error && failed === data
       ? html`<p class="verdict bad">This cannot be drawn: ${error.message}</p>`
-      : children;
+      : html`<${Panel} data=${data} />`;
   }
 }
 
-function Page({ data }) {
-  const shown = SECTIONS.filter(([name]) => data[name]),
-    absent = SECTIONS.filter(([name, , , , why]) => !data[name] && why);
+function Page({ data, sections = SECTIONS, Head = Overview, children }) {
+  const shown = sections.filter(([name]) => data[name]),
+    absent = sections.filter(([name, , , , why]) => !data[name] && why);
   useLayoutEffect(() => {
     setStops();
     root.dataset.ready = "true";
@@ -85,11 +95,13 @@ function Page({ data }) {
       </div>
     </header>
     <main id="main">
-      <${Overview} data=${data} /> ${shown.map(
+      <${Safe} Panel=${Head} data=${data.overview || data} />
+      ${shown.map(
         ([name, Panel, title, lead]) =>
-          html`<section id=${name} aria-labelledby=${name + "-title"}>
+          html`<section key=${name} id=${name} aria-labelledby=${name + "-title"}>
             <h2 id=${name + "-title"}>${title}</h2>
-            ${lead && html`<p class="lead">${lead}</p>`}<${Safe}><${Panel} data=${data[name]} /><//>
+            ${lead && html`<p class="lead">${lead}</p>`}
+            <${Safe} Panel=${Panel} data=${data[name]} />
           </section>`,
       )}
       ${
@@ -103,14 +115,21 @@ function Page({ data }) {
       }
     </main>
     <footer>
-      <p>
-        Made by paceline ${data.version} on ${moment(data.made)} from ${data.folder}. This file is
-        complete: it needs no network and sends nothing.
-      </p>
+      <p>${children}</p>
     </footer>`;
 }
 
-render(
-  html`<${Page} data=${JSON.parse(document.getElementById("data").textContent)} />`,
-  document.getElementById("page"),
-);
+function Report({ data }) {
+  return html`<${Page} data=${data}>
+    Made by paceline ${data.version} on ${moment(data.made)} from ${data.folder}. This file is
+    complete: it needs no network and sends nothing.
+  <//>`;
+}
+
+// A page without a document in it is drawn by whoever gets one.
+const inside = document.getElementById("data");
+if (inside)
+  render(
+    html`<${Report} data=${JSON.parse(inside.textContent)} />`,
+    document.getElementById("page"),
+  );

@@ -7,25 +7,33 @@ function Overview({ data }) {
       ${status && html`<span class=${"badge " + data.status}>${status}</span>`}
     </div>
     <div class="story">${data.sentences.map((each) => html`<p>${each}</p>`)}</div>
-    <dl class="tiles">
-      ${data.tiles.map(
-        ([label, value, note]) =>
-          html`<div>
-            <dt>${label}</dt>
-            <dd>${value}<small>${note}</small></dd>
-          </div>`,
-      )}
-    </dl>
-    ${
-      data.missing.length > 0 &&
-      html`<div class="missing">
-        <strong>What this page cannot show</strong>
-        <ul>
-          ${data.missing.map((each) => html`<li>${each}</li>`)}
-        </ul>
-      </div>`
-    }
+    <${Tiles} tiles=${data.tiles} />
+    <${Missing} missing=${data.missing} />
   </section>`;
+}
+
+function Tiles({ tiles }) {
+  return html`<dl class="tiles">
+    ${tiles.map(
+      ([label, value, note]) =>
+        html`<div key=${label}>
+          <dt>${label}</dt>
+          <dd>${value}<small>${note}</small></dd>
+        </div>`,
+    )}
+  </dl>`;
+}
+
+function Missing({ missing }) {
+  return (
+    missing.length > 0 &&
+    html`<div class="missing">
+      <strong>What this page cannot show</strong>
+      <ul>
+        ${missing.map((each) => html`<li>${each}</li>`)}
+      </ul>
+    </div>`
+  );
 }
 
 // What a metric is called where its name is one for programs.
@@ -326,21 +334,31 @@ function Losses({ measured, meanings }) {
 
 function Checkpoints({ data }) {
   const rows = data.slice(-ROWS_LIMIT),
-    left = data.length - rows.length;
+    left = data.length - rows.length,
+    kept = data.filter((row) => row.is_there),
+    newest = kept[kept.length - 1];
+  const marksOf = (row) =>
+    [row.is_best && "best", row === newest && "newest"].filter((mark) => mark);
   const cells = rows.map((row) => [
-    html`<span class="keep">${figure(row.name)}</span>`,
+    html`<span class="keep">${figure(row.name)}</span
+      >${marksOf(row).map((mark) => html` <span class=${"mark " + mark}>${mark}</span>`)}`,
     row.is_there ? "there" : "deleted since",
     figure(row.step),
     bytes(row.bytes),
     duration(row.seconds),
     figure(row.metric),
   ]);
-  const last = figure(data[data.length - 1].step),
-    kept = data.filter((row) => row.is_there).length;
+  const last = figure(data[data.length - 1].step);
   const said =
     count(data.length, "checkpoint") +
-    ` written, the last one after step ${last}; ${kept} of them still in the folder.`;
+    ` written, the last one after step ${last}; ${kept.length} of them still in the folder.`;
   return html`<p>${said} A checkpoint holds everything that a run needs to continue.</p>
+    ${
+      newest &&
+      html`<p>
+        To resume: start the same command again. It continues after step ${figure(newest.step)}.
+      </p>`
+    }
     <${Table}
       caption="Checkpoints"
       head=${["name", "now", "after step", "size", "time to save", "metric"]}
@@ -391,15 +409,18 @@ function Details({ data: { info, noise, began, messages, messages_limit: limit }
     messages.length > 0 &&
     html`<h3>What the run said</h3>
       ${messages.length === limit && html`<p>These are the last ${limit} messages.</p>`}
-      <ul class="messages">
-        ${messages.map(
-          ({ t, rank, level, text }) =>
-            html`<li class=${["warning", "error"].includes(level) ? level : ""}>
-              <span class="when"
-                >${t && isNumber(began) ? (t - began).toFixed(1) + " s" : NOTHING}</span
-              ><span class="who">worker ${rank}</span><span class="text">${figure(text)}</span>
-            </li>`,
-        )}
-      </ul>`
+      <${MessageList} ...${{ messages, began }} />`
   }`;
+}
+
+function MessageList({ messages, began }) {
+  return html`<ul class="messages" tabindex="0" aria-label="Messages">
+    ${messages.map(
+      ({ t, rank, level, text }) =>
+        html`<li class=${["warning", "error"].includes(level) ? level : ""}>
+          <span class="when">${t && isNumber(began) ? (t - began).toFixed(1) + " s" : NOTHING}</span
+          ><span class="who">worker ${rank}</span><span class="text">${figure(text)}</span>
+        </li>`,
+    )}
+  </ul>`;
 }

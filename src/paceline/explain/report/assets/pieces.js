@@ -163,33 +163,38 @@ function Legend({ entries }) {
 // One bar below the other: a name, its pieces (look, share of the width, words) and a value.
 function Bars({ rows }) {
   return html`<ul class="bars">
-    ${rows.map(([name, pieces, value]) => {
-      let x = 0;
-      const drawn = pieces.map(([look, share, said]) => {
-        x += 1000 * share;
-        return html`<rect
-          x=${x - 1000 * share}
-          width=${Math.max(1000 * share - 1.5, 0.8)}
-          height="22"
-          class=${"fill look-" + look}
-          ><title>${said}</title></rect
-        >`;
-      });
-      return html`<li>
-        <span class="bar-label">${name}</span>
-        <svg
-          viewBox="0 0 1000 22"
-          class="bar"
-          preserveAspectRatio="none"
-          role="img"
-          aria-label=${pieces.map((each) => each[2]).join(", ")}
-        >
-          ${drawn}
-        </svg>
-        <span class="bar-value">${value}</span>
-      </li>`;
-    })}
+    ${rows.map(
+      ([name, pieces, value]) =>
+        html`<li>
+          <span class="bar-label">${name}</span>
+          <${Bar} pieces=${pieces} />
+          <span class="bar-value">${value}</span>
+        </li>`,
+    )}
   </ul>`;
+}
+
+function Bar({ pieces }) {
+  let x = 0;
+  return html`<svg
+    viewBox="0 0 1000 22"
+    class="bar"
+    preserveAspectRatio="none"
+    role="img"
+    aria-label=${pieces.map((each) => each[2]).join(", ")}
+  >
+    ${pieces.map(([look, share, said]) => {
+      x += 1000 * share;
+      return html`<rect
+        key=${look}
+        x=${x - 1000 * share}
+        width=${Math.max(1000 * share - 1.5, 0.8)}
+        height="22"
+        class=${"fill look-" + look}
+        ><title>${said}</title></rect
+      >`;
+    })}
+  </svg>`;
 }
 
 function Note({ children }) {

@@ -35,7 +35,7 @@ function Timeline({ data }) {
       data,
     );
     return view.current.end;
-  }, []);
+  }, [data]);
   const entries = Object.entries(phases)
     .filter(([phase]) => names.includes(phase))
     .map(([phase, meaning]) => [phase, phase, meaning]);
