@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from importlib import resources
 
 from paceline.explain.report.page import SCRIPTS, STYLES, asset
 
+OWN = ("live.css", "live.js")
+
 
 def find_assets() -> Mapping[str, str]:
-    """What the page links, by name: nothing else is ever sent."""
-    return {name: asset(name) for name in (*STYLES, *SCRIPTS)}
+    """What the page links, by name, in the order of use: nothing else is ever sent."""
+    folder = resources.files(__package__).joinpath("assets")
+    own = {name: folder.joinpath(name).read_text("utf-8") for name in OWN}
+    return {name: asset(name) for name in (*STYLES, *SCRIPTS)} | own
 
 
 def render(name: str, token: str) -> str:
     """The page: its scripts and styles linked, because none may be inline."""
     link = '<link rel="stylesheet" href="/assets/{}?token={}">'
     script = '<script src="/assets/{}?token={}"></script>'
-    head = "\n".join(link.format(each, token) for each in STYLES)
-    body = "\n".join(script.format(each, token) for each in SCRIPTS)
+    names = (*STYLES, *SCRIPTS, *OWN)
+    head = "\n".join(link.format(each, token) for each in names if each.endswith(".css"))
+    body = "\n".join(script.format(each, token) for each in names if each.endswith(".js"))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)} · Paceline watch</title>\n{head}</head>\n"
-        f'<body><div id="page"></div>\n{body}</body></html>\n'
+        f"{asset('head.html')}<title>{escape(name)} · Paceline watch</title>\n{head}</head>\n"
+        f'<body><a href="#main" class="skip">Skip to the run</a>\n{asset("definitions.svg")}'
+        '<div id="page"></div>\n<noscript><p>A script draws this page, and JavaScript is off. '
+        f"`paceline report` writes the run as a file.</p></noscript>\n{body}</body></html>\n"
     )

@@ -48,6 +48,8 @@ def assemble(
     return asset("page.html").format(
         generator=f"paceline {what} {__version__}",
         what=what,
+        head=asset("head.html"),
+        definitions=asset("definitions.svg"),
         style_hash=_hash(style),
         script_hash=_hash(script),
         name=escape(name),

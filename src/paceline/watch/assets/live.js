@@ -15,7 +15,7 @@ function addressOf(path, run = query.get("run")) {
 
 // The head: what is running, how far it is, and for how long.
 const ENDED = ["finished", "stopped", "failed", "killed"];
-const SAID = { stopped: "stopped early", unknown: "not started" };
+const sayState = (state) => ({ stopped: "stopped early" })[state] || state;
 
 function Progress({ share }) {
   return html`<svg
@@ -44,9 +44,9 @@ function liveTiles({ live, learning }) {
   const epoch = isNumber(live.epochs) ? Math.min(live.epoch + 1, live.epochs) : live.epoch + 1;
   return [
     ["epoch", of(epoch, live.epochs), perEpoch(live)],
-    ["step", of(live.step, live.steps), isNumber(live.steps) ? percent(live.step / live.steps) : ""],
+    ["step", figure(live.step), isNumber(live.steps) ? "of " + figure(live.steps) : ""],
     ["time left", live.eta_s === null ? NOTHING : clock(live.eta_s), clock(live.elapsed_s) + " so far"],
-    ["samples per second", figure(live.samples_per_s), perStep],
+    ["samples/s", figure(live.samples_per_s), perStep],
     ["workers alive", of(live.alive, live.workers_in_all), ""],
     ["training loss", figure(loss && loss[0]), loss ? "near step " + figure(Math.round(loss[1])) : ""],
   ];
@@ -66,7 +66,7 @@ function LiveHead({ data }) {
   return html`<section id="overview" aria-label="Overview">
     <div class="headline">
       <h1>${data.name}</h1>
-      <span class=${"badge " + state} role="status">${SAID[state] || state}</span>
+      <span class=${"badge " + state} role="status">${sayState(state)}</span>
       <a class="button save" href=${addressOf("/report")} download>Save as report.html</a>
     </div>
     <div class="story">
@@ -104,7 +104,7 @@ function Now({ data: { workers, phases, inAll, state } }) {
     const waits =
       isGone || last === null || last === undefined
         ? NOTHING
-        : html`worker ${last}, <b>${duration(waited)}</b>`;
+        : html`<span class="words">waits for </span>worker ${last}, <b>${duration(waited)}</b>`;
     return html`<li key=${worker} class=${isGone ? "gone" : ""} title=${"process " + each.pid}>
       <span class="bar-label">worker ${worker}${isGone && html`<em> gone</em>`}</span>
       <${Bar}
@@ -116,7 +116,7 @@ function Now({ data: { workers, phases, inAll, state } }) {
       />
       <span class="bar-value">${duration(each.seconds)}</span>
       <span class="waits">${waits}</span>
-      <span class="bar-value">${bytes(each.memory_bytes)}</span>
+      <span class="bar-value memory">${bytes(each.memory_bytes)}</span>
       ${hasQueue && html`<span class="bar-value">${figure(each.queue)}</span>`}
     </li>`;
   });
@@ -133,7 +133,7 @@ function Waits({ data: { blame, isSlow, steps, workers, ms, waited_ms: waited } 
   const known = (column) => column.map((each) => (isNumber(each) ? each : 0)),
     totals = ms.map((column, i) => known(column).map((own, j) => own + known(waited[i])[j])),
     range = [0, 1.08 * Math.max(0.001, ...totals.flat().sort((a, b) => a - b).slice(0, -1)), null];
-  const say = (each) => duration(each / 1000);
+  const say = (each) => (each ? duration(each / 1000) : "0");
   const line = (label, look, column, told) => ({
     label,
     look,
@@ -235,8 +235,8 @@ function Runs({ data: { run, runs } }) {
         />${name === run ? html`<b>${name}</b>` : name}</label
       >`,
       name === run ? "shown" : html`<a href=${addressOf("/", name)}>show</a>`,
-      SAID[state] || state,
-      figure(step),
+      sayState(live ? live.state : state),
+      figure(live ? live.step : step),
       figure(live && live.steps_per_s),
       figure(live && live.samples_per_s),
       found ? percent(efficiencyOf(found.shown)) : NOTHING,
@@ -263,8 +263,12 @@ function Compared({ compared }) {
         curves.map((curve) => ({
           ...curve,
           look,
-          label: label + (curves.length > 1 && curve.look === "test" ? " (held-out)" : ""),
-          ...(curve.look === "test" && { dash: [4, 4] }),
+          label,
+          ...(curve.look === "test" && {
+            label: label + " (held-out)",
+            dash: [4, 4],
+            unlisted: curves.length > 1,
+          }),
         })),
       );
     return [name, lines, found.every(([, chart]) => chart.is_share)];
@@ -274,7 +278,11 @@ function Compared({ compared }) {
   const settings = [...new Set(infos.flatMap(Object.keys))].filter(
     (key) => !left.includes(key) && new Set(infos.map((info) => figure(info[key], 6))).size > 1,
   );
-  return html`<div class="charts">
+  return html`${
+      charts.some(([, curves]) => curves.some((curve) => curve.unlisted)) &&
+      html`<${Note}>Dashed: held-out data.<//>`
+    }
+    <div class="charts">
       ${charts.map(
         ([name, curves, isShare]) =>
           html`<${Chart}
@@ -440,6 +448,11 @@ function Watch() {
       close();
     };
   }, []);
+  useEffect(() => {
+    if (!data) return;
+    const { step, steps } = data.overview.live;
+    document.title = (steps ? percent(step / steps) + " · " : "") + data.name + " · Paceline";
+  }, [data]);
   if (!data)
     return html`<main id="main">
       <section><p>${isLost ? "The server of this page does not answer." : "Reading the run …"}</p></section>

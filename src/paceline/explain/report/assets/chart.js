@@ -96,23 +96,23 @@ function seriesOf({ look, dots, dash, columns, bars, ...curve }) {
   ];
 }
 
-// Where epochs end, above the curves; as many as there is room for.
+// Where epochs end: a line through the curves and its number above them, as many as there is room
+// for.
 function drawTicks(plot, ticks) {
   const { ctx: pen, bbox } = plot,
     { min, max } = plot.scales.x,
     ratio = devicePixelRatio || 1;
   const inside = ticks.filter(([x]) => x > min && x <= max),
-    apart = Math.ceil(inside.length / Math.max(1, bbox.width / (44 * ratio)));
+    apart = Math.ceil(inside.length / Math.max(1, bbox.width / (30 * ratio)));
   pen.save();
   pen.fillStyle = pen.strokeStyle = colourOf("", "--muted");
   pen.font = 10 * ratio + "px system-ui, sans-serif";
-  pen.textAlign = "right";
-  pen.textBaseline = "top";
+  pen.textBaseline = "bottom";
   pen.lineWidth = ratio;
   pen.setLineDash([2 * ratio, 3 * ratio]);
   inside
     .filter((_, i) => (i + 1) % apart === 0)
-    .forEach(([x, label]) => {
+    .forEach(([x, number], i) => {
       const left = Math.round(plot.valToPos(x, "x", true));
       pen.globalAlpha = 0.5;
       pen.beginPath();
@@ -120,7 +120,8 @@ function drawTicks(plot, ticks) {
       pen.lineTo(left, bbox.top + bbox.height);
       pen.stroke();
       pen.globalAlpha = 1;
-      pen.fillText(label, left - 3 * ratio, bbox.top + ratio);
+      pen.textAlign = i || left < bbox.left + 50 * ratio ? "center" : "right";
+      pen.fillText(i ? number : "epoch " + number, left + (i ? 0 : 3 * ratio), bbox.top - ratio);
     });
   pen.restore();
 }
@@ -144,6 +145,7 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
   return {
     width: 300,
     height,
+    padding: [now().ticks.length ? 16 : 8, 8, 0, 0],
     legend: { show: false },
     series: [{}, ...curves.flatMap(seriesOf)],
     bands,
@@ -244,7 +246,7 @@ function Chart(props) {
     isSmoothed(each),
     each.columns[0].length === 1,
   ]);
-  const key = JSON.stringify([shape, log, yLog, height]);
+  const key = JSON.stringify([shape, log, yLog, height, !ticks.length]);
   // Only other curves or another scale make another plot; new points are put into the one there is.
   useEffect(() => {
     view.current = chartView(props, { box, holder, tip }, () => now.current, setShown);
@@ -255,7 +257,9 @@ function Chart(props) {
     if (!isNew.current) view.current.draw();
     isNew.current = false;
   }, [curves, range[0], range[1], shown]);
-  const entries = curves.map(({ look, label }) => [look, label]);
+  const entries = curves
+    .filter((curve) => !curve.unlisted)
+    .map(({ look, label }) => [look, label]);
   const peak =
     cut && `A peak of ${say(cut[0])} near ${xLabel} ${figure(Math.round(cut[1]))} is cut off`;
   return html`<figure class="chart-box" ref=${box}>
@@ -316,7 +320,7 @@ function chartView(props, { box, holder, tip }, now, setShown) {
       Math.round(x).toLocaleString("en") +
       ": " +
       near.map(([label, value]) => (curves.length > 1 ? label + " " : "") + say(value)).join(", ") +
-      (epoch ? " (" + epoch[1] + ")" : "");
+      (epoch ? " (epoch " + epoch[1] + ")" : "");
     tip.current.hidden = false;
     const inside = u.over.getBoundingClientRect(),
       around = box.current.getBoundingClientRect();

@@ -43,7 +43,7 @@ function Learning({ data: { charts, epochs, evaluations } }) {
   const [yLog, setLog] = useState(false),
     shares = charts.filter((chart) => chart.is_share).map((chart) => chart.name),
     ends = epochs.filter(({ epoch, step }) => isNumber(epoch) && isNumber(step)),
-    ticks = ends.map(({ epoch, step }) => [step, "epoch " + figure(epoch + 1)]);
+    ticks = ends.map(({ epoch, step }) => [step, figure(epoch + 1)]);
   const scale = (name, isLog) =>
     html`<button
       type="button"
@@ -58,6 +58,10 @@ function Learning({ data: { charts, epochs, evaluations } }) {
       </span>
       <span class="hint">drag to zoom, or use arrow keys, + and -; 0 shows all</span>
     </div>
+    ${
+      charts.some((chart) => chart.curves.some(isSmoothed)) &&
+      html`<${Note}>Noisy curves are smoothed; what was measured is drawn pale behind them.<//>`
+    }
     <div class="charts">
       ${charts.map(
         (chart) => html`<${Metric} key=${chart.name} ...${chart} ticks=${ticks} yLog=${yLog} />`,
@@ -78,9 +82,8 @@ function Metric({ name, curves, is_share = false, first_bad = null, ticks, yLog 
     (is_share ? "highest " + say(Math.max(...means)) : "lowest " + say(Math.min(...means))) +
     ".";
   const hasBand = highs.some((high, i) => high > lows[i]);
-  if (isSmoothed(curves[0]))
-    said += " Smoothed; pale is what was measured" + (hasBand ? ", with its extremes." : ".");
-  else if (hasBand) said += " The pale band holds the lowest and highest steps.";
+  if (hasBand && !isSmoothed(curves[0]))
+    said += " The pale band holds the lowest and highest steps.";
   if (first_bad !== null)
     said += " Values that are not numbers, first at step " + figure(first_bad) + ".";
   const canLog = yLog && !is_share && means.some((each) => each > 0),
