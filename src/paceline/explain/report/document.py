@@ -246,7 +246,7 @@ def checkpoints(data: RunData) -> list[Json] | None:
     """What was saved, whether it is still there, and which of those is best."""
     found = list(data.events["checkpoint"])
     kept = set(data.kept)
-    there = [event for event in found if event.get("name") in kept]
+    there = [event for event in found if str(event.get("name")) in kept]
     rated = [
         (metric if event.get("better") == "lower" else -metric, -index, event)
         for index, event in enumerate(there)
@@ -255,7 +255,7 @@ def checkpoints(data: RunData) -> list[Json] | None:
     ]
     best = min(rated)[2] if rated else None
     return [
-        {**event, "is_there": event.get("name") in kept, "is_best": event is best}
+        {**event, "is_there": str(event.get("name")) in kept, "is_best": event is best}
         for event in found
     ] or None
 

@@ -69,16 +69,15 @@ function layersOf(curves, yLog) {
 
 const pale = (colour, share) => colour.replace(")", `, ${share})`).replace("rgb(", "rgba(");
 
-function seriesOf({ look, dots, dash, columns, bars, ...curve }) {
-  const isPale = isSmoothed({ columns, ...curve }),
-    unseen = { width: 0, points: { show: false }, spanGaps: true };
+function seriesOf({ look, dots, dash, bars, smooth }, now) {
+  const unseen = { width: 0, points: { show: false }, spanGaps: true };
   const measured = {
-    stroke: () => (isPale ? pale(colourOf(look), 0.4) : colourOf(look)),
-    width: isPale ? 1 : 1.8,
+    stroke: () => (isSmoothed(now()) ? pale(colourOf(look), 0.4) : colourOf(look)),
+    width: smooth ? 1.2 : 1.8,
     dash,
     spanGaps: true,
     points: {
-      show: !bars && (dots || columns[0].length === 1),
+      show: () => !bars && (dots || now().columns[0].length === 1),
       size: 7,
       fill: () => (dash ? colourOf("", "--card") : colourOf(look)),
     },
@@ -147,7 +146,7 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
     height,
     padding: [now().ticks.length ? 16 : 8, 8, 0, 0],
     legend: { show: false },
-    series: [{}, ...curves.flatMap(seriesOf)],
+    series: [{}, ...curves.flatMap((curve, i) => seriesOf(curve, () => now().curves[i]))],
     bands,
     cursor: {
       y: false,
@@ -240,12 +239,7 @@ function Chart(props) {
   const range = fixed || rangeOf(curves, { zero, yLog, shown }),
     cut = range[2];
   now.current = { curves, say, range, marks, ticks, shown };
-  const shape = curves.map((each) => [
-    each.look,
-    each.label,
-    isSmoothed(each),
-    each.columns[0].length === 1,
-  ]);
+  const shape = curves.map(({ look, label }) => [look, label]);
   const key = JSON.stringify([shape, log, yLog, height, !ticks.length]);
   // Only other curves or another scale make another plot; new points are put into the one there is.
   useEffect(() => {
