@@ -50,6 +50,35 @@ def test_a_chosen_step_is_recorded_and_computes_the_same(
     assert RunFolder(tmp_path / "run0").pipeline_steps() == []
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_next_step_is_recorded_by_all_when_somebody_asks_while_the_run_trains(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.run.stop.PERIOD_S", 0.0)  # they vote in every step
+    folder = RunFolder(tmp_path / "asked")
+
+    class Asking(Rows):
+        loaded = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.loaded += 1
+            if self.loaded == 10:  # in the second step of 14
+                folder.record_request.touch()
+            return super().__getitem__(index)
+
+    rows = Asking()
+    asked = run_ranks(size, lambda world: train(world, dataset=rows, folder=folder.path))[0]
+    usual = run_ranks(size, lambda world: train(world, folder=tmp_path / "usual"))[0]
+    (step,) = folder.pipeline_steps()
+    trace = read(folder.pipeline_of(step))
+    assert 3 <= step <= 14
+    assert trace.workers == size
+    assert trace.check is not None
+    assert trace.check.is_same
+    assert not folder.record_request.exists()
+    assert_same(asked.parameters, usual.parameters, rtol=0.0, atol=0.0)
+
+
 def test_a_step_of_a_stream_is_recorded_without_numbers_of_samples(tmp_path: Path) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:

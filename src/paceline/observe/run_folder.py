@@ -5,6 +5,7 @@
     pipeline/step{n}.json     one batch followed through a step
     timeline/rank{r}.trace.json
     scaling.json  checkpoints/  report.html
+    record.request            somebody who looks at the run wants its next step recorded
 
 Each file has one writer, readers tail. Steps count from 1, so `step` in an event is also the number
 of steps applied so far. Starts without torch. See Note [What a restart undoes].
@@ -55,6 +56,7 @@ class RunFolder:
         self.scaling = self.path / "scaling.json"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
+        self.record_request = self.path / "record.request"
 
     @property
     def name(self) -> str:
@@ -237,6 +239,20 @@ class EventTail:
     def read(self) -> Iterator[Event | None]:
         """What is new, event by event; None for a line that is not one."""
         return (None if line is None else parse_event(line) for line in self.lines())
+
+    def lines_with(self, word: bytes) -> Iterator[bytes]:
+        """Of what is new the lines with a word in them, found without looking at each line."""
+        with open_plain(self.path) as file:
+            file.seek(self.position)
+            while piece := file.read(LINE_LIMIT_BYTES):
+                if (end := piece.rfind(b"\n") + 1) == 0:
+                    if len(piece) < LINE_LIMIT_BYTES:
+                        return
+                    end = len(piece)  # in the middle of a line that is too long
+                self.position += end
+                file.seek(self.position)
+                if word in piece:
+                    yield from (line for line in piece[:end].splitlines() if word in line)
 
     def lines(self) -> Iterator[bytes | None]:
         """What is new, line by line; None for one that is too long. May be left at any line."""

@@ -160,6 +160,7 @@ class StepContext:
         self.stop.hears_of_failures = world.size == 1 or env.hears_of_failures()
         self.step_note = env.open_step_note()
         self.vote = Vote(members, self.stop, self.buffers)
+        self.vote.is_asked_to_record = self.watching.is_asked
         self.noise: NoiseMeter | None = None
         if options.noise_every and config.passes(shards, world.size) > 1:
             self.noise = NoiseMeter(module.parameters(), every=options.noise_every)
@@ -188,6 +189,7 @@ class StepContext:
 
     def on_generation(self) -> None:
         self.size = self.membership.size
+        self.watching.on_generation()
         if not isinstance(self.membership.group, NoGroup):
             self.membership.word_device = comm.word_device(self.membership.group, self.device)
 

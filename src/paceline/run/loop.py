@@ -315,6 +315,8 @@ class Run:
         if requests.terminate or requests.interrupt:
             number = signal.SIGTERM if requests.terminate else signal.SIGINT
             context.stopping = context.stop.signal or number
+        if requests.record and not requests.generation:
+            context.watching.record_as_asked(step + 1, self.membership)
         return requests.generation == context.size
 
     def _report(self, step: Step) -> None:

@@ -87,9 +87,11 @@ class Step:
         context = self._context
         self._begin_s = time.perf_counter()
         self._before = context.generators.state()
-        if context.watching.trace_step == self.number:
+        if context.watching.is_recorded(self.number):
             indices = [index for shard in self._shards for index in shard.indices]
-            recording = context.watching.recording(context.model, indices, context.sinks)
+            recording = context.watching.recording(
+                self.number, context.model, indices, context.sinks
+            )
             self._recording = self._around.enter_context(recording)
         self._begin()
         return self

@@ -112,6 +112,8 @@ class Requests(NamedTuple):
     """How many have seen a buffer change that nobody thought would."""
     generation: float = 0.0
     """How many have heard of a generation that begins between two steps."""
+    record: float = 0.0
+    """How many were asked to record the next step."""
 
 
 class Vote:
@@ -132,6 +134,7 @@ class Vote:
         self._membership, self._request, self._buffers = membership, request, buffers
         self.is_due: Callable[[], bool] = lambda: False
         """Whether a new generation waits to be joined."""
+        self.is_asked_to_record: Callable[[], bool] = lambda: False
         self._last_s, self._last_step = time.monotonic(), 0
         self.pending: tuple[int, Tensor, comm.Pending] | None = None
         """The vote whose result nobody has asked for yet."""
@@ -177,6 +180,7 @@ class Vote:
             float(number and not is_interrupt),
             float(has_news),
             float(self.is_due()),
+            float(self._membership.leads and self.is_asked_to_record()),
         )
 
     def _begin_anew(self) -> None:

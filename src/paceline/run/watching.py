@@ -5,6 +5,9 @@ Nothing here fails a training: what cannot be watched is said.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +22,9 @@ from paceline.observe.stragglers import Blame, StragglerDetector
 from paceline.record import StepRecording
 from paceline.run.config import RunConfig
 from paceline.run.sinks import Message, Sinks
+
+LOOK_PERIOD_S = 0.25
+"""How often a run looks at most whether a step is to be recorded."""
 
 
 class Watching:
@@ -36,6 +42,8 @@ class Watching:
         """What is to be said about it when the loop begins."""
         self.trace_step = config.options.trace_step or env.read_observation().trace_step
         """The step to be recorded stage by stage; 0 for none."""
+        self._asked_step = 0
+        self._look_due_s = 0.0
         self._config, self._folder = config, folder
         self._dataset: Any = None
         self._has_timeline = False
@@ -61,6 +69,33 @@ class Watching:
         self.lines.append(f"Step {self.trace_step} is not recorded: {reason}.")
         self.trace_step = 0
 
+    def is_asked(self) -> bool:
+        """Whether somebody wants the next step recorded; looks for the request now and then."""
+        now_s = time.monotonic()
+        if self._folder is None or now_s < self._look_due_s:
+            return False
+        self._look_due_s = now_s + LOOK_PERIOD_S
+        return os.path.lexists(self._folder.record_request)
+
+    def record_as_asked(self, step: int, membership: Membership) -> None:
+        """All workers have agreed to record `step`; whoever asked is answered."""
+        self._asked_step = step
+        self.forget_request(membership)
+
+    def forget_request(self, membership: Membership) -> None:
+        """Nobody waits any more."""
+        if self._folder is not None and membership.leads:
+            with contextlib.suppress(OSError):
+                os.unlink(self._folder.record_request)
+
+    def on_generation(self) -> None:
+        """Who is new has not agreed to anything."""
+        self._asked_step = 0
+
+    def is_recorded(self, step: int) -> bool:
+        """Whether this step is one to record stage by stage."""
+        return step in (self.trace_step, self._asked_step)
+
     def start_timeline(self, rank: int) -> None:
         """Record spans from now on; an engine that is alone looks only when it is made."""
         is_taken = spans.is_on() or env.read_observation().timeline
@@ -74,6 +109,7 @@ class Watching:
 
     def begin(self, membership: Membership, sinks: Sinks) -> None:
         """Let the straggler detector speak through the run, which may be drawing a bar."""
+        self.forget_request(membership)  # of somebody who asked when nobody was there
 
         def report(steps: int, blame: Blame) -> None:
             step = steps - 1  # the stopwatch has begun the next one
@@ -103,10 +139,10 @@ class Watching:
 
     @contextmanager
     def recording(
-        self, model: DistributedDataParallel, indices: Sequence[int], sinks: Sinks
+        self, number: int, model: DistributedDataParallel, indices: Sequence[int], sinks: Sinks
     ) -> Iterator[StepRecording]:
-        """Put this around the step to record, of which this worker computes samples `indices`."""
-        number, folder = self.trace_step, self._folder
+        """Put this around step `number`, of which this worker computes samples `indices`."""
+        folder = self._folder
         with record.record_step(
             model, self._config.optimizer, step=number, dataset=self._dataset
         ) as recording:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from paceline.explain.report import document, page
 from paceline.explain.report.bounds import bounded
 from paceline.explain.report.collect import RunReader
 from paceline.explain.report.run_data import RunData
-from paceline.observe.run_folder import RunFolder
+from paceline.observe.run_folder import RunFolder, replace_file
 from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
@@ -83,16 +84,16 @@ class Followed:
         has_news, state = True, self.state
         while True:
             began_s = time.monotonic()
-            has_news |= await asyncio.to_thread(self._read)
+            has_news |= await asyncio.to_thread(self.read)
             has_news |= state != self.state
             state = self.state
             if has_news and began_s >= document_due_s:
-                shown = await asyncio.to_thread(self._build)
-                self._publish("document", shown)
+                build_s = time.monotonic()
+                self._publish("document", await asyncio.to_thread(self._build))
                 has_news, ended_s = False, time.monotonic()
-                document_due_s = ended_s + max(DOCUMENT_PERIOD_S, IDLE * (ended_s - began_s))
+                document_due_s = ended_s + max(DOCUMENT_PERIOD_S, IDLE * (ended_s - build_s))
             elif has_news or began_s >= live_due_s:
-                self._publish("live", await asyncio.to_thread(self._build_live))
+                self._publish("live", await asyncio.to_thread(self.build_live))
                 live_due_s = began_s + DOCUMENT_PERIOD_S
             spent_s = time.monotonic() - began_s
             rest_s = spent_s if self._sketch is not None else IDLE * spent_s
@@ -111,7 +112,7 @@ class Followed:
         assert reader is not None
         return reader.data
 
-    def _read(self) -> bool:
+    def read(self) -> bool:
         """Read what is new; whether anything was. A folder that is gone stays as it was."""
         with self._lock:
             if self._reader is None:
@@ -136,30 +137,41 @@ class Followed:
         with self._lock:
             return {**document.build(self._data), "live": self._live()}
 
-    def _build_live(self) -> live.Json:
+    def build_live(self) -> live.Json:
+        """How the run is now."""
         with self._lock:
             return self._live()
 
     def _live(self) -> live.Json:
         runs = [{"name": e.name, "state": e.state, "step": e.step} for e in self._watched.runs]
-        result: live.Json = bounded({"run": self.name, "runs": runs, **live.build(self._data)})
+        is_asked = os.path.lexists(self._data.folder.record_request)
+        found = {**live.build(self._data), "recording": "asked" if is_asked else None}
+        result: live.Json = bounded({"run": self.name, "runs": runs, **found})
         return result
 
     async def document(self) -> str:
         """The document as it is now, as JSON."""
         if self._reading is None:
-            await asyncio.to_thread(self._read)
+            await asyncio.to_thread(self.read)
         return _json(await asyncio.to_thread(self._build))
 
     async def report(self) -> str:
         """The run as one file."""
         if self._reading is None:
-            await asyncio.to_thread(self._read)
+            await asyncio.to_thread(self.read)
         return page.render(await asyncio.to_thread(self._build))
 
     async def ask_to_record(self) -> str:
         """Ask for the next step to be recorded; why that cannot be, if it cannot."""
-        return "This run cannot be asked."
+        if self._reading is None:
+            await asyncio.to_thread(self.read)
+        if self.state != "running":
+            return f"The run is not running: {self.state}."
+        try:
+            replace_file(RunFolder(self.path).record_request, [])
+        except OSError as error:
+            return f"The request cannot be written: {error.strerror}."
+        return ""
 
 
 class Watched:

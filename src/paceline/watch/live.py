@@ -50,7 +50,6 @@ def build(data: RunData) -> Json:
         "generations": died["events"] if died else [],
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": [],
-        "recording": None,
     }
 
 

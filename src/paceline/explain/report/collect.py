@@ -55,15 +55,15 @@ COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 WINDOW_PERIOD_S = 30.0
 """How old the window of the timelines may be: reading it takes a second."""
-SKETCHED_LINES = 6000
+SKETCHED_LINES = 4000
 """So many steps of all ranks together are read for a sketch, spread over the run."""
 SKETCHED_BYTES = 4096
 """Read at each place, for the first whole line in it."""
-TAIL_BYTES = 2**16
+TAIL_BYTES = 2**15
 SCANNED_BYTES = 2**26
 """Of the first rank's events, so many are searched for what is no step."""
 _PHASES = {str(phase): phase for phase in Phase}
-_NO_STEP = re.compile(rb'^\{"kind":"(?!step")[^\n]*$', re.MULTILINE)
+_NO_STEP = re.compile(rb'\n(\{"kind":"(?!step")[^\n]*)')
 
 
 def collect(path: Path) -> RunData:
@@ -123,7 +123,7 @@ class RunReader:
         """How much of the events is read, from 0 to 1."""
         size = sum(cursor.size for cursor in self._cursors.values())
         read = sum(cursor.tail.position for cursor in self._cursors.values())
-        return min(1.0, read / size) if size else 1.0
+        return min(1.0, read / size) if size else float(not self.folder.event_ranks())
 
     def read(self, limit_s: float = math.inf) -> bool:
         """Read what is new, for about `limit_s` seconds at most; whether there was anything."""
@@ -283,11 +283,10 @@ class RunReader:
             self._starts = EventTail(self.folder.events_of(0))
         found = list[tuple[float, int]]()
         with contextlib.suppress(WireError, OSError):
-            for line in self._starts.lines():
-                if line is not None and b'"start"' in line:
-                    event = parse_event(line)
-                    if event is not None and event["kind"] == "start":
-                        found.append((amount(event["t"]), whole(event.get("step")) or 0))
+            for line in self._starts.lines_with(b'"start"'):
+                event = parse_event(line)
+                if event is not None and event["kind"] == "start":
+                    found.append((amount(event["t"]), whole(event.get("step")) or 0))
         data = self.data
         undoes = any(
             recent.step > step and recent.t < t
@@ -310,8 +309,8 @@ class RunReader:
         is_scanned = rank == self._clock or len(data.starts) > 1 or bool(data.events["generation"])
         with open_plain(self.folder.events_of(rank)) as file:
             head = file.read(min(tail_at, SCANNED_BYTES) if is_scanned else SKETCHED_BYTES)
-            for found in _NO_STEP.finditer(head):
-                if (event := parse_event(found[0])) is not None:
+            for found in _NO_STEP.finditer(b"\n" + head):
+                if (event := parse_event(found[1])) is not None:
                     self._add(rank, cursor, event)
             for place in range(0, tail_at, max(SKETCHED_BYTES, tail_at // max(1, lines))):
                 file.seek(place)
