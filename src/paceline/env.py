@@ -25,6 +25,7 @@ FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 """Names a file that is there once a worker has failed, before the others are asked to end."""
 SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
+WATCH_VARIABLE = "PACELINE_WATCH_FILE"
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -332,6 +333,21 @@ def is_ending(environ: Mapping[str, str] = os.environ) -> bool:
 def _signal_file(environ: Mapping[str, str]) -> str:
     folder = os.path.dirname(environ.get(FAILURE_VARIABLE, ""))
     return folder and os.path.join(folder, "signalled")
+
+
+def read_announcement(environ: Mapping[str, str] = os.environ) -> str:
+    """The file in which a training that somebody watches names its run folder; none if empty."""
+    return environ.get(WATCH_VARIABLE, "")
+
+
+def announce_folder(folder: str, environ: Mapping[str, str] = os.environ) -> None:
+    """As a worker, say where the run folder is, if anybody waits for it; whole or not at all."""
+    path = read_announcement(environ)
+    if path:
+        with suppress(OSError):
+            with open(f"{path}.new", "w") as file:
+                file.write(os.path.abspath(folder))
+            os.replace(f"{path}.new", path)
 
 
 def hears_of_failures(environ: Mapping[str, str] = os.environ) -> bool:

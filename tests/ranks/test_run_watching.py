@@ -55,6 +55,7 @@ def test_the_next_step_is_recorded_by_all_when_somebody_asks_while_the_run_train
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.run.stop.PERIOD_S", 0.0)  # they vote in every step
+    monkeypatch.setattr("paceline.run.watching.LOOK_PERIOD_S", 0.0)
     folder = RunFolder(tmp_path / "asked")
 
     class Asking(Rows):

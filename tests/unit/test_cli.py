@@ -52,6 +52,7 @@ SURFACE = {
         "--duplicate-stderr-filters --duplicate_stderr_filters",
         "--timeline",
         "--trace-step --trace_step",
+        "--watch",
         "--stall-after --stall_after",
         "--run-path --run_path",
         "--start-method --start_method",
@@ -117,7 +118,7 @@ SURFACE = {
         "--ascii",
     },
     "policy": {"--batch", "--workers", "--rows", "--json"},
-    "watch": {"run", "--port", "--no-open"},
+    "watch": {"run", "--port", "--no-open", "--terminal"},
     "speedup": {"before", "after", "--workers", "--json"},
 }
 

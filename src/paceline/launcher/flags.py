@@ -363,6 +363,7 @@ class LaunchOptions:
         whole(1),
         tells="PACELINE_TRACE_STEP",
     )
+    watch: bool = flag("--watch", "open the live page of the run, as `paceline watch RUN` does")
     stall_after: float | None = flag(
         "--stall-after S",
         "seconds of standstill after which a worker says where it is and whom it waits for; 0 for "

@@ -25,7 +25,7 @@ from itertools import count
 from typing import Any
 
 from paceline.comm.sockets import interface_towards
-from paceline.env import Placement, loopback_interface
+from paceline.env import WATCH_VARIABLE, Placement, loopback_interface
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
@@ -118,6 +118,15 @@ class LocalRun:
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.console = open_console(os.environ)
         self.template: Template | None = None
+        self.environ = dict(os.environ)
+        """What the workers inherit."""
+        if options.watch:
+            self.environ[WATCH_VARIABLE] = os.path.join(self.folder, "run_folder")
+            # In a session of its own, so that it is still there when the training is not.
+            command = [sys.executable, "-m", "paceline", "watch"]
+            subprocess.Popen(
+                command, env=self.environ, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         if options.writes_logs:
             self.folder = _make_log_folder(options.log_dir, self.run_id)
             say(f"paceline: log files are in {self.folder}\n")
@@ -209,7 +218,7 @@ class LocalRun:
             self.options,
             run_id=self.run_id,
             folder=os.path.join(self.folder, f"attempt_{attempt}"),
-            environ=os.environ,
+            environ=self.environ,
             cores=count_cores(),
             interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,

@@ -110,6 +110,8 @@ class Watching:
     def begin(self, membership: Membership, sinks: Sinks) -> None:
         """Let the straggler detector speak through the run, which may be drawing a bar."""
         self.forget_request(membership)  # of somebody who asked when nobody was there
+        if self._folder is not None and membership.leads:
+            env.announce_folder(str(self._folder.path))
 
         def report(steps: int, blame: Blame) -> None:
             step = steps - 1  # the stopwatch has begun the next one

@@ -1,22 +1,45 @@
-"""`paceline watch`: the live page of a run, opened in the browser."""
+"""`paceline watch`: the live page of a run in the browser, or the same on a terminal.
+
+Without a name it is the newest run under `runs/`; a folder of runs shows all of them. Started by
+`paceline run --watch` it waits for the run's folder, outlives the run, and ends when nobody looks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import os
 import socket
+import time
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from paceline import env
 from paceline.errors import UsageError
+from paceline.explain.report.collect import find_runs
 from paceline.observe.run_folder import RunFolder
+from paceline.watch.follow import Watched
+
+if TYPE_CHECKING:
+    import uvicorn
 
 RUNS = Path("runs")
+RUNS_LIMIT = 64
+LEFT_ALONE_S = 60.0
+"""For so long the page of a training that has ended waits for somebody to open it again."""
+POLL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "run", nargs="*", metavar="RUN", help="run folders (the newest under runs/ if not given)"
+        "run",
+        nargs="*",
+        metavar="RUN",
+        help="run folders, or a folder of runs (the newest one under runs/ if not given)",
     )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (any that is free)"
@@ -24,66 +47,132 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-open", action="store_true", help="print the address, and open no browser"
     )
+    parser.add_argument(
+        "--terminal", action="store_true", help="show it here, a row for each worker"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C."""
-    paths = [Path(each) for each in args.run] or [_newest(RUNS)]
-    for path in paths:
+    """Show the page until Ctrl-C; on a terminal, until the run ends."""
+    announced = env.read_announcement() if not args.run else ""
+    if args.terminal:
+        from paceline.watch.terminal import show
+
+        return show(Watched(find_paths(args.run)).first)
+    try:
+        import uvicorn
+
+        from paceline.watch import server
+    except ImportError:
+        raise UsageError(
+            "The live page needs starlette and uvicorn, which are not installed.",
+            advice="Install them with `pip install 'paceline[watch]'`, or add --terminal.",
+        ) from None
+    paths = [] if announced else find_paths(args.run)
+    with contextlib.suppress(OSError):
+        os.nice(10)  # whatever a page wants, the training goes first
+    with _listen(args.port) as listening:
+        port, token = listening.getsockname()[1], server.make_token()
+        address = f"http://127.0.0.1:{port}/?token={token}"
+        print(f"paceline watch: {address}", flush=True)
+        if announced:
+            paths = _wait_for(Path(announced))
+        else:
+            print("Ctrl-C ends the page, and nothing else.", flush=True)
+        if paths and not args.no_open:
+            webbrowser.open(address)  # where there is none, the address is enough
+        if paths:
+            watched = Watched(paths)
+            config = uvicorn.Config(
+                server.make_app(watched, token, port),
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                limit_concurrency=server.CONNECTIONS_LIMIT,
+                timeout_graceful_shutdown=1,
+                ws="none",
+            )
+            running = uvicorn.Server(config)
+            asyncio.run(_serve(running, listening, watched, is_left_alone=bool(announced)))
+    return 0
+
+
+async def _serve(
+    running: uvicorn.Server, listening: socket.socket, watched: Watched, *, is_left_alone: bool
+) -> None:
+    """Serve until Ctrl-C; where that cannot reach, until nobody looks at a run that has ended."""
+    watched.first.begin()
+    serving = asyncio.create_task(running.serve(sockets=[listening]))
+    idle_since_s = time.monotonic()
+    while not serving.done():
+        await asyncio.wait([serving], timeout=1.0)
+        if not watched.has_pages:
+            await asyncio.to_thread(watched.first.read)
+        if watched.has_pages or watched.first.state == "running":
+            idle_since_s = time.monotonic()
+        if is_left_alone and time.monotonic() - idle_since_s > LEFT_ALONE_S:
+            running.should_exit = True
+    await serving
+
+
+def find_paths(given: Sequence[str]) -> list[Path]:
+    """The run folders that are meant; a folder that holds no run is searched for some."""
+    if not given:
+        runs = sorted(find_runs(RUNS, RUNS_LIMIT) if RUNS.is_dir() else (), key=_last_written)
+        if not runs:
+            raise UsageError(
+                f"There is no run in {str(RUNS)!r}.", advice="Name its folder: paceline watch RUN."
+            )
+        return runs[-1:]
+    found = list[Path]()
+    for path in map(Path, given):
         if not path.is_dir():
             raise UsageError(
                 f"There is no run folder {str(path)!r}.",
                 advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
             )
-    try:
-        import uvicorn
-
-        from paceline.watch.server import CONNECTIONS_LIMIT, make_app, make_token
-    except ImportError:
-        raise UsageError(
-            "The live page needs starlette and uvicorn, which are not installed.",
-            advice="Install them with: pip install 'paceline[watch]'",
-        ) from None
-    from paceline.watch.follow import Watched
-
-    listening = _listen(args.port)
-    port, token = listening.getsockname()[1], make_token()
-    address = f"http://127.0.0.1:{port}/?token={token}"
-    print(f"{address}\nCtrl-C ends the page, and nothing else.", flush=True)
-    if not args.no_open:
-        webbrowser.open(address)
-    config = uvicorn.Config(
-        make_app(Watched(paths), token, port),
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        limit_concurrency=CONNECTIONS_LIMIT,
-        timeout_graceful_shutdown=1,
-        ws="none",
-    )
-    uvicorn.Server(config).run(sockets=[listening])
-    return 0
-
-
-def _newest(folder: Path) -> Path:
-    """The run under a folder that was written to last."""
-    runs = [each.parent for each in folder.glob(f"*/{RunFolder('').info.name}")]
-    if not runs:
-        raise UsageError(
-            f"There is no run in {str(folder)!r}.", advice="Name its folder: paceline watch RUN."
+        folder = RunFolder(path)
+        is_run = folder.info.is_file() or folder.events.is_dir()
+        runs = (
+            [path] if is_run else [run for run in find_runs(path, RUNS_LIMIT) if run != path.parent]
         )
-    return max(runs, key=lambda run: RunFolder(run).info.stat().st_mtime)
+        if not runs:
+            raise UsageError(
+                f"{str(path)!r} holds no run: no run.json, no events.", advice="Train one first."
+            )
+        found += runs if is_run else sorted(runs, key=_last_written, reverse=True)
+    return list(dict.fromkeys(found))
+
+
+def _last_written(run: Path) -> float:
+    try:
+        return RunFolder(run).info.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _wait_for(announcement: Path) -> list[Path]:
+    """The folder of the run that the launcher has started; none if it ends without one."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        with contextlib.suppress(OSError):
+            return [Path(announcement.read_text())]
+        time.sleep(POLL_S)
+    return []
 
 
 def _listen(port: int) -> socket.socket:
     listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(("127.0.0.1", port))
+        listening.listen()  # two that may share an address may not both listen
     except (OSError, OverflowError) as error:
         listening.close()
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"Port {port} of 127.0.0.1 cannot be used: {error}.",
+            f"Port {port} of 127.0.0.1 cannot be used: {why}.",
             advice="Leave --port out, and a free one is found.",
         ) from None
     return listening

@@ -49,19 +49,24 @@ class Followed:
         """The newest of each kind, and its number."""
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
-        self._pages = 0
+        self.pages = 0
+        """How many show it now."""
         self._lock = threading.Lock()
         """Around everything below: it is used in threads."""
         self._reader: RunReader | None = None
         self._sketch: RunReader | None = None
         """What is shown until the reader has read everything."""
 
+    def begin(self) -> None:
+        """Read the run from now on, because a page shows it or will."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._follow())
+
     async def messages(self) -> AsyncIterator[bytes]:
         """Server-sent events for one page, the newest of each kind."""
         had: dict[str, int] = {}
-        self._pages += 1
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._follow())
+        self.pages += 1
+        self.begin()
         try:
             while True:
                 news = self._news
@@ -74,8 +79,8 @@ class Followed:
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
-            self._pages -= 1
-            if not self._pages and self._reading is not None:
+            self.pages -= 1
+            if not self.pages and self._reading is not None:
                 self._reading.cancel()
                 self._reading = None
 
@@ -178,8 +183,16 @@ class Watched:
     """The runs that a server shows, by name."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.runs = [Followed(path.resolve().name, path, self) for path in paths]
+        names = [path.resolve().name for path in paths]
+        for index, name in enumerate(names):
+            if name in names[:index]:  # of two in different folders, the second gets a number
+                names[index] = f"{name}-{index + 1}"
+        self.runs = [Followed(n, path, self) for n, path in zip(names, paths, strict=True)]
         self.first = self.runs[0]
+
+    @property
+    def has_pages(self) -> bool:
+        return any(run.pages for run in self.runs)
 
     def find(self, name: str | None) -> Followed | None:
         """The run of that name; the first where no name is given."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.explain.report import sentences
 from paceline.explain.report.document import extremes, generations
-from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RunData
+from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RecentStep, RunData
 from paceline.observe.phases import OWN, Phase
 
 MESSAGES_LIMIT = 50
@@ -43,7 +43,7 @@ def build(data: RunData) -> Json:
         "steps_per_s": steps_per_s,
         "alive": sum(not rank.is_gone for rank in worked) if is_running else 0,
         "workers_in_all": data.workers,
-        "workers": [_worker(rank, _last_in(shown, rank), is_running) for rank in shown],
+        "workers": _workers(shown, is_running),
         "phases": {phase: phase.meaning for phase in ORDER},
         "last_steps": _last_steps(shown),
         "blame": sentences.who_waited(data, data.steps - RECENT_STEPS) if shown else "",
@@ -63,23 +63,37 @@ def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
     return steps_per_s, steps_per_s * samples
 
 
-def _last_in(ranks: list[RankTotals], rank: RankTotals) -> tuple[int, float] | None:
-    """Who waited least in a worker's last step, and so came last, and for how long it waited."""
-    step = rank.recent[-1].step
-    waits = [
-        (recent.phases.get(Phase.WAIT, 0.0), each.rank)
-        for each in ranks
-        for recent in (each.recent[-1], each.recent[-2] if len(each.recent) > 1 else None)
-        if recent is not None and recent.step == step
+def _common_step(ranks: list[RankTotals]) -> int:
+    """The newest step that all workers have written; 0 for none."""
+    written = [{recent.step for recent in rank.recent} for rank in ranks if not rank.is_gone]
+    return max(set.intersection(*written), default=0) if written else 0
+
+
+def _workers(ranks: list[RankTotals], is_running: bool) -> list[Json]:
+    """Each worker in the newest step that all have written; who has not got so far, in its last."""
+    common = _common_step(ranks)
+    recents = [
+        next((each for each in reversed(rank.recent) if each.step == common), rank.recent[-1])
+        for rank in ranks
     ]
-    least_s, last = min(waits)
-    return (last, least_s) if last != rank.rank else None
+    waits = [
+        (recent.phases.get(Phase.WAIT, 0.0), rank.rank)
+        for rank, recent in zip(ranks, recents, strict=True)
+        if recent.step == common
+    ]
+    least_s, last = min(waits, default=(0.0, -1))
+    return [
+        _worker(rank, recent, last, least_s if recent.step == common else None, is_running)
+        for rank, recent in zip(ranks, recents, strict=True)
+    ]
 
 
-def _worker(rank: RankTotals, last: tuple[int, float] | None, is_running: bool) -> Json:
-    recent = rank.recent[-1]
+def _worker(
+    rank: RankTotals, recent: RecentStep, last: int, least_s: float | None, is_running: bool
+) -> Json:
+    """One worker; `last` came last in its step, and waited `least_s`."""
     is_alive = is_running and not rank.is_gone
-    waited_s = recent.phases.get(Phase.WAIT, 0.0) - last[1] if last else 0.0
+    waits = least_s is not None and last not in (-1, rank.rank)
     return {
         "worker": rank.rank,
         "pid": rank.pid,
@@ -88,8 +102,8 @@ def _worker(rank: RankTotals, last: tuple[int, float] | None, is_running: bool) 
         "step": recent.step,
         "phases": [[phase, recent.phases[phase]] for phase in ORDER if phase in recent.phases],
         "seconds": sum(recent.phases.values()),
-        "waits_for": last[0] if last else None,
-        "waited_s": waited_s,
+        "waits_for": last if waits else None,
+        "waited_s": recent.phases.get(Phase.WAIT, 0.0) - (least_s or 0.0) if waits else 0.0,
         "memory_bytes": _memory_bytes(rank) if is_alive else None,
     }
 
