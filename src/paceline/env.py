@@ -419,6 +419,11 @@ def has_threads(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get("OMP_NUM_THREADS"))
 
 
+def has_browser(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has chosen a browser."""
+    return bool(environ.get("BROWSER"))
+
+
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has told glibc how to treat freed memory."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             print("Ctrl-C ends the page, and nothing else.", flush=True)
         if paths and not args.no_open:
-            webbrowser.open(address)  # where there is none, the address is enough
+            _open(address)
         if paths:
             watched = Watched(paths)
             config = uvicorn.Config(
@@ -134,15 +135,25 @@ def find_paths(given: Sequence[str]) -> list[Path]:
             )
         folder = RunFolder(path)
         is_run = folder.info.is_file() or folder.events.is_dir()
-        runs = (
-            [path] if is_run else [run for run in find_runs(path, RUNS_LIMIT) if run != path.parent]
-        )
+        around = [] if is_run else find_runs(path, RUNS_LIMIT)
+        runs = [path] if is_run else [run for run in around if run != path.parent]
         if not runs:
             raise UsageError(
                 f"{str(path)!r} holds no run: no run.json, no events.", advice="Train one first."
             )
         found += runs if is_run else sorted(runs, key=_last_written, reverse=True)
     return list(dict.fromkeys(found))
+
+
+def _open(address: str) -> None:
+    """Open a browser where there is one with windows; elsewhere the address has to do."""
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return
+    # One that draws on the terminal is for those who have asked for it.
+    if type(browser) is not webbrowser.GenericBrowser or env.has_browser():
+        threading.Thread(target=browser.open, args=[address], daemon=True).start()
 
 
 def _last_written(run: Path) -> float:
