@@ -108,9 +108,9 @@ async def _serve(
     idle_since_s = time.monotonic()
     while not serving.done():
         await asyncio.wait([serving], timeout=1.0)
-        if not watched.has_pages:
+        if not watched.pages:
             await asyncio.to_thread(watched.first.read)
-        if watched.has_pages or watched.first.state == "running":
+        if watched.pages or watched.first.state == "running":
             idle_since_s = time.monotonic()
         if is_left_alone and time.monotonic() - idle_since_s > LEFT_ALONE_S:
             running.should_exit = True

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Followed:
         if self._reading is None:
             self._reading = asyncio.create_task(self._follow())
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes]:
         """Server-sent events for one page, the newest of each kind."""
         had: dict[str, int] = {}
         self.pages += 1
@@ -191,8 +191,9 @@ class Watched:
         self.first = self.runs[0]
 
     @property
-    def has_pages(self) -> bool:
-        return any(run.pages for run in self.runs)
+    def pages(self) -> int:
+        """How many are open."""
+        return sum(run.pages for run in self.runs)
 
     def find(self, name: str | None) -> Followed | None:
         """The run of that name; the first where no name is given."""

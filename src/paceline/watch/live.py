@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
 from paceline.explain.report import sentences
+from paceline.explain.report.bounds import amount
 from paceline.explain.report.document import extremes, generations
 from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RecentStep, RunData
 from paceline.observe.phases import OWN, Phase
+from paceline.observe.units import seconds_text
 
 MESSAGES_LIMIT = 50
 ORDER = (*OWN, Phase.WAIT, Phase.TRANSFER)
@@ -46,7 +49,7 @@ def build(data: RunData) -> Json:
         "workers": _workers(shown, is_running),
         "phases": {phase: phase.meaning for phase in ORDER},
         "last_steps": _last_steps(shown),
-        "blame": sentences.who_waited(data, data.steps - RECENT_STEPS) if shown else "",
+        "blame": _blame(data, shown) if shown else "",
         "generations": died["events"] if died else [],
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": [],
@@ -63,9 +66,34 @@ def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
     return steps_per_s, steps_per_s * samples
 
 
+def _blame(data: RunData, ranks: list[RankTotals]) -> str:
+    """Who holds the others up now: whom the run blamed last, if it is still slower than they."""
+    own = {rank.rank: _own_s(rank) for rank in ranks}
+    newest = data.events["blame"][-1] if data.events["blame"] else None
+    if newest is not None and newest.get("slow_rank") in own:
+        slow_s = own[newest["slow_rank"]]
+        others_s = statistics.median([each for each in own.values() if each != slow_s] or [0])
+        if slow_s - others_s > amount(newest.get("slower_by_s")) / 2:
+            return sentences.who_waited(data, newest["step"] - 1)
+    if len(own) < 2:
+        return sentences.who_waited(data)
+    spread = seconds_text(max(own.values()) - min(own.values()))
+    return (
+        "No worker holds the others up: in the last steps their own work differs by "
+        f"{spread} on average."
+    )
+
+
+def _own_s(rank: RankTotals) -> float:
+    """A worker's own work in its last steps, on average."""
+    spent = [sum(recent.phases.get(phase, 0.0) for phase in OWN) for recent in rank.recent]
+    return statistics.fmean(spent)
+
+
 def _common_step(ranks: list[RankTotals]) -> int:
     """The newest step that all workers have written; 0 for none."""
-    written = [{recent.step for recent in rank.recent} for rank in ranks if not rank.is_gone]
+    alive = [rank for rank in ranks if not rank.is_gone] or ranks
+    written = [{recent.step for recent in rank.recent} for rank in alive]
     return max(set.intersection(*written), default=0) if written else 0
 
 

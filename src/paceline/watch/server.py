@@ -147,7 +147,6 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
     from starlette.routing import Route
 
     assets = page.find_assets()
-    streams = asyncio.Semaphore(STREAMS_LIMIT)
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(page.render(watched.first.name, token))
@@ -162,15 +161,9 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
     async def send_events(request: Request) -> Response:
         if (run := watched.find(request.query_params.get("run"))) is None:
             return PlainTextResponse("There is no such run here.", 404)
-        if streams.locked():
+        if watched.pages >= STREAMS_LIMIT:
             return PlainTextResponse("Too many pages are open.", 503, {"retry-after": "5"})
-
-        async def stream() -> Any:
-            async with streams:
-                async for message in run.messages():
-                    yield message
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return StreamingResponse(run.messages(), media_type="text/event-stream")
 
     async def send_document(request: Request) -> Response:
         if (run := watched.find(request.query_params.get("run"))) is None:
