@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._dynamo import eval_frame
 
 from paceline.errors import UsageError
@@ -32,8 +33,10 @@ class Backward:
     """This rank has run out of inputs and only keeps the others company."""
     is_aborting: bool = False
     """It broke off here, and is completed only to tell the others."""
-    ready: list[int] = field(default_factory=list)
-    """Parameters in the order in which their gradients came."""
+    arrived: list[Tensor] = field(default_factory=list)
+    """Parameters in the order in which their gradients came; empty again when it has ended."""
+    counted: int = 0
+    """How many of these `missing` knows of."""
     in_flight: list[Reduction] = field(default_factory=list)
     """One entry for every bucket that has started, in order."""
     early: int = 0
@@ -75,6 +78,14 @@ class BackwardFollower:
         """`ended` has reached parameters, and is complete."""
         raise NotImplementedError
 
+    def listen(self, followed: Backward) -> None:
+        """From now on note what comes in `followed.arrived`, until `rest`."""
+        raise NotImplementedError
+
+    def rest(self) -> None:
+        """No backward is followed any more."""
+        raise NotImplementedError
+
     def on_untouched_backward(self) -> bool:
         """An announced backward has ended at no parameter; whether to treat it as if it had."""
         raise NotImplementedError
@@ -111,24 +122,35 @@ class BackwardFollower:
         keep_out_of_graphs(at_end)
         followed.callback = weakref.ref(at_end, self._on_callback_freed)
         queue(at_end)
+        self.listen(followed)
         return followed
 
     def _on_end(self, ended: Backward) -> None:
         self.unmarked_wish = None
-        if self._announced is ended:
-            self._announced = None
-            if not self.on_untouched_backward():
-                return
-            self.current = ended
-        if self.current is ended:
-            self.on_backward_ended(ended)
+        self.rest()
+        try:
+            if self._announced is ended and ended.arrived:
+                self.open()
+            elif self._announced is ended:
+                self._announced = None
+                self.current = ended if self.on_untouched_backward() else None
+            if self.current is ended:
+                self.on_backward_ended(ended)
+        finally:
+            ended.arrived.clear()
 
     def _on_callback_freed(self, callback: weakref.ref[Callable[[], None]]) -> None:
         """If its backward is still thought to be running, it has broken off."""
-        if self._announced is not None and self._announced.callback is callback:
-            self._announced = None
-        if self.current is not None and self.current.callback is callback:
-            self.current, self.broken = None, self.current
+        freed = self.current or self._announced
+        if freed is None or freed.callback is not callback:
+            return
+        self.rest()
+        if freed is self.current or freed.arrived:
+            self.broken = freed
+        if freed is not self.current and freed.arrived:
+            self.backwards += 1
+        self.current = self._announced = None
+        freed.arrived.clear()
 
 
 def keep_out_of_graphs(function: Callable[..., None]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from paceline.gradients.buffer import Bucket, ParamRef, Trailer
 from paceline.gradients.plan import BucketPlan, default_capacities, plan_buckets
@@ -35,8 +37,10 @@ class BucketLayout:
         self.is_aligned = False
         """Keep the gaps even then."""
         self.buckets: list[Bucket] = []
-        self.bucket_of: list[int] = []
-        """By parameter, the number of its bucket."""
+        self.bucket_by_id: dict[int, int] = {}
+        """The number of its bucket, by the `id` of the parameter."""
+        self.awaited: frozenset[int] = frozenset()
+        """The ids of the parameters that come last in their buckets, as far as that is known."""
         self.missing: list[int] = []
         """By bucket, how many gradients it waits for; see `never_full`."""
         self.messages_are_cheap = True
@@ -45,6 +49,7 @@ class BucketLayout:
         self._always_views = always_views
         self._order = list(reversed(range(len(params))))
         self._fires: Counter[int] | None = None
+        self._seen: list[int] = []
         self.is_learned = False
         """Whether it is known how often each gradient comes in one backward."""
         self.lay_out()
@@ -62,10 +67,12 @@ class BucketLayout:
             return False
         self.buckets = [Bucket(plan, self.params, self._always_views) for plan in plans]
         self.trailer = Trailer(len(self.params), plans[-1].dtype, plans[-1].device)
-        self.bucket_of = [0] * len(self.params)
-        for number, bucket in enumerate(self.buckets):
-            for index in bucket.indices:
-                self.bucket_of[index] = number
+        self.bucket_by_id = {
+            id(param): number
+            for number, bucket in enumerate(self.buckets)
+            for param in bucket.params
+            if param is not None
+        }
         self._count()
         return True
 
@@ -98,9 +105,19 @@ class BucketLayout:
         A gradient is complete when it comes for the last time. Those that never came go last.
         """
         self._fires = Counter(ready)
+        self._seen = list(dict.fromkeys(reversed(ready)))[::-1]
         self._count()
-        seen = list(dict.fromkeys(reversed(ready)))[::-1]
-        return seen + [index for index in self._order if index not in self._fires]
+        return self._seen + [index for index in self._order if index not in self._fires]
+
+    def expect(self, ready: Sequence[int]) -> None:
+        """Await in each bucket what came last in this backward: the order has changed."""
+        self._seen = list(dict.fromkeys(reversed(ready)))[::-1]
+        self._count()
+
+    def indices(self, params: Iterable[Tensor]) -> list[int]:
+        """Which parameters these are, by position; those that it does not know are left out."""
+        index_by_id = {id(ref.get()): index for index, ref in enumerate(self.params)}
+        return [index_by_id[id(param)] for param in params if id(param) in index_by_id]
 
     def unlearn(self) -> None:
         """Wait for the end of every backward until one has been learned from again."""
@@ -118,3 +135,11 @@ class BucketLayout:
             self.missing = self.never_full()
         else:
             self.missing = [sum(max(1, fires[i]) for i in b.indices) for b in self.buckets]
+        # The last bucket waits for the end of backward, because its trailer speaks for all.
+        last_by_bucket = {self.bucket_by_id.get(id(p)): id(p) for p in self._seen_params()}
+        last_by_bucket.pop(len(self.buckets) - 1, None)
+        self.awaited = frozenset(last_by_bucket.values())
+
+    def _seen_params(self) -> list[Parameter]:
+        found = (self.params[index].get() for index in self._seen)
+        return [param for param in found if param is not None and self.is_learned]

@@ -7,6 +7,7 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ from torch.nn import Parameter
 from paceline import comm
 from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError, name_ranks
-from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
+from paceline.gradients.arrivals import Arrivals
+from paceline.gradients.backward import Backward, BackwardFollower
 from paceline.gradients.buffer import Bucket, ParamRef, Words
 from paceline.gradients.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
 from paceline.gradients.hooks import Hook, HookCall
@@ -98,7 +100,7 @@ class Reducer(BackwardFollower):
         self._frozen = [p for p in params if not p.requires_grad]
         self._layout = BucketLayout(dense, capacities_bytes, always_views)
         self._hook: tuple[Hook, Any] | None = None
-        self._handles: list[Any] = []
+        self._arrivals = Arrivals()
         self.weight = LossWeight()
         self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._order_is_agreed = False
@@ -106,7 +108,7 @@ class Reducer(BackwardFollower):
 
     def attach(self) -> None:
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
-        if self._handles:
+        if self._arrivals.is_hooked:
             return
         mine = {id(param) for param in self.parameters}
         for param in self._alive([*self._layout.params, *self._sparse]):
@@ -114,16 +116,12 @@ class Reducer(BackwardFollower):
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer) and mine.issuperset(map(id, owner.parameters)):
                     owner.detach()
-        for index, ref in enumerate(self._layout.params):
-            self._hook_up(ref, self._counting_hook(index))
-        for ref in self._sparse:
-            self._hook_up(ref, self._opening_hook())
+        self._hook_up(self._layout.params, self._noting_hook())
+        self._hook_up(self._sparse, self._opening_hook(), is_always_python=True)
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._arrivals.unhook()
 
     def set_hook(self, hook: Hook, state: Any) -> None:
         """Reduce through this hook from now on."""
@@ -219,20 +217,17 @@ class Reducer(BackwardFollower):
         """
         self.on_backward_ended(Backward(skips=False))
 
-    def _counting_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Counts this gradient for its bucket."""
-        reducer, layout = self, self._layout
+    def _noting_hook(self) -> Callable[[Tensor], None]:
+        """Notes that a gradient has come, and starts the buckets that are full by now."""
+        reducer = self
 
-        def on_grad_ready(_param: Tensor) -> None:
+        def on_grad_ready(param: Tensor) -> None:
             current = reducer.current
             if current is None:
                 current = reducer.open()
-            current.ready.append(index)
-            bucket = layout.bucket_of[index]
-            missing = current.missing
-            left = missing[bucket] = missing[bucket] - 1
-            if left <= 0:
-                reducer._on_bucket_full(current, bucket, index)
+            current.arrived.append(param)
+            if not current.skips:
+                reducer._on_gradients(current)
 
         return on_grad_ready
 
@@ -246,13 +241,20 @@ class Reducer(BackwardFollower):
 
         return on_grad_ready
 
-    def _hook_up(self, ref: ParamRef, hook: Callable[[Tensor], None]) -> None:
-        param = ref.get()
-        if param is not None and param.requires_grad:
-            hook.reducer = self  # type: ignore[attr-defined]
-            keep_out_of_graphs(hook)
-            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+    def _hook_up(
+        self, refs: Sequence[ParamRef], hook: Callable[[Tensor], None], **how: bool
+    ) -> None:
+        hook.reducer = self  # type: ignore[attr-defined]
+        for param in self._alive(refs):
+            if param.requires_grad:
+                self._arrivals.hook(param, hook, **how)
+
+    def listen(self, followed: Backward) -> None:
+        if self.broken is None:  # else the first gradient is to raise
+            self._arrivals.listen(followed.arrived.append, self._layout.awaited)
+
+    def rest(self) -> None:
+        self._arrivals.rest()
 
     def new_backward(self, wants_sync: bool) -> Backward:
         if self.observer is not None:
@@ -283,15 +285,26 @@ class Reducer(BackwardFollower):
             if self.observer is not None:
                 self.observer.local_backward_ends()
         else:
+            self._count(ended)
             self._finish(ended)
 
-    def _on_bucket_full(self, current: Backward, bucket: int, param: int) -> None:
+    def _count(self, current: Backward) -> None:
+        """Take the gradients that have come since the last time off what buckets wait for."""
+        came = current.arrived[current.counted :]
+        current.counted += len(came)
+        for bucket, times in Counter(map(self._layout.bucket_by_id.get, map(id, came))).items():
+            if bucket is None or not current.missing:
+                continue
+            current.missing[bucket] -= times
+            if bucket < len(current.in_flight):
+                raise self._late_gradient(came, len(current.in_flight))
+
+    def _on_gradients(self, current: Backward) -> None:
         """Start every full bucket whose predecessors have started.
 
         The last one waits for the end of backward, because its trailer speaks for all.
         """
-        if bucket < len(current.in_flight):
-            raise self._late_gradient(param)
+        self._count(current)
         last = len(self._layout.buckets) - 1
         while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
             if self.weight.is_set:
@@ -357,10 +370,13 @@ class Reducer(BackwardFollower):
         try:
             is_first = not self._layout.is_learned
             if is_first:
-                self._learn(current.ready)  # before anything is placed: memory is found only once
+                ready = self._layout.indices(current.arrived)
+                self._learn(ready)  # before anything is placed: memory is found only once
             if (self.weight.is_set or is_first) and not current.is_shadow:
                 self._refuse_misuse(current)
-            current.early = len(current.in_flight)
+            early = current.early = len(current.in_flight)
+            if not is_first and early + 1 < len(current.missing) and current.missing[early] <= 0:
+                self._layout.expect(self._layout.indices(current.arrived))
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
             if self.observer is not None:
@@ -587,8 +603,10 @@ class Reducer(BackwardFollower):
                 "under no_sync().",
             )
 
-    def _late_gradient(self, index: int) -> DesyncError:
+    def _late_gradient(self, came: Sequence[Tensor], started: int) -> DesyncError:
         """A gradient came once more often than in the backward the buckets were planned from."""
+        sent = {i for bucket in self._layout.buckets[:started] for i in bucket.indices}
+        index = next(index for index in self._layout.indices(came) if index in sent)
         self._layout.unlearn()  # the next backward waits for its end, and is learned from again
         return DesyncError(
             f"Step {self.steps}: the gradient of {self._layout.params[index].name!r} came again "
