@@ -372,9 +372,9 @@ def very_large_next_to_very_small() -> nn.Module:
     return Scaled((600, 700), (), (2,), (300, 1000), (1,))
 
 
-@case("600 tiny parameters")
+@case("200 tiny parameters")
 def many_tiny_parameters() -> nn.Module:
-    return Scaled(*[(1 + i % 3,) for i in range(598)])
+    return Scaled(*[(1 + i % 3,) for i in range(198)])
 
 
 @case("integer parameter", traits=["frozen", "mixed"])

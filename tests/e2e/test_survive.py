@@ -159,21 +159,15 @@ def losses_in(folder: Path) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        [(0, 5, "forward", "SIGKILL"), (2, 5, "forward", "SIGKILL"), (1, 14, "forward", "raise")],
-        [(2, 8, "evaluation", "SIGKILL"), (1, 8, "again", "SIGKILL")],
-    ],
-)
-def test_a_run_ends_as_if_nobody_had_died(plan: list[Any], tmp_path: Path) -> None:
+def test_a_run_ends_as_if_nobody_had_died(tmp_path: Path) -> None:
+    plan = [(2, 8, "evaluation", "SIGKILL"), (1, 8, "again", "SIGKILL")]
     script = prepare(tmp_path, plan)
     # A habit: torch's own function, which would have a replacement wait for a group that is gone.
     init = 'torch.distributed.init_process_group("gloo")\n'
     script.write_text(script.read_text().replace("\nnet, opt", f"\n{init}net, opt"))
     done = paceline_run(tmp_path, "--workers", 3, script)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"worker \d was killed|worker \d raised", done.stderr)) == len(plan)
+    assert len(re.findall(r"worker \d was killed", done.stderr)) == len(plan)
     expected, losses = reference()
     for rank in range(3):
         state, steps = torch.load(tmp_path / f"end{rank}.pt")
@@ -229,11 +223,15 @@ def test_a_loop_that_is_left_is_not_a_death(tmp_path: Path) -> None:
     assert losses_in(tmp_path)[0] == pytest.approx(reference()[1][0], rel=1e-6)
 
 
-def test_a_worker_killed_before_training_began_costs_a_start(tmp_path: Path) -> None:
-    plan = [(1, 0, "imported", "SIGKILL"), (0, 0, "built", "SIGSEGV")]
+def test_without_survivors_a_run_starts_again_from_its_checkpoint_if_there_is_one(
+    tmp_path: Path,
+) -> None:
+    before = [(1, 0, "imported", "SIGKILL"), (0, 0, "built", "SIGSEGV")]
+    plan = [*before, *((rank, 12, "forward", "SIGKILL") for rank in range(2))]
     done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("nothing was trained yet; all start again") == 2
+    assert done.stderr.count("starting again from the newest checkpoint") == 1
     torch.testing.assert_close(
         torch.load(tmp_path / "end0.pt")[0], reference()[0], rtol=1e-9, atol=1e-11
     )
@@ -245,16 +243,6 @@ def test_the_third_kill_before_training_began_is_a_bug(tmp_path: Path) -> None:
     assert done.returncode == 137
     assert "rank 1 failed: killed by signal 9 (SIGKILL)" in done.stderr
     assert "that was the third time" in done.stderr
-
-
-def test_without_survivors_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    plan = [(rank, 12, "forward", "SIGKILL") for rank in range(2)]
-    done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
-    assert done.returncode == 0, done.stderr
-    assert "starting again from the newest checkpoint" in done.stderr
-    torch.testing.assert_close(
-        torch.load(tmp_path / "end0.pt")[0], reference()[0], rtol=1e-9, atol=1e-11
-    )
 
 
 def test_more_workers_than_there_are_cannot_be_waited_for(tmp_path: Path) -> None:

@@ -182,7 +182,6 @@ def become_worker(request: dict[str, Any], launcher: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         _seed_anew()
-        gc.unfreeze()
         code = worker.main(request["arguments"])
     except SystemExit as stop:
         code = stop.code

@@ -8,6 +8,7 @@ each worker leaves in a file at its end. Whatever happens, no process is left.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import math
 import multiprocessing
@@ -257,6 +258,7 @@ def _find(name: FunctionName) -> Any:
 
 def _work(rank: int, call: WorkerCall) -> None:
     """Be rank `rank` of `call` in a process of its own; leave one message at the end."""
+    gc.freeze()  # what the server has imported stays: its pages are shared while nobody looks
     _die_with_caller()
     stack_file = call.path("stack", rank).open("w")  # open until the end, for the fault handler
     faulthandler.enable(stack_file, all_threads=False)
