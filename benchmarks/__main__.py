@@ -26,6 +26,7 @@ MEASUREMENTS = [
     "run_overhead",
     "checkpoints",
     "observing",
+    "watch",
     "survive",
     "data_parallel",
     "single_gpu",

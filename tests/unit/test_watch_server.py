@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from synthetic_run import synthetic_run
 
+from paceline import cli, env
 from paceline.errors import UsageError
 from paceline.watch import command, server
 from paceline.watch.follow import Followed, Watched
@@ -320,3 +322,33 @@ def test_without_a_name_the_newest_run_is_watched_and_a_folder_of_runs_shows_all
         command.find_paths(["nowhere"])
     with pytest.raises(UsageError, match="'empty' holds no run"):
         command.find_paths(["empty"])
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert cli.main(["watch", str(run_path)]) == 2
+    said = capsys.readouterr().err
+    assert "needs starlette and uvicorn, which are not installed" in said
+    assert "pip install 'paceline[watch]'" in said
+
+
+def test_a_run_announces_its_folder_to_who_waits_for_it_and_to_nobody_else(tmp_path: Path) -> None:
+    announcement = tmp_path / "announcement"
+    env.announce_folder("runs/first", {})
+    env.announce_folder("runs/first", {env.WATCH_VARIABLE: str(announcement)})
+    assert command._wait_for(announcement) == [Path.cwd() / "runs" / "first"]
+
+
+def test_a_hostile_name_of_a_run_stays_a_name(tmp_path: Path) -> None:
+    name = '"><script>alert(1)</script>\r\nset-cookie: a=b'.replace("/", "|")
+    synthetic_run(tmp_path / "run", steps=4, ranks=1).path.rename(tmp_path / name)
+
+    async def body(app: server.Guard, _: Watched) -> list[Answer]:
+        return [await ask(app, route) for route in ("/", "/report", "/document")]
+
+    page, report, document = with_app(tmp_path / name, body)
+    assert "set-cookie" not in report.headers
+    assert b"<script>alert" not in page.body + report.body
+    assert json.loads(document.body)["live"]["step"] == 4

@@ -5,6 +5,7 @@
     pipeline/step{n}.json     one batch followed through a step
     timeline/rank{r}.trace.json
     scaling.json  checkpoints/  report.html
+    logs/                     what workers printed, where --log-dir says so
     record.request            somebody who looks at the run wants its next step recorded
 
 Each file has one writer, readers tail. Steps count from 1, so `step` in an event is also the number
@@ -56,6 +57,7 @@ class RunFolder:
         self.scaling = self.path / "scaling.json"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
+        self.logs = self.path / "logs"
         self.record_request = self.path / "record.request"
 
     @property

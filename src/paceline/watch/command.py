@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
+import tempfile
 import threading
 import time
 import webbrowser
@@ -70,18 +72,17 @@ def main(args: argparse.Namespace) -> int:
             advice="Install them with `pip install 'paceline[watch]'`, or add --terminal.",
         ) from None
     paths = [] if announced else find_paths(args.run)
-    with contextlib.suppress(OSError):
-        os.nice(10)  # whatever a page wants, the training goes first
-    with _listen(args.port) as listening:
+    with _listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
         port, token = listening.getsockname()[1], server.make_token()
         address = f"http://127.0.0.1:{port}/?token={token}"
-        print(f"paceline watch: {address}", flush=True)
+        # Beside a training, stdout is the training's.
+        print(f"paceline watch: {address}", file=sys.stderr if announced else None, flush=True)
         if announced:
             paths = _wait_for(Path(announced))
         else:
             print("Ctrl-C ends the page, and nothing else.", flush=True)
         if paths and not args.no_open:
-            _open(address)
+            _open(address, Path(private))
         if paths:
             watched = Watched(paths)
             config = uvicorn.Config(
@@ -105,9 +106,13 @@ async def _serve(
     """Serve until Ctrl-C; where that cannot reach, until nobody looks at a run that has ended."""
     watched.first.begin()
     serving = asyncio.create_task(running.serve(sockets=[listening]))
-    idle_since_s = time.monotonic()
+    idle_since_s, is_nice = time.monotonic(), False
     while not serving.done():
         await asyncio.wait([serving], timeout=1.0)
+        if watched.first.is_shown and not is_nice:
+            is_nice = True
+            with contextlib.suppress(OSError):
+                os.nice(5)  # from now on the training goes first
         if not watched.pages:
             await asyncio.to_thread(watched.first.read)
         if watched.pages or watched.first.state == "running":
@@ -145,15 +150,20 @@ def find_paths(given: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _open(address: str) -> None:
-    """Open a browser where there is one with windows; elsewhere the address has to do."""
+def _open(address: str, private: Path) -> None:
+    """Open a browser where there is one with windows; elsewhere the address has to do.
+
+    What it is called with everybody on the machine can see, so it is told by a file.
+    """
+    way = private / "open.html"
+    way.write_text(f'<meta http-equiv="refresh" content="0; url={address}">\n')
     try:
         browser = webbrowser.get()
     except webbrowser.Error:
         return
     # One that draws on the terminal is for those who have asked for it.
     if type(browser) is not webbrowser.GenericBrowser or env.has_browser():
-        threading.Thread(target=browser.open, args=[address], daemon=True).start()
+        threading.Thread(target=browser.open, args=[way.as_uri()], daemon=True).start()
 
 
 def _last_written(run: Path) -> float:

@@ -26,8 +26,9 @@ from paceline.observe.run_folder import RunFolder, replace_file
 from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
-IDLE = 5
-"""After something that took long there is so many times as long a rest."""
+IDLE, SKETCH_IDLE = 30, 3
+"""After something that took long there is so many times as long a rest, so that the training does
+not notice: while a long run is read for the first time less, because somebody waits."""
 SLICE_S = 0.2
 """For so long a run that is sketched is read at a time."""
 SKETCHED_ABOVE_BYTES = 2**22
@@ -56,6 +57,11 @@ class Followed:
         self._reader: RunReader | None = None
         self._sketch: RunReader | None = None
         """What is shown until the reader has read everything."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is something for a page to show."""
+        return bool(self._messages)
 
     def begin(self) -> None:
         """Read the run from now on, because a page shows it or will."""
@@ -101,7 +107,7 @@ class Followed:
                 self._publish("live", await asyncio.to_thread(self.build_live))
                 live_due_s = began_s + DOCUMENT_PERIOD_S
             spent_s = time.monotonic() - began_s
-            rest_s = spent_s if self._sketch is not None else IDLE * spent_s
+            rest_s = spent_s * (IDLE if self._sketch is None else SKETCH_IDLE)
             await asyncio.sleep(max(LIVE_PERIOD_S - spent_s, rest_s))
 
     def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
@@ -120,6 +126,8 @@ class Followed:
     def read(self) -> bool:
         """Read what is new; whether anything was. A folder that is gone stays as it was."""
         with self._lock:
+            if self._reader is not None and not self.path.is_dir():
+                return False
             if self._reader is None:
                 self._reader = RunReader(self.path)
                 if events_bytes(self.path) > SKETCHED_ABOVE_BYTES:
@@ -128,10 +136,10 @@ class Followed:
             with contextlib.suppress(UsageError):
                 if self._sketch is not None:
                     has_news = self._sketch.read()
-                    if self._messages:  # a page has something to show
+                    if self.is_shown:
                         self._reader.read(SLICE_S)
                     self._sketch.data.reading = self._reader.progress
-                    if self._messages and self._reader.progress == 1.0:
+                    if self.is_shown and self._reader.progress == 1.0:
                         self._sketch = None
                 else:
                     has_news = self._reader.read()

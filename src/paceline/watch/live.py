@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import WireError
 from paceline.explain.report import sentences
 from paceline.explain.report.bounds import amount
 from paceline.explain.report.document import extremes, generations
 from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RecentStep, RunData
 from paceline.observe.phases import OWN, Phase
+from paceline.observe.run_folder import open_plain
 from paceline.observe.units import seconds_text
 
 MESSAGES_LIMIT = 50
+LOG_FILES, LOG_LINES, LOG_BYTES = 8, 20, 4096
+"""The newest files, and of each the last lines in so many bytes."""
+LOOKED_AT = 1000
 ORDER = (*OWN, Phase.WAIT, Phase.TRANSFER)
 
 Json = dict[str, Any]
@@ -52,7 +59,7 @@ def build(data: RunData) -> Json:
         "blame": _blame(data, shown) if shown else "",
         "generations": died["events"] if died else [],
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
-        "log": [],
+        "log": _log_lines(data.folder.logs),
     }
 
 
@@ -70,10 +77,10 @@ def _blame(data: RunData, ranks: list[RankTotals]) -> str:
     """Who holds the others up now: whom the run blamed last, if it is still slower than they."""
     own = {rank.rank: _own_s(rank) for rank in ranks}
     newest = data.events["blame"][-1] if data.events["blame"] else None
-    if newest is not None and newest.get("slow_rank") in own:
-        slow_s = own[newest["slow_rank"]]
-        others_s = statistics.median([each for each in own.values() if each != slow_s] or [0])
-        if slow_s - others_s > amount(newest.get("slower_by_s")) / 2:
+    if newest is not None and len(own) > 1 and newest.get("slow_rank") in own:
+        slow = newest["slow_rank"]
+        others_s = statistics.median(own[rank] for rank in own if rank != slow)
+        if own[slow] - others_s > amount(newest.get("slower_by_s")) / 2:
             return sentences.who_waited(data, newest["step"] - 1)
     if len(own) < 2:
         return sentences.who_waited(data)
@@ -134,6 +141,25 @@ def _worker(
         "waited_s": recent.phases.get(Phase.WAIT, 0.0) - (least_s or 0.0) if waits else 0.0,
         "memory_bytes": _memory_bytes(rank) if is_alive else None,
     }
+
+
+def _log_lines(logs: Path) -> list[str]:
+    """The last lines of the newest log files, each with the file's name: `0/stderr: ...`."""
+    found, folders = list[tuple[float, Path]](), [logs]
+    while folders and len(found) < LOOKED_AT:
+        with contextlib.suppress(OSError):
+            for entry in islice(os.scandir(folders.pop()), LOOKED_AT):
+                if entry.is_dir(follow_symlinks=False) and len(folders) < LOOKED_AT:
+                    folders.append(Path(entry))
+                elif entry.is_file(follow_symlinks=False) and entry.name.endswith(".log"):
+                    found.append((entry.stat().st_mtime, Path(entry)))
+    lines = []
+    for _, path in sorted(found)[-LOG_FILES:]:
+        with contextlib.suppress(OSError, WireError), open_plain(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            tail = file.read(LOG_BYTES).decode(errors="replace").splitlines()[-LOG_LINES:]
+            lines += [f"{path.parent.name}/{path.stem}: {line}" for line in tail]
+    return lines
 
 
 def _memory_bytes(rank: RankTotals) -> int | None:

@@ -43,7 +43,7 @@ section. It is sent first, and again when more than the head has changed, at mos
       "blame": "Worker 1 holds ...",          the sentence; "" where there are no steps
       "generations": [{"after_s": 3.1, "step": 9, "what": "worker 1 died ...", "workers": 2}],
       "messages": [{"t": 1763280000.5, "rank": 0, "level": "warning", "text": "..."}],   the newest
-      "log": ["rank 1: ...", ...],            the newest lines of logs/, where the run has such
+      "log": ["1/stderr: ...", ...],          the newest lines of logs/ in the run folder, if any
       "recording": null                       "asked" until the step that was asked for is recorded
     }
 
@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,8 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
     async def send_report(request: Request) -> Response:
         if (run := watched.find(request.query_params.get("run"))) is None:
             return PlainTextResponse("There is no such run here.", 404)
-        name = f'attachment; filename="{run.name}-report.html"'
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", run.name)[:64]
+        name = f'attachment; filename="{plain}-report.html"'
         return HTMLResponse(await run.report(), headers={"content-disposition": name})
 
     async def ask_to_record(request: Request) -> Response:

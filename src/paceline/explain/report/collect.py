@@ -55,7 +55,7 @@ COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 WINDOW_PERIOD_S = 30.0
 """How old the window of the timelines may be: reading it takes a second."""
-SKETCHED_LINES = 4000
+SKETCHED_LINES = 3000
 """So many steps of all ranks together are read for a sketch, spread over the run."""
 SKETCHED_BYTES = 4096
 """Read at each place, for the first whole line in it."""

@@ -1,0 +1,244 @@
+"""Following a run folder: only what is new is read, and the result is that of reading it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import BEGAN, synthetic_run, synthetic_trace
+
+from paceline.explain.report import document
+from paceline.explain.report.collect import RunReader, collect
+from paceline.observe.run_folder import EventTail, EventWriter, RunFolder
+from paceline.record.schema import write as write_trace
+from paceline.watch import live
+from paceline.watch.follow import Watched
+from paceline.watch.terminal import head
+
+
+def shown(data: Any) -> dict[str, Any]:
+    """Everything a page shows, without when it was made."""
+    built = document.build(data)
+    found: dict[str, Any] = json.loads(json.dumps({**built, "live": live.build(data)}))
+    for section in (found, found["live"]):
+        for name in ("made", "t", "silent_s"):
+            section.pop(name, None)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reading_in_pieces_of_any_size_gives_what_one_reading_of_the_whole_gives(
+    seed: int, tmp_path: Path
+) -> None:
+    whole = synthetic_run(tmp_path / "whole" / "run", steps=40, ranks=3, epochs=2)
+    growing = RunFolder(tmp_path / "growing" / "run")
+    growing.events.mkdir(parents=True)
+    content = {rank: whole.events_of(rank).read_bytes() for rank in range(3)}
+    sizes, rng = dict.fromkeys(content, 0), random.Random(seed)
+    reader = None
+    while any(sizes[rank] < len(content[rank]) for rank in content):
+        for rank in content:  # cut anywhere, in the middle of lines too
+            sizes[rank] += rng.randrange(1, 4000)
+            growing.events_of(rank).write_bytes(content[rank][: sizes[rank]])
+        reader = reader or RunReader(growing.path)
+        reader.read()
+    growing.info.write_bytes(whole.info.read_bytes())
+    assert reader is not None
+    reader.read()
+    assert shown(reader.data) == shown(collect(whole.path))
+    assert not reader.read()
+
+
+def test_only_new_bytes_are_read_and_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = b'{"kind":"step","t":1,"rank":0,"step":%d}\n'
+    path.write_bytes(line % 1 + (line % 2)[:20])
+    tail = EventTail(path)
+    assert [event and event["step"] for event in tail.read()] == [1]
+    with open(path, "r+b") as file:
+        file.write(b"x" * 30)  # what was read is not read again
+        file.seek(0, os.SEEK_END)
+        file.write((line % 2)[20:] + line % 3)
+    assert [event and event["step"] for event in tail.read()] == [2, 3]
+    assert list(tail.read()) == []
+
+
+def test_a_restart_undoes_steps_that_were_read_already(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    reader = None
+    for begin, loss in ((0, 5.0), (2, 7.0)):
+        with EventWriter(folder, 0) as writer:
+            writer.write("start", t=10.0 + begin, size=1, pid=1, host="h", device="cpu", step=begin)
+            for step in range(begin + 1, 5):
+                facts = {"samples": 1, "seconds": 1.0, "metrics": {"loss": [loss, 1]}}
+                writer.write("step", t=10.5 + begin, step=step, epoch=0, **facts)
+        reader = reader or RunReader(folder.path)
+        reader.read()
+    assert [point.mean for point in reader.data.metrics["loss"].points(9)] == [5.0, 5.0, 7.0, 7.0]
+    assert shown(reader.data) == shown(collect(folder.path))
+
+
+@pytest.mark.parametrize("what", ["shorter", "gone", "a link", "a folder"])
+def test_a_file_that_shrinks_or_vanishes_is_read_anew(what: str, tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=10, ranks=2, epochs=1)
+    reader = RunReader(folder.path)
+    reader.read()
+    path = folder.events_of(1)
+    content = path.read_bytes()
+    path.unlink()
+    if what == "shorter":
+        path.write_bytes(content[:1000])
+    elif what == "a link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif what == "a folder":
+        path.mkdir()
+    reader.read()
+    assert shown(reader.data) == shown(collect(folder.path))
+    assert (1 in reader.data.ranks) == (what == "shorter")
+
+
+def test_a_step_that_is_recorded_meanwhile_is_shown(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1)
+    reader = RunReader(folder.path)
+    reader.read()
+    trace = synthetic_trace()
+    write_trace(trace, folder.pipeline_of(1))
+    assert reader.read()
+    assert reader.data.traces == [trace]
+
+
+def test_a_sketch_shows_what_the_whole_shows_and_follows_what_comes(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=1500, ranks=2, slow_rank=1)
+    sketch = RunReader(folder.path, is_sketch=True)
+    sketch.read()
+    exact = collect(folder.path)
+    assert sketch.data.ranks[0].steps < 1400
+    one, other = shown(sketch.data), shown(exact)
+    assert one["sentences"][:4] == other["sentences"][:4]
+    assert one["tiles"] == other["tiles"]
+    assert one["checkpoints"] == other["checkpoints"]
+    assert one["live"] == other["live"]
+    points, dense = (data.metrics["loss"].points(2000) for data in (sketch.data, exact))
+    true = {point.x: point.mean for point in dense}
+    assert len(points) > 200
+    assert all(point.mean == pytest.approx(true[point.x], rel=0.4) for point in points)
+    with EventWriter(folder, 0) as writer:
+        writer.write("step", t=BEGAN + 99, step=1501, epoch=5, samples=64, seconds=0.1)
+    sketch.read()
+    assert sketch.data.steps == 1501
+
+
+def test_a_page_of_a_long_run_is_sketched_and_then_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=600, ranks=2)
+    monkeypatch.setattr("paceline.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
+    monkeypatch.setattr("paceline.watch.follow.SLICE_S", 0.005)
+    run = Watched([folder.path]).first
+    run.read()
+    assert run.build_live()["reading"] == 0.0
+    run._messages["document"] = 1, b""  # a page has it
+    readings = list[Any]()
+    while (reading := run.build_live()["reading"]) is not None:
+        readings.append(reading)
+        run.read()
+    assert readings == sorted(readings)
+    assert len(readings) > 3
+    assert run._data.ranks[0].steps == 600
+
+
+def test_memory_stays_flat_however_much_a_run_writes(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=400, ranks=1)
+    reader = RunReader(folder.path)
+    reader.read()
+    lines = folder.events_of(0).read_bytes().splitlines(keepends=True)[100:300]
+    tracemalloc.start()
+    for _ in range(3):
+        with open(folder.events_of(0), "ab") as file:
+            file.writelines(lines * 5)
+        reader.read()
+        after = tracemalloc.get_traced_memory()[0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert after < 1_000_000
+    assert peak < 2_000_000
+
+
+def test_a_thousand_workers_are_shown_by_their_extremes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.events.mkdir()
+    for rank in range(1000):
+        facts = {"size": 1000, "pid": os.getpid(), "host": socket.gethostname(), "step": 0}
+        start = {"kind": "start", "t": BEGAN, "rank": rank, **facts}
+        step = {"kind": "step", "t": BEGAN + 1, "rank": rank, "step": 1, "samples": 1}
+        step["phases"] = {"forward": 0.1 + rank / 1000, "wait": 1.0 - rank / 1000}
+        folder.events_of(rank).write_text(json.dumps(start) + "\n" + json.dumps(step) + "\n")
+    data = collect(folder.path)
+    found = live.build(data)
+    workers = [each["worker"] for each in found["workers"]]
+    assert len(workers) == 32
+    assert {0, 999} <= set(workers)
+    assert found["workers_in_all"] == 1000
+    assert found["workers"][0]["waits_for"] == 999
+    assert found["workers"][0]["waited_s"] == pytest.approx(0.999)
+    assert len(json.dumps(found)) < 50_000
+
+
+def test_the_terminal_says_the_state_in_one_line(tmp_path: Path) -> None:
+    run = Watched([synthetic_run(tmp_path / "digits", steps=40, ranks=2).path]).first
+    run.read()
+    said = head(run.build_live())
+    assert said == "digits · finished · step 40 of 40 · epoch 5 of 5 · 2,667 samples/s"
+
+
+def test_a_folder_that_vanishes_leaves_the_page_as_it_was(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=20, ranks=2)
+    run = Watched([folder.path]).first
+    run.read()
+    folder.path.rename(tmp_path / "elsewhere")
+    assert not run.read()
+    assert run.build_live()["step"] == 20
+
+
+def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    run = Watched([folder.path]).first
+    run.read()
+    assert (run.build_live()["step"], run.state) == (0, "unknown")
+    synthetic_run(tmp_path / "run", steps=20, ranks=2)
+    assert run.read()
+    assert run.build_live()["step"] == 20
+
+
+def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1)
+    (folder.logs / "attempt_0" / "1").mkdir(parents=True)
+    lines = "".join(f"line {number}\n" for number in range(10_000))
+    (folder.logs / "attempt_0" / "1" / "stderr.log").write_text(lines)
+    (tmp_path / "secret.log").write_text("secret")
+    (folder.logs / "link.log").symlink_to(tmp_path / "secret.log")
+    (folder.logs / "folder").symlink_to(tmp_path)
+    said = live.build(collect(folder.path))["log"]
+    assert len(said) == 20
+    assert said[-1] == "1/stderr: line 9999"
+
+
+def test_blame_is_about_now(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=150, ranks=2, slow_rank=1)
+    assert live.build(collect(folder.path))["blame"].startswith("Worker 1 holds the others up")
+    for rank in range(2):
+        with EventWriter(folder, rank) as writer:
+            for step in range(151, 300):  # it has recovered
+                phases = {"forward": 0.01, "wait": 0.01}
+                writer.write("step", t=BEGAN + step, step=step, samples=64, phases=phases)
+    assert live.build(collect(folder.path))["blame"].startswith("No worker holds the others up")
