@@ -40,7 +40,7 @@ function lastOf(learning, name) {
 function liveTiles({ live, learning }) {
   const of = (now, all) => figure(now) + (isNumber(all) ? " of " + figure(all) : ""),
     loss = lastOf(learning, "loss"),
-    perStep = isNumber(live.steps_per_s) ? figure(live.steps_per_s) + " steps per second" : "";
+    perStep = isNumber(live.steps_per_s) ? figure(live.steps_per_s) + " steps/s" : "";
   const epoch = isNumber(live.epochs) ? Math.min(live.epoch + 1, live.epochs) : live.epoch + 1;
   return [
     ["epoch", of(epoch, live.epochs), perEpoch(live)],
@@ -67,6 +67,7 @@ function LiveHead({ data }) {
     <div class="headline">
       <h1>${data.name}</h1>
       <span class=${"badge " + state} role="status">${sayState(state)}</span>
+      ${isNumber(live.reading) && html`<span class="note">read so far: ${percent(live.reading)}</span>`}
       <a class="button save" href=${addressOf("/report")} download>Save as report.html</a>
     </div>
     <div class="story">
@@ -81,7 +82,6 @@ function LiveHead({ data }) {
     }
     ${live.state === "silent" && html`<p class="verdict bad">${silence}</p>`}
     ${isNumber(live.steps) && live.steps > 0 && html`<${Progress} share=${live.step / live.steps} />`}
-    ${isNumber(live.reading) && html`<${Note}>Reading the run: ${percent(live.reading)}.<//>`}
     <${Tiles} tiles=${isOver ? data.tiles : liveTiles(data)} />
     <${Missing} missing=${data.missing} />
   </section>`;

@@ -34,21 +34,25 @@ function rangeOf(curves, { zero = false, yLog = false, shown = null }) {
   return [zero ? low : low - margin, high + margin, cut];
 }
 
-// What a reader's eye would do: a mean around each point, as wide as a fortieth of the curve. Ahead
-// and behind alike, so a curve that falls is not shown late.
+// What a reader's eye would do: a straight line through the points around each, as wide as a
+// fortieth of the curve. Ahead and behind alike, so a curve that falls is not shown late.
 function smoothed(values) {
-  const reach = Math.max(1, Math.round(values.length / 40)),
+  const reach = Math.max(2, Math.round(values.length / 40)),
     weights = Array.from({ length: 2 * reach + 1 }, (_, i) =>
       Math.exp(-2 * ((i - reach) / reach) ** 2),
     );
   return values.map((_, at) => {
-    let total = 0,
-      weight = 0;
+    let [w, x, xx, y, xy] = [0, 0, 0, 0, 0];
     for (let i = Math.max(0, at - reach); i <= Math.min(values.length - 1, at + reach); i++) {
-      total += values[i] * weights[i - at + reach];
-      weight += weights[i - at + reach];
+      const weight = weights[i - at + reach],
+        away = i - at;
+      w += weight;
+      x += weight * away;
+      xx += weight * away * away;
+      y += weight * values[i];
+      xy += weight * away * values[i];
     }
-    return total / weight;
+    return (xx * y - x * xy) / (w * xx - x * x);
   });
 }
 
@@ -102,7 +106,7 @@ function drawTicks(plot, ticks) {
     { min, max } = plot.scales.x,
     ratio = devicePixelRatio || 1;
   const inside = ticks.filter(([x]) => x > min && x <= max),
-    apart = Math.ceil(inside.length / Math.max(1, bbox.width / (30 * ratio)));
+    apart = Math.ceil(inside.length / Math.max(1, bbox.width / (38 * ratio)));
   pen.save();
   pen.fillStyle = pen.strokeStyle = colourOf("", "--muted");
   pen.font = 10 * ratio + "px system-ui, sans-serif";
@@ -144,7 +148,7 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
   return {
     width: 300,
     height,
-    padding: [now().ticks.length ? 16 : 8, 8, 0, 0],
+    padding: [now().ticks.length ? 16 : 8, null, null, null],
     legend: { show: false },
     series: [{}, ...curves.flatMap((curve, i) => seriesOf(curve, () => now().curves[i]))],
     bands,
