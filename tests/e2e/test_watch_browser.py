@@ -7,6 +7,7 @@ chromium or playwright they are skipped.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,14 +40,16 @@ from torch.utils.data import TensorDataset
 here = pathlib.Path(__file__).parent
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
-x = torch.randn(2880, 8, generator=torch.Generator().manual_seed(1))
+x = torch.randn(1440, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x[:, :3].argmax(1))
 held_out = TensorDataset(*data[:240])
 run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), data, global_batch=24,
                    epochs=6, folder=here / "digits",
-                   options=paceline.RunOptions(progress="quiet", clip_norm=100.0))
+                   options=paceline.RunOptions(progress="quiet", clip_norm=9.0, best_metric="loss"))
 run.message({HOSTILE!r})
 for step in run:
+    if step.number == 1 and os.environ["RANK"] == "0":
+        print("begins", flush=True)
     with step:
         for x, y in step.batches():
             if os.environ["RANK"] == "1" and (here / "slow").exists():
@@ -54,7 +57,7 @@ for step in run:
             step.backward(cross_entropy(run.model(x), y))
     while not (here / "hurry").exists():
         time.sleep(0.02)
-        if step.number < 700:
+        if step.number < 340:
             break
     if step.ends_epoch:
         run.evaluate(lambda b: {{"loss": cross_entropy(run.model(b[0]), b[1])}}, held_out)
@@ -83,11 +86,15 @@ def end(process: subprocess.Popen[str]) -> None:
 def server(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """The server, which also shows a run with a hostile name, and beside it the training."""
     (folder / "train.py").write_text(SCRIPT)
-    other = synthetic_run(folder / "other", steps=60, ranks=2).path.rename(folder / HOSTILE)
-    (folder / "digits").mkdir(mode=0o700)
+    other = synthetic_run(folder / "other", steps=60, ranks=2, slow_rank=1).path.rename(
+        folder / HOSTILE
+    )
     training = start(folder, "run", "--workers", 2, "train.py")
+    assert training.stdout is not None
+    assert "begins" in training.stdout.readline()
     server = start(folder, "watch", "--no-open", "digits", other)
     yield server
+    (folder / "hurry").touch()
     end(training)
     end(server)
 
@@ -112,7 +119,7 @@ def page(browser: Any, server: subprocess.Popen[str], complaints: list[str]) -> 
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     assert server.stdout is not None
-    page.goto(server.stdout.readline().strip())
+    page.goto(server.stdout.readline().split()[-1])
     return page
 
 
@@ -128,7 +135,7 @@ def test_a_training_that_runs_is_shown_as_it_goes(page: Any) -> None:
     page.wait_for_selector(".badge.running")
     page.wait_for_selector("#now .now-rows li:nth-child(3)")
     assert "2 of 2" in tile(page, "workers alive").inner_text()
-    assert "of 720" in tile(page, "step").inner_text()
+    assert "of 360" in tile(page, "step").inner_text()
     workers = page.locator("#now .bar-label").all_inner_texts()
     assert workers == ["worker 0", "worker 1"]
     for row in page.locator("#now .bar").all():
@@ -170,11 +177,28 @@ def test_curves_are_zoomed_and_read_by_keyboard_while_they_grow(page: Any) -> No
     page.locator("#learning .unzoom").wait_for(state="detached")
 
 
-def test_a_slow_worker_is_named_and_the_others_wait_for_it(page: Any, folder: Path) -> None:
+def test_the_next_step_is_recorded_on_demand(page: Any) -> None:
+    assert "No step is recorded yet" in page.locator("#batch").inner_text()
+    page.locator(".record").click()
+    page.locator("#batch .stepper").wait_for()
+    assert page.locator("#batch .stage").count() == 9
+    page.locator("#batch .stepper").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#batch .place").inner_text() == "Stage 2 of 9"
+
+
+def test_a_worker_waits_for_one_that_is_slow_and_the_page_says_how_long(
+    page: Any, folder: Path
+) -> None:
     (folder / "slow").touch()
-    page.locator("#waits .verdict.bad", has_text="Worker 1 holds the others up").wait_for()
-    waits = page.locator("#now .waits")
-    waits.filter(has_text="worker 1").first.wait_for()
+    row = page.locator("#now .now-rows li", has=page.get_by_text("worker 0", exact=True))
+    waited = re.compile(r"worker 1, (1\d|2\d|3\d)(\.\d)?\sms")
+    row.locator(".waits", has_text=waited).wait_for()
+    page.locator("#waits .chart").first.focus()
+    page.keyboard.press("End")
+    tip = page.locator("#waits .tip:visible")
+    tip.filter(has_text=re.compile(r"waited [1-9]\d")).wait_for()
+    page.keyboard.press("Escape")
     (folder / "slow").unlink()
 
 
@@ -196,9 +220,10 @@ def test_a_killed_worker_and_its_replacement_are_told(page: Any) -> None:
 def test_a_finished_run_is_a_report(page: Any, folder: Path) -> None:
     (folder / "hurry").touch()
     page.wait_for_selector(".badge.finished")
-    page.locator(".story", has_text="It finished: 720 steps in 6 epochs").wait_for()
+    page.locator(".story", has_text="It finished: 360 steps in 6 epochs").wait_for()
     rows = page.locator("#checkpoints tbody tr")
-    rows.filter(has_text="newest").wait_for()
+    for mark in ("best", "newest"):
+        rows.filter(has_text=mark).wait_for()
     assert "the same command" in page.locator("#checkpoints").inner_text()
     assert page.locator("#learning table tbody tr").count() == 6
     assert page.locator(".record").is_disabled()
@@ -210,6 +235,15 @@ def test_what_is_hostile_stays_text(page: Any) -> None:
     page.locator("#runs .chart canvas").first.wait_for()
     assert "global batch" in page.locator("#runs table").last.inner_text()
     assert page.evaluate("[window.harmed, document.images.length]") == [None, 0]
+
+
+def test_another_run_is_shown_and_the_slow_worker_in_it_is_named(page: Any) -> None:
+    first = page.url
+    page.get_by_role("link", name="show", exact=True).click()
+    page.locator("#waits .verdict.bad", has_text="Worker 1 holds the others up").wait_for()
+    assert page.locator("h1").inner_text() == "other"
+    page.goto(first)
+    page.locator("#learning .chart canvas").first.wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
