@@ -152,7 +152,7 @@ def test_a_training_that_runs_is_shown_as_it_goes(page: Any) -> None:
 def test_news_are_put_into_the_plots_and_rows_that_are_there(page: Any) -> None:
     page.evaluate(
         """() => window.old = [...document.querySelectorAll(
-            ".chart canvas, #now .now-rows li, #overview .tiles div")]"""
+            "#waits canvas, #learning figure + figure canvas, #now .now-rows li, .tiles div")]"""
     )
     before = step_of(page)
     page.wait_for_function(

@@ -148,7 +148,7 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
   return {
     width: 300,
     height,
-    padding: [now().ticks.length ? 16 : 8, null, null, null],
+    padding: [now().ticks ? 16 : 8, null, null, null],
     legend: { show: false },
     series: [{}, ...curves.flatMap((curve, i) => seriesOf(curve, () => now().curves[i]))],
     bands,
@@ -195,7 +195,7 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
     hooks: {
       setCursor: [on.cursor],
       setSelect: [on.select],
-      draw: [(plot) => drawTicks(plot, now().ticks)],
+      draw: [(plot) => drawTicks(plot, now().ticks || [])],
     },
   };
 }
@@ -229,7 +229,7 @@ function Chart(props) {
     yLog = false,
     zero = false,
     marks = null,
-    ticks = [],
+    ticks = null,
     height = 212,
     range: fixed = null,
     legend = curves.length > 1,
@@ -244,7 +244,7 @@ function Chart(props) {
     cut = range[2];
   now.current = { curves, say, range, marks, ticks, shown };
   const shape = curves.map(({ look, label }) => [look, label]);
-  const key = JSON.stringify([shape, log, yLog, height, !ticks.length]);
+  const key = JSON.stringify([shape, log, yLog, height]);
   // Only other curves or another scale make another plot; new points are put into the one there is.
   useEffect(() => {
     view.current = chartView(props, { box, holder, tip }, () => now.current, setShown);
@@ -311,7 +311,7 @@ function chartView(props, { box, holder, tip }, now, setShown) {
       .map(({ label, told }, i) => [label, told ? told[idx] : nearest(u, LAYERS * i + 1, idx)])
       .filter((each) => each[1] !== null);
     const x = u.data[0][idx],
-      epoch = ticks.find(([end]) => x <= end);
+      epoch = (ticks || []).find(([end]) => x <= end);
     tip.current.textContent =
       xLabel +
       " " +
