@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -77,3 +80,23 @@ def test_random_numbers_of_the_gpu_are_drawn_again() -> None:
     check = run_ranks(1, body)[0].check
     assert check is not None
     assert check.is_same
+
+
+@pytest.mark.parametrize("engine", ["dp", "ddp", "both"])
+def test_the_command_records_workers_and_replicas_on_gpus(engine: str) -> None:
+    # A process of its own: workers are forks of it, so it must not have used CUDA before them.
+    flags = ["--device", "cuda", "--engine", engine, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "trace", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for each in told.values() if engine == "both" else [told]:
+        trace = from_json(each)
+        assert {device.partition(":")[0] for device in trace.devices} == {"cuda"}
+        assert trace.check is not None
+        assert trace.check.is_same

@@ -113,15 +113,16 @@ def _exit_code(*traces: Trace) -> int:
 
 
 def _show_both(args: argparse.Namespace, screen: Screen) -> int:
-    traces = {
-        name: _record(argparse.Namespace(**{**vars(args), "engine": engine}))
-        for engine, name in ENGINES.items()
-    }
+    # Processes first: once replicas have used CUDA here, forks cannot.
+    many, one = (
+        _record(argparse.Namespace(**{**vars(args), "engine": engine})) for engine in ("ddp", "dp")
+    )
     if args.json:
-        print(json.dumps({n: schema.to_json(each) for n, each in traces.items()}, allow_nan=False))
+        told = {trace.engine: schema.to_json(trace) for trace in (one, many)}
+        print(json.dumps(told, allow_nan=False))
     else:
-        screen.show(draw_both(*traces.values(), width=screen.width, plain=screen.is_plain))
-    return _exit_code(*traces.values())
+        screen.show(draw_both(one, many, width=screen.width, plain=screen.is_plain))
+    return _exit_code(one, many)
 
 
 class Screen:

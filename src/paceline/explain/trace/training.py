@@ -49,8 +49,10 @@ def trace_task(task: Task, options: Namespace) -> Trace:
     """Record the step, train and predict as the flags of `paceline trace` say."""
     _check(task, options)
     if options.engine == "ddp":
-        # The first optimizer imports half of torch: once here, not once per worker.
-        task.optimizer([nn.Parameter(torch.zeros(1))])
+        if options.device == "cpu":
+            # The first optimizer imports half of torch: once here, not once per worker. Not where
+            # they will use CUDA: whatever it imports must not talk to the driver before the fork.
+            task.optimizer([nn.Parameter(torch.zeros(1))])
         told = launch(_work, task, options, workers=options.workers, label=False)
         return from_json(told[0])
     places: list[Any] = [f"cpu:{i}" for i in range(options.workers)]
@@ -84,7 +86,8 @@ def _check(task: Task, options: Namespace) -> None:
             f"--batch is {batch}, which cannot be shared among --workers {options.workers}, or is "
             f"more than the dataset has: {rows:,} rows."
         )
-    if options.device == "cuda" and not torch.accelerator.is_available():
+    # Counted: is_available() would talk to CUDA's driver, and then no fork of this process could.
+    if options.device == "cuda" and not torch.accelerator.device_count():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
     for flag, number in (("--sample", options.sample), ("--predict", options.predict)):
         if number is not None and not 0 <= number < rows:
