@@ -319,7 +319,7 @@ def test_typed_answers_are_compared_in_the_page_as_on_a_terminal(
 
     for text in ("(16, 5)", "16x5", "[16,5]", "torch.Size([16, 5])", "16 × 5"):  # noqa: RUF001
         assert answer("output-shape", text).startswith("✓ Right: (16, 5)"), text
-    assert answer("output-shape", "(16, 10)").startswith("✗ Not quite. It is (16, 5)")
+    assert answer("output-shape", "(16, 10)").startswith("✗ Not quite. The answer is (16, 5)")
     assert "should be a shape" in answer("batch-shape", "large")
     assert shown.locator(".tally").inner_text() == "1 of 61 questions answered, 1 right"
     assert answer("rows-by-worker", "8 + 8").startswith("✓")

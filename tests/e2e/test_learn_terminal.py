@@ -58,7 +58,7 @@ def test_a_whole_lesson_fits_a_narrow_terminal_and_is_kept(tmp_path: Path) -> No
         lines = session.glass.lines
     assert max(map(len, lines)) <= 60
     shown = " ".join(" ".join(lines).split())
-    assert "✗ You said yes. It is no." in shown
+    assert "✗ You said yes. The answer is no." in shown
     assert "Missing key(s) in state_dict" in shown
     assert "len(saved.loaded)" in shown
     assert "Done: 2 of 4 predicted, 6 of 6 points named." in shown

@@ -76,7 +76,7 @@ def test_a_right_and_a_wrong_prediction_are_compared_counted_and_kept(memory: Me
     shown = play(memory, "4", "", "n", "", *["y"] * POINTS)
     assert "How many of 8 rows?" in shown
     assert "✓ 4 rows\n  Half of them, words.\n\n  a line\n    more\n" in shown
-    assert "✗ You said no. It is yes." in shown
+    assert "✗ You said no. The answer is yes." in shown
     assert f"Done: 1 of 2 predicted, {POINTS - 2} of {POINTS - 2} points named." in shown
     assert shown.endswith("Next: paceline learn speedup\n")
     again = Memory(memory.path)
@@ -93,7 +93,7 @@ def test_what_is_no_answer_is_asked_again_and_never_counted(memory: Memory) -> N
 
 def test_enter_alone_shows_the_answer_and_c_the_code(memory: Memory) -> None:
     shown = play(memory, "", "c", "q")
-    assert "It is 4 rows." in shown
+    assert "The answer is 4 rows." in shown
     assert "half = lab.rows // 2" in shown
     assert Memory(memory.path).done.lessons[LESSON.name] == Score(right=0, asked=1)
 
@@ -125,13 +125,13 @@ def test_the_list_says_what_is_done(memory: Memory) -> None:
     memory.done.lessons = {"split": Score(right=7, asked=8, is_done=True), "batch": Score(asked=1)}
     memory.done.cards = {"a": True, "b": False}
     lines = list(command._list_lines(memory, 80))
-    assert any("1  split" in line and "✓ 7 of 8 right" in line for line in lines)
+    assert any("1  split" in line and "done, 7 of 8 right" in line for line in lines)
     assert any("batch" in line and "begun, 0 of 1 right" in line for line in lines)
     assert any("cards" in line and "1 known" in line for line in lines)
     assert max(map(len, lines)) <= 80
     narrow = list(command._list_lines(memory, 60))
     assert max(map(len, narrow)) <= 60
-    assert any("1  Splitting a batch" in line and "✓ 7 of 8 right" in line for line in narrow)
+    assert any("1  Splitting a batch" in line and "done, 7 of 8 right" in line for line in narrow)
 
 
 HOSTILE = {

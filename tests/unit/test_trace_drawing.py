@@ -434,7 +434,7 @@ def test_a_card_shows_rows_gradients_their_average_and_the_check(trace: Trace) -
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 64])
 def test_a_card_has_lanes_for_a_few_workers_and_says_how_many_more(workers: int) -> None:
     card = draw_card(big_trace(workers, owner=0))
-    assert card.count(">on worker ") == min(4, workers)
+    assert card.count(">worker ") == min(4, workers)
     assert ("in the same way" in card) == (workers > 4)
 
 

@@ -8,10 +8,10 @@ from importlib import import_module
 
 from paceline.dp import DataParallel
 from paceline.learn import scripts
-from paceline.learn.lab import Lab, numbers_of, rows_of, stage_of
+from paceline.learn.lab import Lab, numbers_of, rows_of, stage_of, verdict_of
 from paceline.learn.question import YES_NO, Found, ask
 from paceline.learn.runs import NAP_S
-from paceline.observe.units import list_text, shape_text
+from paceline.observe.units import list_text
 
 PLACES = ("torch.distributed", "torch.utils.data", "torch.nn", "torch.optim")
 
@@ -24,9 +24,8 @@ def rows_by_worker(lab: Lab) -> Found:
     rows = rows_of(stage)
     return Found(
         rows,
-        f"Dealt one by one, no worker has more than one row more than another: {list_text(rows)}.",
+        f"Rows are dealt one by one, so shares differ by at most one: {list_text(rows)}.",
         stage=("ddp", "batch"),
-        mark=[f"{each} x" for each in rows],
     )
 
 
@@ -42,31 +41,30 @@ def rows_by_device(lab: Lab) -> Found:
             f"It cuts where torch.chunk does: as many rows as {lab.batch} / {lab.workers} rounded "
             "up, and the last part has what is left. Dealing one by one would be more even."
         )
-    return Found(rows, why, stage=("dp", "split"), mark=[f"{each} x" for each in rows])
+    return Found(rows, why, stage=("dp", "split"))
 
 
 @ask("split", "pipeline", kind="shape")
 def batch_shape(lab: Lab) -> Found:
-    """The dataset is {dataset_shape}, and a step takes {pipeline_batch} rows of it. What is the
-    shape of the batch?"""
+    """The dataset has the shape {dataset_shape}, and a step takes {pipeline_batch} rows of it.
+    What is the shape of the batch?"""
     shape = stage_of(lab.pipeline, "batch").parts[0].tensors[0].shape
     return Found(
         shape,
         "The first dimension counts rows; all others stay as they are.",
         stage=("pipeline", "batch"),
-        mark=[shape_text(shape)],
     )
 
 
 @ask("split", "1", "pipeline", kind="shape")
 def first_part_shape(lab: Lab) -> Found:
-    """That batch is split over {workers} devices. What is the shape of the first device's part?"""
+    """A batch of {pipeline_batch} rows of the dataset, which has the shape {dataset_shape}, is split
+    over {workers} devices. What is the shape of the first device's part?"""
     shape = stage_of(lab.pipeline, "split").parts[0].tensors[0].shape
     return Found(
         shape,
         "Rows are split, features are not: every device sees whole rows.",
         stage=("pipeline", "split"),
-        mark=[shape_text(shape)],
     )
 
 
@@ -104,12 +102,12 @@ def changed_lines(lab: Lab) -> Found:
 
 @ask("split", "1", kind="number", unit="devices", breaks=True)
 def devices_with_rows(lab: Lab) -> Found:
-    """Break it: a last batch has only {few_rows} rows. How many of the {workers} devices have
+    """Break it: the last batch has only {few_rows_text}. How many of the {workers} devices have
     something to do?"""
     counting = lab.count_calls(lab.few_rows)
     return Found(
         len(counting.rows),
-        "A row cannot be split, so a device without rows is left out. That is no error: the "
+        "A row cannot be split, so a device without rows is left out. That is not an error: the "
         "outputs are complete.",
         [f"rows by device: {list_text(sorted(counting.rows, reverse=True))}"],
     )
@@ -119,13 +117,15 @@ def devices_with_rows(lab: Lab) -> Found:
 def uneven_is_exact(lab: Lab) -> Found:
     """Break it: {batch} rows on {other_workers} devices. Is the step still the one that a single
     process would take on the whole batch?"""
-    check = lab.uneven.check
-    rows = rows_of(stage_of(lab.uneven, "split"))
+    is_same, said = verdict_of(lab.uneven)
+    why = (
+        "Outputs are joined before the loss, which is one mean over all rows, so the sizes of the "
+    )
+    why += "parts do not matter."
     return Found(
-        "yes" if check and check.is_same else "no",
-        "Outputs are joined before the loss, which is one mean over all rows. Part sizes do not "
-        "matter to it.",
-        [f"rows by device: {list_text(rows)}", check.text if check else ""],
+        is_same,
+        why if is_same else "This model does something that depends on how rows are grouped.",
+        [f"rows by device: {list_text(rows_of(stage_of(lab.uneven, 'split')))}", said],
         stage=("uneven", "split"),
     )
 
@@ -148,8 +148,8 @@ def bytes_by_device(lab: Lab) -> Found:
     parts = stage_of(lab.dp, "copy").parts
     return Found(
         parts[-1].tensors[0].bytes,
-        "All of them, on every device. More devices are more speed; they are not less memory for "
-        "the model on each.",
+        "All of them, on every device. More devices train faster; they do not need less memory "
+        "each.",
         stage=("dp", "copy"),
     )
 
@@ -164,7 +164,7 @@ def at_the_same_time(lab: Lab) -> Found:
     return Found(
         alone if is_parallel else in_turns,
         "All copies run at the same time, each on its own part. That is why one uses several "
-        "devices: time.",
+        "devices: to save time.",
         [f"measured: {all_s * 1e3:.0f} ms for {lab.workers} devices"],
     )
 
@@ -178,17 +178,16 @@ def output_shape(lab: Lab) -> Found:
         shape,
         "As if there were one device: the parts' outputs are joined, all rows, in order.",
         stage=("dp", "gather"),
-        mark=[shape_text(shape)],
     )
 
 
 @ask("replicas", "4", kind="choice", choices="devices")
 def output_device(lab: Lab) -> Found:
-    """On which device do the joined outputs stand?"""
+    """DataParallel runs on {devices}. Which device holds the joined outputs?"""
     part = stage_of(lab.dp, "gather").parts[0]
     return Found(
         part.device,
-        "On the first in the list, the main device. The loss is computed there too.",
+        "The first in the list, called the main device. The loss is computed there too.",
         stage=("dp", "gather"),
     )
 
@@ -196,7 +195,7 @@ def output_device(lab: Lab) -> Found:
 @ask("replicas", "4", "prediction", kind="number")
 def row_after_gather(lab: Lab) -> Found:
     """Row {sample_row} of the batch is computed on {sample_device}, as row {sample_own_row} there.
-    Which row of the joined outputs is its answer?"""
+    Which row of the joined outputs belongs to it?"""
     stop = lab.sample_at("gather")
     values = ", ".join(f"{value:.3g}" for value in stop.values or [])
     return Found(
@@ -211,26 +210,23 @@ def row_after_gather(lab: Lab) -> Found:
 def gathered_bytes(lab: Lab) -> Found:
     """The outputs are {output_text}. How many bytes of outputs are brought together on the main
     device in one forward pass?"""
-    moved = stage_of(lab.dp, "gather").bytes_moved
-    main = stage_of(lab.dp, "main")
     return Found(
-        moved,
+        stage_of(lab.dp, "gather").bytes_moved,
         "Every output of every device, in every step; then the gradients. The others only see "
         "their own part. So the main device is the bottleneck, and its memory fills first.",
-        [main.text],
         stage=("dp", "main"),
     )
 
 
 @ask("replicas", "2", kind="choice", choices=YES_NO)
 def copies_are_kept(lab: Lab) -> Found:
-    """The model is called twice, without an update in between. Are the copies of the second call
-    the very objects of the first?"""
+    """A model in DataParallel is called twice, without an update in between. Are the copies of the second call
+    the same objects as those of the first?"""
     first, second, _ = lab.calls
     return Found(
-        "yes" if sorted(first) == sorted(second) else "no",
-        "torch's class makes new copies in every forward pass. Ours keep living, and take over "
-        "what has changed since.",
+        sorted(first) == sorted(second),
+        "torch's class makes new copies in every forward pass. Ours are kept, and take over the "
+        "weights that have changed since.",
         [f"objects in the first call: {len(set(first))}; in both calls: {len({*first, *second})}"],
     )
 
@@ -260,14 +256,15 @@ def past_the_wrapper(lab: Lab) -> Found:
     return Found(
         len(lab.calls[2]),
         "The module inside knows nothing of the devices: it computes the whole batch alone, and "
-        "nothing fails. Call the wrapper.",
+        "no error says so. Call the wrapper.",
+        [f"model(x): {len(lab.calls[0])} copies; model.module(x): {len(lab.calls[2])}"],
     )
 
 
 @ask("gradients", "6", kind="number")
 def summed_gradient(lab: Lab) -> Found:
-    """DataParallel. For the weight {weight_name}, the copies contribute the gradients
-    {contributions}. What does its .grad hold after backward()?"""
+    """DataParallel: the copies contribute the gradients {contributions} to the weight
+    {weight_name}. What does its .grad hold after backward()?"""
     return Found(
         numbers_of(lab.dp, "summed gradient")[0],
         "Their sum. The loss is a mean over the whole batch, so each copy's part is already "
@@ -278,11 +275,11 @@ def summed_gradient(lab: Lab) -> Found:
 
 @ask("gradients", "10", kind="number")
 def averaged_gradient(lab: Lab) -> Found:
-    """DistributedDataParallel. The workers' own gradients of {weight_name} are {own_gradients}.
+    """DistributedDataParallel: the workers' own gradients of {weight_name} are {own_gradients}.
     What does every worker have after backward()?"""
     return Found(
         numbers_of(lab.ddp, "averaged gradient")[0],
-        "Their average: every worker's loss is a mean over its own rows, and counts as much as it "
-        "has rows.",
+        "Their average. Where workers have more or fewer rows than others, their gradients are "
+        "already weighted by them, so it is the mean over all rows.",
         stage=("ddp", "all-reduce"),
     )

@@ -21,24 +21,26 @@ def global_batch(lab: Lab) -> Found:
     large is the batch in all?"""
     plan = plan_batch(lab.single_batch, lab.many, keep="device")
     return Found(
-        plan.global_batch, plan.sentence, [f"rows by worker: {list_text(plan.rows_by_worker)}"]
+        plan.global_batch, plan.sentence, [f"{lab.single_batch} x {lab.many} = {plan.global_batch}"]
     )
 
 
 @ask("batch", "14", kind="number", unit="rows")
 def rows_each(lab: Lab) -> Found:
-    """And how many rows does each of the {many} devices have in a step?"""
+    """The batch grows from {single_batch} rows on one device to as many on each of {many} devices.
+    How many rows does each device have in a step?"""
     plan = plan_batch(lab.single_batch, lab.many, keep="device")
     return Found(
         plan.rows_per_worker,
         "As before. What one device holds does not change; there are more of them.",
+        [f"rows by worker: {list_text(plan.rows_by_worker)}"],
     )
 
 
 @ask("batch", "14", kind="number", unit="times")
 def learning_rate(lab: Lab) -> Found:
-    """By the usual rule for SGD, with the batch that much larger: the learning rate becomes how
-    many times what it was?"""
+    """{many} devices take {single_batch} rows each, so the batch is {many} times as large as on one.
+    By how much is the learning rate multiplied, by the usual rule for SGD?"""
     whole = plan_batch(lab.single_batch, lab.many, keep="device").global_batch
     rate = LearningRate(single_batch=lab.single_batch, global_batch=whole, rule="linear")
     root = LearningRate(single_batch=lab.single_batch, global_batch=whole, rule="sqrt")
@@ -46,26 +48,26 @@ def learning_rate(lab: Lab) -> Found:
         rate.scale,
         "There are fewer steps in an epoch, each with a better estimate, so each may go further. "
         "It is a rule of thumb, and a warm-up helps.",
-        [rate.sentence, f"For Adam rather: {root.sentence}"],
+        [rate.sentence, f"Adam: {root.sentence}"],
     )
 
 
 @ask("batch", "14", kind="numbers")
 def kept_batch(lab: Lab) -> Found:
-    """The other way: the batch stays {single_batch} in all. How many rows does each of the {many}
-    devices get?"""
+    """The other way: the batch stays at {single_batch} rows in all, as on one device. How many rows
+    does each of {many} devices get?"""
     plan = plan_batch(lab.single_batch, lab.many, keep="global")
-    return Found(plan.rows_by_worker, plan.sentence)
+    return Found(plan.rows_by_worker, plan.sentence, [f"rows in all: {sum(plan.rows_by_worker)}"])
 
 
 @ask("batch", "14", kind="choice", choices=YES_NO)
 def kept_is_the_same(lab: Lab) -> Found:
-    """With the batch kept at {single_batch} and the learning rate as it was: is the loss after an
-    epoch that of one device?"""
+    """{many} devices share a batch of {single_batch} rows that one device had before, with the same
+    learning rate. After an epoch, is the loss the same as on one device?"""
     losses = lab.epoch_losses
     is_same = abs(losses["one"] - losses["kept"]) <= 1e-4 * abs(losses["one"])
     return Found(
-        "yes" if is_same else "no",
+        is_same,
         "Every update is the same, so the training is; only the time changes.",
         [f"one device {losses['one']:.6f}, {lab.many} devices {losses['kept']:.6f}"],
     )
@@ -73,7 +75,7 @@ def kept_is_the_same(lab: Lab) -> Found:
 
 @ask("batch", "epochs", kind="number", unit="epochs")
 def epochs_that_help(lab: Lab) -> Found:
-    """Before training, the loss is {first_loss}. Of the five epochs that follow, how many lower
+    """Before training, the loss is {first_loss}. How many of the five epochs that follow lower
     it?"""
     epochs = lab.epochs
     fell = sum(now.loss < before.loss for before, now in pairwise(epochs))
@@ -139,10 +141,11 @@ def name_in_the_file(lab: Lab) -> Found:
 
 @ask("saving", "15", kind="choice", choices=YES_NO)
 def torch_loads_it(lab: Lab) -> Found:
-    """Does that file load into the model without the wrapper, with load_state_dict()?"""
+    """A file that was saved with torch's nn.DataParallel around the model: does it load into the
+    model without the wrapper, with load_state_dict()?"""
     refusal = lab.saved.refusal
     return Found(
-        "no" if refusal else "yes",
+        not refusal,
         f"Of the model's {len(lab.saved.bare)} keys the file has "
         f"{len(set(lab.saved.bare) & set(lab.saved.names))}. All weights are there, under other "
         "names.",
@@ -170,7 +173,7 @@ def the_other_way(lab: Lab) -> Found:
     that work?"""
     back = lab.saved.back
     return Found(
-        "no" if back else "yes",
+        not back,
         "The same mismatch, the other way round. A file should hold the model's own names; then "
         "it does not matter who wrapped what.",
         back.splitlines()[:3],
@@ -192,7 +195,8 @@ def ratio(lab: Lab) -> Found:
 
 @ask("speedup", "16", kind="number", unit="%")
 def efficiency(lab: Lab) -> Found:
-    """What share of the ideal, {many} times as fast, is that, in percent?"""
+    """A training takes {one_minutes} minutes on one device and {many_minutes} on {many}. What share
+    of the ideal, {many} times as fast, is that, in percent?"""
     found = minutes_compared(lab)
     return Found(
         100 * found.efficiency,
@@ -203,12 +207,14 @@ def efficiency(lab: Lab) -> Found:
 
 @ask("speedup", "16", kind="number", unit="%")
 def lost_share(lab: Lab) -> Found:
-    """And what share of the ideal is lost, in percent?"""
+    """A training takes {one_minutes} minutes on one device and {many_minutes} on {many}. What share
+    of the ideal is lost, in percent?"""
     found = minutes_compared(lab)
     return Found(
         100 * found.lost,
-        "Gone to communication, to waiting for each other, and to work that is not divided. Two "
-        "times alone do not say which; a measurement does.",
+        "It went to communication, to waiting for each other, and to work that is not divided. "
+        "The two times alone do not say which; a measurement does.",
+        [str(found)],
     )
 
 
@@ -226,7 +232,8 @@ def own_speedup(lab: Lab) -> Found:
 
 @ask("speedup", "16", kind="choice", choices="losses")
 def largest_loss(lab: Lab) -> Found:
-    """Where did most of the lost time go in that run?"""
+    """A small network is trained on one worker, then on {workers}, on {cores} cores. Where does most
+    of the lost time go?"""
     lost = lab.study["sizes"][-1]["lost"]
     shares = percentages(lost)
     worst = max(lost, key=lambda name: lost[name])

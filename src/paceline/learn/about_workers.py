@@ -7,13 +7,13 @@ import warnings
 
 from paceline.data import DistributedSampler
 from paceline.learn import scripts
-from paceline.learn.lab import Lab, rows_of, stage_of
+from paceline.learn.lab import Lab, rows_of, stage_of, verdict_of
 from paceline.learn.question import YES_NO, Found, ask
 from paceline.observe.units import count_text, list_text
 
 FATES = (
-    "all of them wait for ever",
-    "training goes on with different models",
+    "all of them wait forever",
+    "training continues with different models",
     "an error on the last worker alone",
     "an error on every worker",
 )
@@ -34,18 +34,19 @@ def sent_gradients(lab: Lab) -> Found:
     part = stage_of(lab.ddp, "backward").parts[0]
     return Found(
         part.tensors[0].shape[0],
-        "One for each weight. Rows and outputs stay where they are; what travels depends on the "
-        "model alone.",
+        "One for each weight, and with them a few numbers to check that all agree. Rows and "
+        "outputs stay where they are; what is sent depends on the model alone.",
         stage=("ddp", "all-reduce"),
     )
 
 
 @ask("gradients", "10", kind="choice", choices=YES_NO)
 def copies_stay_equal(lab: Lab) -> Found:
-    """After the update: are the weights of all {workers} workers equal to the last bit?"""
+    """DistributedDataParallel, after the update: are the weights of all {workers} workers equal to
+    the last bit?"""
     check = lab.ddp.check
     return Found(
-        "yes" if check and check.is_equal_on_all else "no",
+        bool(check and check.is_equal_on_all),
         "They began equal and added the same change. Nothing else keeps them together.",
         stage=("ddp", "update"),
     )
@@ -53,13 +54,15 @@ def copies_stay_equal(lab: Lab) -> Found:
 
 @ask("gradients", "10", kind="choice", choices=YES_NO)
 def same_as_one_process(lab: Lab) -> Found:
-    """Is that update the one that a single process would make with all {batch} rows?"""
-    check = lab.ddp.check
+    """{workers} workers of DistributedDataParallel share {batch} rows. Is their update the one that
+    a single process would make with all of them?"""
+    is_same, said = verdict_of(lab.ddp)
+    why = "The mean over all rows is the same, whoever computes which part of it. What differs is "
+    why += "rounding, because numbers are added in another order."
     return Found(
-        "yes" if check and check.is_same else "no",
-        "The mean over all rows is the same, whoever computes which part of it. What is left is "
-        "rounding, because sums are added in another order.",
-        [check.text if check else ""],
+        is_same,
+        why if is_same else "This model does something that depends on how rows are grouped.",
+        [said],
     )
 
 
@@ -83,7 +86,7 @@ def equal_without_averaging(lab: Lab) -> Found:
     still equal after the update?"""
     said = lab.not_averaged
     return Found(
-        "no" if all(said) else "yes",
+        not all(said),
         "Each has followed its own rows. From here on they are different models; a comparison of "
         "the copies says so.",
         said[0].splitlines(),
@@ -164,7 +167,7 @@ def script_order(lab: Lab) -> Found:
 
 @ask("meeting", "11", kind="number", unit="files")
 def files_written(lab: Lab) -> Found:
-    """All {workers} workers run the same script, which saves with `if world.is_main`. How many
+    """The {workers} workers run the same script, which saves with `if world.is_main`. How many
     files are there in the end?"""
     files = lab.meeting[0]["files"]
     return Found(
@@ -177,13 +180,14 @@ def files_written(lab: Lab) -> Found:
 
 @ask("meeting", "13", kind="numbers")
 def places_of_gradients(lab: Lab) -> Found:
-    """After backward, in how many places do combined gradients stand: under DataParallel, and
+    """After backward, how many copies of the combined gradients are there: under DataParallel, and
     under DistributedDataParallel?"""
     places = [len(stage_of(lab.dp, "sum").parts), len(stage_of(lab.ddp, "all-reduce").parts)]
     return Found(
         places,
-        "One has them on the main device, and the copies get new weights later. The other has "
-        "them in every process at once, and each updates its own copy.",
+        "DataParallel has them on the main device, and the other devices get the new weights "
+        "later. DistributedDataParallel has them in every process, and each updates its own "
+        "model.",
         stage=("ddp", "all-reduce"),
     )
 
@@ -200,7 +204,6 @@ def bytes_through_one_device(lab: Lab) -> Found:
         found,
         "Workers compute the loss where the outputs are. There is no main device, so nothing "
         "grows with their number in one place.",
-        [stage_of(lab.dp, "main").text],
         stage=("dp", "main"),
     )
 
@@ -214,7 +217,7 @@ def another_model(lab: Lab) -> Found:
     return Found(
         fate,
         "Workers compare their models when they meet. An error that one finds is raised by all, "
-        "so that nobody waits for somebody who has left.",
+        "so that none waits for one that has left.",
         lab.other_model[0].splitlines(),
     )
 
@@ -248,19 +251,19 @@ def own_rows(lab: Lab) -> Found:
 
 @ask("sampler", "9", kind="number", unit="rows")
 def shared_rows(lab: Lab) -> Found:
-    """How many rows are seen by more than one worker in an epoch?"""
+    """A DistributedSampler deals {rows} rows to {workers} workers. How many rows are seen by more
+    than one of them in an epoch?"""
     taken = [row for rows in lab.deal(lab.rows, pad=False) for row in rows]
     return Found(
         len(taken) - len(set(taken)),
         "None: every row has one owner.",
-        [stage_of(lab.ddp, "sampler").text],
         stage=("ddp", "sampler"),
     )
 
 
 @ask("sampler", "9", kind="number", unit="rows")
 def rows_left_out(lab: Lab) -> Found:
-    """And how many rows of the {rows} does nobody see in an epoch?"""
+    """And how many of the {rows} rows does none of the {workers} workers see in an epoch?"""
     taken = {row for rows in lab.deal(lab.rows, pad=False) for row in rows}
     return Found(
         lab.rows - len(taken),
@@ -284,8 +287,8 @@ def evaluation_rows(lab: Lab) -> Found:
 
 @ask("sampler", "9", kind="number", unit="rows")
 def repeated_rows(lab: Lab) -> Found:
-    """In training on the same {batch} rows (shuffle=True) every worker has to take as many steps.
-    How many rows are given out a second time?"""
+    """Training on {batch} rows (shuffle=True): each of {workers} workers has to take as many steps
+    as the others. How many rows are given out a second time?"""
     taken = [row for rows in lab.deal(lab.batch) for row in rows]
     return Found(
         len(taken) - len(set(taken)),
@@ -303,7 +306,6 @@ def rows_without_sampler(lab: Lab) -> Found:
         max(rows_of(stage)),
         "All average the same gradients: several workers do the work of one, and no error says "
         "so. The recorded step does.",
-        [stage.text],
         stage=("same_rows", "sampler"),
     )
 
@@ -318,9 +320,9 @@ def same_order_again(lab: Lab) -> Found:
         first, second = list(sampler), list(sampler)
     sampler.set_epoch(1)
     return Found(
-        "yes" if first == second else "no",
-        "The order is a function of seed and epoch, so that all workers draw the same without "
-        "talking. Somebody has to tell it the epoch.",
+        first == second,
+        "The order is a function of seed and epoch, so that all workers draw the same one "
+        "without communicating. The script has to tell it the epoch.",
         [
             f"first epoch:    {list_text(first[:8])}",
             f"second epoch:   {list_text(second[:8])}",

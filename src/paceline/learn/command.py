@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.explain.trace.command import Screen
-from paceline.explain.trace.drawing import GOOD
+from paceline.explain.trace.drawing import GOOD, WIDTH, wrap
 from paceline.learn.lessons import LESSONS, Lesson
 from paceline.learn.saved import Memory
 from paceline.observe.units import bytes_text, table_lines
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "N",
             "makes other data, weights and orders, so other right answers (default: 0)",
         ),
-        ("--workers", "N", "how many share a batch (default: 2, and 4 in reckoning)"),
-        ("--batch", "N", "rows of a batch (default: 16, 32 in reckoning, 100 in the pipeline)"),
+        ("--workers", "N", "how many share a batch (default: 2; 4 for batch size, speed-up)"),
+        ("--batch", "N", "rows of a batch (default: 16; 32 for batch size, 100 in the pipeline)"),
     ):
         default = 0 if flag == "--seed" else None
         parser.add_argument(flag, metavar=metavar, type=int, default=default, help=text)
@@ -160,11 +160,11 @@ def _print_answers(args: argparse.Namespace, lesson: Lesson | None) -> int:
     screen = Screen(sys.stdout, is_plain=args.ascii)
     if lab.trouble:
         screen.show([lab.trouble, "The built-in model takes its place.", ""])
-    screen.show(_answer_lines(answered, min(screen.width, 100)))
+    screen.show(_answer_lines(lab, answered, min(screen.width, 100)))
     return 0
 
 
-def _answer_lines(answered: list[Answered], width: int) -> Iterator[str]:
+def _answer_lines(lab: Lab, answered: list[Answered], width: int) -> Iterator[str]:
     title_by_name = {lesson.name: lesson.title for lesson in LESSONS}
     last = ""
     for each in answered:
@@ -177,6 +177,8 @@ def _answer_lines(answered: list[Answered], width: int) -> Iterator[str]:
         yield f"  {GOOD} {each.shown}"
         yield from textwrap.wrap(each.why, width, initial_indent="  ", subsequent_indent="  ")
         yield from (f"    {line}" for line in each.code.splitlines())
+        if each.stage:
+            yield from lab.draw(each.stage, width)
         for line in each.evidence:
             yield from textwrap.wrap(
                 line.expandtabs(2), width, initial_indent="  | ", subsequent_indent="  |   "
@@ -225,9 +227,9 @@ def _show_head(screen: Screen, chosen: Lesson | str) -> None:
     if isinstance(chosen, str):
         screen.show([f"{chosen.capitalize()}: {OTHERS[chosen]}", ""])
         return
-    number = LESSONS.index(chosen) + 1
-    screen.show([f"{chosen.title}  (lesson {number} of {len(LESSONS)}, about three minutes)"])
-    screen.show(["", *textwrap.wrap(chosen.introduction, min(screen.width, 80)), ""])
+    number, width = LESSONS.index(chosen) + 1, min(screen.width, WIDTH)
+    title = f"{chosen.title} (lesson {number} of {len(LESSONS)}, about three minutes)"
+    screen.show([*wrap(title, width), "", *wrap(chosen.introduction, width), ""])
 
 
 def _list_lines(memory: Memory, width: int) -> Iterator[str]:
@@ -253,8 +255,7 @@ def _standing(memory: Memory, name: str) -> str:
     score = memory.done.lessons.get(name)
     if score is None:
         return ""
-    done = GOOD if score.is_done else "begun,"
-    return f"{done} {score.right} of {score.asked} right"
+    return f"{'done' if score.is_done else 'begun'}, {score.right} of {score.asked} right"
 
 
 def _choose() -> Lesson | str | None:

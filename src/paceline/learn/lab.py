@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.explain.scaling.attribution import MEANINGS
 from paceline.explain.scaling.command import lines as study_lines
-from paceline.explain.trace.drawing import short_number, training_lines
+from paceline.explain.trace.drawing import WIDTH, draw_stage, short_number, training_lines
 from paceline.launcher import count_cores
 from paceline.learn.runs import CLASSES, FEATURES, NAP_S, Runs
-from paceline.observe.units import shape_text
+from paceline.observe.units import count_text, shape_text
 from paceline.record.stages import Epoch, SampleStop, Stage, Trace
 
 
@@ -31,6 +31,11 @@ class Lab(Runs):
     def few_rows(self) -> int:
         """Fewer than there are devices."""
         return self.workers - 1
+
+    def draw(self, place: Sequence[str], width: int = WIDTH, plain: bool = False) -> list[str]:
+        """One stage of a recorded step; `place` names both."""
+        trace, stage = place
+        return draw_stage(getattr(self, trace), stage, width=width, plain=plain)
 
     @property
     def nap_choices(self) -> list[str]:
@@ -80,7 +85,8 @@ class Lab(Runs):
 
     @property
     def study_table(self) -> list[str]:
-        return list(study_lines({**self.study, "check": {"text": ""}, "suggestion": None}))
+        told = list(study_lines({**self.study, "check": {"text": ""}, "suggestion": None}))
+        return told[told.index("") + 1 :]  # without the heading, which is about several studies
 
 
 def stage_of(trace: Trace, name: str) -> Stage:
@@ -92,6 +98,13 @@ def rows_of(stage: Stage) -> list[int]:
     return [part.tensors[0].shape[0] for part in stage.parts]
 
 
+def verdict_of(trace: Trace) -> tuple[bool, str]:
+    """Whether the step is the one that a single process takes, and what the check says."""
+    check = trace.check
+    said = " ".join(filter(None, (check.text, check.reason))) if check else "not compared"
+    return bool(check and check.is_same and check.how == "whole batch"), said
+
+
 def numbers_of(trace: Trace, what: str) -> list[float]:
     """The followed weight's numbers by worker, such as its gradient."""
     stops = trace.weight.stops if trace.weight else []
@@ -101,7 +114,7 @@ def numbers_of(trace: Trace, what: str) -> list[float]:
 def _shape(trace: Trace, stage: str) -> str:
     """As Python writes it; a dataset that does not say has only its rows."""
     tensors = stage_of(trace, stage).parts[0].tensors
-    return str(tuple(tensors[0].shape)) if tensors else f"{trace.dataset_rows} rows long"
+    return str(tuple(tensors[0].shape)) if tensors else f"({trace.dataset_rows}, ...)"
 
 
 def _output_text(lab: Lab) -> str:
@@ -139,6 +152,7 @@ def _names_of(bare: str) -> list[str]:
 
 
 NAMES: dict[str, Callable[[Lab], Any]] = {
+    "few_rows_text": lambda lab: count_text(lab.few_rows, "row"),
     "parameters": lambda lab: lab.dp.model.parameters,
     "model_bytes": lambda lab: lab.dp.model.bytes,
     "input_shape": lambda lab: _shape(lab.dp, "batch"),

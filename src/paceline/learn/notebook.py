@@ -73,7 +73,11 @@ class LessonShown:
 
 def _question_html(each: Answered) -> str:
     choices = "".join(f"<li>{escape(choice)}</li>" for choice in each.choices)
-    printed = f"<pre>{escape(chr(10).join(each.evidence))}</pre>" if each.evidence else ""
+    printed = "".join(
+        f"<pre>{escape(chr(10).join(lines))}</pre>"
+        for lines in (each.recorded, each.evidence)
+        if lines
+    )
     return (
         f"<p><b>{escape(each.question)}</b></p>"
         + (f"<ul>{choices}</ul>" if choices else "")

@@ -38,7 +38,11 @@ def document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
             {
                 **asdict(lesson),
                 "questions": [
-                    {**each.as_json(), "form": values.form_of(each.kind, each.choices, each.unit)}
+                    {
+                        **each.as_json(),
+                        "recorded": [],  # the page draws it, from the traces
+                        "form": values.form_of(each.kind, each.choices, each.unit),
+                    }
                     for each in answered
                     if each.lesson == lesson.name
                 ],

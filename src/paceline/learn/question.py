@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.learn import values
 from paceline.learn.values import Kind
-from paceline.observe.units import list_text
+from paceline.observe.units import list_text, shape_text
 
 if TYPE_CHECKING:
     from paceline.learn.lab import Lab
@@ -35,13 +35,12 @@ class Found:
     """What a run gave: the value, why it is so, and where that can be seen."""
 
     value: Any
+    """A plain value; True and False answer a question with the choices yes and no."""
     why: str
     evidence: Sequence[str] = ()
     """Lines of what was printed, measured or raised."""
     stage: tuple[str, str] | None = None
-    """Which recorded step shows it (a name of `Lab.traces`), and at which stage."""
-    mark: Sequence[str] = ()
-    """What to mark in the drawn stage: the answer as it stands there."""
+    """Which recorded step shows it (a name of the lab), and at which stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,10 @@ class Answered:
     why: str
     evidence: list[str] = field(default_factory=list)
     stage: list[str] | None = None
+    recorded: list[str] = field(default_factory=list)
+    """That stage, drawn."""
     mark: list[str] = field(default_factory=list)
+    """The answer as it stands there."""
     code: str = ""
     seconds: float = 0.0
     """How long the run took; nothing where an earlier question had run it."""
@@ -142,6 +144,7 @@ class Question:
         begin_s = time.perf_counter()
         choices, prompt = self.choices_in(lab), self.prompt(lab)
         found = self.find(lab)
+        value = YES_NO[not found.value] if isinstance(found.value, bool) else found.value
         return Answered(
             name=self.name,
             lesson=self.lesson,
@@ -152,15 +155,23 @@ class Question:
             tolerance=self.tolerance,
             question=prompt,
             choices=choices,
-            answer=found.value,
-            shown=values.show(self.kind, found.value, self.unit),
+            answer=value,
+            shown=values.show(self.kind, value, self.unit),
             why=found.why,
             evidence=list(found.evidence),
             stage=list(found.stage) if found.stage else None,
-            mark=list(found.mark),
+            recorded=lab.draw(found.stage) if found.stage else [],
+            mark=_marks(self.kind, value) if found.stage else [],
             code=self.code,
             seconds=time.perf_counter() - begin_s,
         )
+
+
+def _marks(kind: Kind, value: Any) -> list[str]:
+    """How a recorded stage writes a shape, or the rows of several parts."""
+    if kind == "shape":
+        return [shape_text(value)]
+    return [f"{each} x" for each in value] if kind == "numbers" else []
 
 
 class _Names(Mapping[str, str]):

@@ -68,6 +68,16 @@ class LearnOptions:
             )
 
 
+def _run(task: Task, flags: Namespace) -> Trace:
+    """Trace a task with one thread for each replica: for models of this size others only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return trace_task(task, flags)
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Runs:
     """Runs what is asked for, and keeps it.
 
@@ -158,7 +168,7 @@ class Runs:
         if flags.workers <= flags.batch <= len(task.dataset):  # else the engine says why not
             rows = next(deal_batches(task, flags, epoch=0))
             flags.sample = rows[len(rows) * 2 // 3]
-        return trace_task(task, flags)
+        return _run(task, flags)
 
     @cached_property
     def dp(self) -> Trace:
@@ -287,7 +297,7 @@ class Runs:
 
         def after(batch: int, workers: int) -> float:
             flags = self._flags(batch=batch, workers=min(workers, batch), epochs=1)
-            training = trace_task(self.make_pipeline_task(), flags).training
+            training = _run(self.make_pipeline_task(), flags).training
             return training.epochs[-1].loss if training else float("nan")
 
         return {

@@ -35,7 +35,7 @@ from paceline.record.schema import to_json
 from paceline.record.step import record_step
 
 CPU = torch.device("cpu")
-TIMED_ROWS, TIMED_STEPS = 512, 40
+TIMED_ROWS, TIMED_STEPS = 512, 24
 SPINS = 500_000
 
 
@@ -44,7 +44,8 @@ def prepared(task: Task, seed: int, folder: str) -> dict[str, Any]:
     steps = []
     with init_process_group(device_id=CPU) as world:
         steps.append("meet: init_process_group()")
-        draw_weights(task.model, seed + world.rank)  # nobody has the weights of another
+        if world.rank:
+            draw_weights(task.model, seed + world.rank)  # nobody has the weights of another
         model = task.model.to(world.device)
         steps.append("place: model.to(world.device)")
         before = first_weight(model)

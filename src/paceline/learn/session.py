@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.explain.trace.command import Screen
-from paceline.explain.trace.drawing import BAD, GOOD, draw_stage
+from paceline.explain.trace.drawing import BAD, GOOD, WIDTH, wrap
 from paceline.learn import values
 from paceline.learn.lab import Lab
 from paceline.learn.lessons import LESSONS, PROBLEMS, Lesson, OpenQuestion
@@ -21,9 +21,9 @@ from paceline.learn.question import Answered, Question
 from paceline.learn.saved import Memory, Score
 from paceline.observe.units import count_text, seconds_text
 
-WIDEST_TEXT = 80
 MARK, PLAIN_MARK = "  » ", "  > "
 INDENT = "  "
+SHORT_S = 0.01
 
 
 class Leave(Exception):
@@ -49,18 +49,9 @@ class Session:
 
     def say(self, text: str = "", indent: str = "") -> None:
         """Text as paragraphs, no wider than reads well."""
-        width = min(self.screen.width, WIDEST_TEXT)
+        width = min(self.screen.width, WIDTH)
         for paragraph in text.splitlines() or [""]:
-            self.screen.show(
-                textwrap.wrap(
-                    paragraph,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=indent,
-                    break_on_hyphens=False,
-                )
-                or [""]
-            )
+            self.screen.show(wrap(paragraph, width, indent) or [""])
 
     def _input(self, words: str) -> str:
         try:
@@ -104,13 +95,12 @@ class Session:
 
     def _compare(self, answered: Answered, typed: Any, is_right: bool) -> None:
         close = "  (close enough: it is measured)" if is_right and answered.tolerance else ""
-        if typed is None:
-            verdict = f"It is {answered.shown}."
-        elif is_right:
+        verdict = f"The answer is {answered.shown}."
+        if is_right:
             verdict = f"{GOOD} {answered.shown}{close}"
-        else:
+        elif typed is not None:
             said = values.show(answered.kind, typed, answered.unit)
-            verdict = f"{BAD} You said {said}. It is {answered.shown}."
+            verdict = f"{BAD} You said {said}. {verdict}"
         self.say(verdict)
         self.show_evidence(answered)
 
@@ -124,14 +114,11 @@ class Session:
             self.screen.show([""])
         for line in answered.evidence:
             self.screen.show(_fitted(line, self.screen.width))
-        took = f"run just now in {seconds_text(answered.seconds)}"
-        self.say(f"({took if answered.seconds > 0.01 else 'run before'})", INDENT)
+        if answered.seconds > SHORT_S:  # else a run before had shown it already
+            self.say(f"(run just now in {seconds_text(answered.seconds)})", INDENT)
 
     def _stage(self, answered: Answered) -> Iterable[str]:
-        trace, stage = answered.stage or ("", "")
-        lines = draw_stage(
-            getattr(self.lab, trace), stage, width=self.screen.width, plain=self.screen.is_plain
-        )
+        lines = self.lab.draw(answered.stage or (), self.screen.width, self.screen.is_plain)
         mark = PLAIN_MARK if self.screen.is_plain else MARK
         for line in lines:
             is_marked = line.startswith("    ") and any(each in line for each in answered.mark)
@@ -140,7 +127,7 @@ class Session:
     def go_on(self, answered: Answered) -> None:
         """Wait, and show the code to whoever wants to see it."""
         while True:
-            typed = self._input("Enter: go on, c: the code that found it. ")
+            typed = self._input("Enter: continue, c: the code that found it. ")
             if typed.lower() not in ("c", "code"):
                 self.screen.show([""])
                 return
@@ -216,7 +203,7 @@ class Session:
                 self.say(f"{letter}) {choice}", INDENT)
             self._input("Enter: turn it over. ")
             answered = question.answer(self.lab)
-            self.say(f"It is {answered.shown}.")
+            self.say(f"The answer is {answered.shown}.")
             self.show_evidence(answered)
             known[question.name] = self._is_yes("Did you know it? [y/n] ")
             self._save()
@@ -248,11 +235,4 @@ def _fitted(line: str, width: int) -> list[str]:
     """A line that was printed somewhere, indented; what is too long goes on below."""
     inner = line.expandtabs(2).rstrip()
     lead = INDENT + " " * (len(inner) - len(inner.lstrip()))
-    return textwrap.wrap(
-        inner.lstrip(),
-        width,
-        initial_indent=lead,
-        subsequent_indent=lead + INDENT,
-        break_on_hyphens=False,
-        drop_whitespace=True,
-    ) or [""]
+    return wrap(inner.lstrip(), width, lead + INDENT, lead) or [""]

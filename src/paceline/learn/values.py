@@ -23,15 +23,12 @@ MOST_LETTERS = 300
 ROUNDING = 0.015
 """A number that is not whole may be rounded by this share: 3.3 for 10/3, 83 for 83.33."""
 
-_UNITS = {
-    **dict.fromkeys(
-        ("", "x", "times", "%", "percent", "b", "byte", "bytes", "ms", "row", "rows"), 1
-    ),
-    **dict.fromkeys(("worker", "workers", "process", "processes", "copy", "copies"), 1),
-    **dict.fromkeys(("device", "devices", "line", "lines", "step", "steps"), 1),
-    "kb": 10**3,
-    "mb": 10**6,
-}
+_UNITS = {"kb": 10**3, "mb": 10**6}
+_PLAIN_UNITS = re.compile(
+    "|x|times|%|percent|b|ms|milliseconds|(byte|row|worker|device|line|step|file|epoch|tensor)s?"
+    "|process(es)?|cop(y|ies)"
+)
+_ASKED_AS = {"": "", "x": "", "times": "", "%": " in percent", "ms": " of milliseconds"}
 _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?"
 
 
@@ -45,7 +42,8 @@ def form_of(kind: Kind, choices: Sequence[str] = (), unit: str = "") -> str:
         return f"one of {list_text(LETTERS[: len(choices)], 'or')}"
     if kind == "order":
         return f"all {len(choices)} letters in order, such as {LETTERS[: len(choices)][::-1]}"
-    return f"a number{f' ({unit})' if unit else ''}, such as 12 or 0.25"
+    example = "12 or 0.25" if unit in _ASKED_AS else "12"
+    return f"a number{_ASKED_AS.get(unit, f' of {unit}')}, such as {example}"
 
 
 def read(kind: Kind, text: str, choices: Sequence[str] = ()) -> Any:
@@ -79,10 +77,10 @@ def _read_number(text: str) -> float | None:
     text = re.sub(r"(?<![0-9])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])", _without_commas, text)
     text = re.sub(r"^([+-]?[0-9]+),([0-9]+)", r"\1.\2", text)  # a comma before decimals
     match = re.fullmatch(rf"({_NUMBER})\s*(?:/\s*({_NUMBER}))?\s*([a-z%]*)", text)
-    if match is None or match[3] not in _UNITS:
+    if match is None or not (match[3] in _UNITS or _PLAIN_UNITS.fullmatch(match[3])):
         return None
     over = float(match[2] or 1)
-    value = float(match[1]) / over * _UNITS[match[3]] if over else math.inf
+    value = float(match[1]) / over * _UNITS.get(match[3], 1) if over else math.inf
     return value if math.isfinite(value) else None
 
 

@@ -107,8 +107,7 @@ def _rank_sentences(
     return {
         "sampler": f"Picks {count_text(sum(sum(each.rows) for each in ranks), 'row')}{of} for this "
         f"step and deals them out. Overlap {overlap:,}: "
-        + ("some rows go" if overlap else "no row goes")
-        + " to two workers.",
+        + ("some rows go to more than one worker." if overlap else "no row goes to two workers."),
         "batch": "Every worker loads its own rows into its own memory"
         + (f", in {len(most)} passes of {list_text(most)} rows{why}." if most[1:] else "."),
         "forward": "Every worker runs its own copy of the model on its own rows, all at the same "

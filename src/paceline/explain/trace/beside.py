@@ -35,6 +35,7 @@ ROWS = (
     ("update", "update"),
     ("main", ""),
 )
+TITLES = {"meet": "meeting", "copy": "copying", "main": "main device"}
 MISSING = {
     "meet": "One process has nobody to meet; its replicas are threads.",
     "copy": "Every worker has had its own copy from the beginning.",
@@ -92,12 +93,14 @@ def _facts(one: Trace, many: Trace) -> list[list[str]]:
 
 def _box(stage: Stage | None, name: str, room: int) -> TextBox:
     if stage is None:
-        return TextBox("-", wrap(MISSING.get(name, "Not in this engine."), room))
+        return TextBox(f"no {TITLES.get(name, name)}", wrap(MISSING.get(name, ""), room))
     lines = wrap(stage.text, room)
     for part in stage.parts[:MOST_PARTS]:
-        shape = shape_text(part.tensors[0].shape) if part.tensors and part.tensors[0].shape else ""
-        if shape:
-            lines += wrap(f"{part.title}: {shape}", room)
+        if part.tensors and part.tensors[0].shape:
+            is_flat = len(part.tensors[0].shape) == 1  # told by what it holds: 385 gradients
+            facts = part.tensors[-1 if is_flat else 0]
+            what = f" {facts.name}" if is_flat else ""
+            lines += wrap(f"{part.title}: {shape_text(facts.shape)}{what}", room)
     if len(stage.parts) > MOST_PARTS:
         lines.append(f"and {len(stage.parts) - MOST_PARTS} more")
     return TextBox(stage.title, lines)

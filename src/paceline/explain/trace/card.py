@@ -11,14 +11,14 @@ from html import escape
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.explain.trace.drawing import bounded
+from paceline.explain.trace.drawing import bounded, name_of
 from paceline.observe.run_folder import replace_file
 from paceline.observe.units import count_text, shape_text
 from paceline.record.stages import Trace
 
 WIDTH, HEIGHT = 1200, 630
 COLOURS = ("#2a72c9", "#c2611a", "#2f7a35", "#a8457f")
-MOST_LANES, MOST_EXTENTS = 4, 3
+MOST_LANES, MOST_EXTENTS, MOST_LETTERS = 4, 3, 110
 INK, MUTED, RULE, PAGE, GOOD, BAD = "#1a2028", "#55606c", "#d9dfe6", "#ffffff", "#1b6e2c", "#a3271f"
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -61,13 +61,10 @@ def _content(trace: Trace) -> Iterator[str]:
     is_dp = trace.engine == "DataParallel"
     who = "replicas in one process" if is_dp else "workers, each a process"
     yield _text(48, 68, f"One training step on {trace.workers} {who}", 34, weight=700)
-    yield _text(
-        48,
-        104,
-        f"{trace.engine}: {trace.model.name}, {trace.model.parameters:,} weights, as recorded",
-        19,
-        MUTED,
-    )
+    said = f"{trace.engine}: {trace.model.name}, {trace.model.parameters:,} weights, as recorded"
+    if trace.weight:
+        said += f"; the gradients of {name_of(trace.weight)}"
+    yield _text(48, 104, said[:MOST_LETTERS], 19, MUTED)
     lanes = _lanes(trace)
     height = (BOTTOM - TOP - 24 * (len(lanes) - 1)) / len(lanes)
     middle = (TOP + BOTTOM) / 2
@@ -82,14 +79,14 @@ def _content(trace: Trace) -> Iterator[str]:
         centre = y + height / 2
         yield _join(BATCH_X + 170, middle, LANES_X, centre, colour)
         yield _box(LANES_X, y, LANES_END - LANES_X, height, colour)
-        title = f"on {'replica' if is_dp else 'worker'} {lane}"
+        title = f"{'replica' if is_dp else 'worker'} {lane}"
         if lane < len(shares) and (shape := shares[lane][:MOST_EXTENTS]):
             count = f"{shape[0]:,}"
             size = 36 if len(count) < 4 else 150 // len(count)
             yield _text(LANES_X + 22, centre + 13, count, size, colour, weight=700)
             yield _text(LANES_X + 116, centre + 19, shape_text(shape), 16, MUTED)
         yield _text(LANES_X + 116, centre - 6, title, 19, weight=600)
-        yield _text(LANES_X + 262, centre + 6, "forward → backward", 14, MUTED)
+        yield _text(LANES_X + 230, centre + 6, "forward → backward", 14, MUTED)
         if lane < len(gradients):
             said, place = _number(gradients[lane]), LANES_END - 22
             yield _text(place, centre - 8, "gradient", 16, MUTED, anchor="end")
@@ -146,7 +143,7 @@ def _combined(trace: Trace) -> float | None:
 
 
 def _number(value: float) -> str:
-    return f"{value:.5f}" if 1e-4 <= abs(value) < 100 or not value else f"{value:.2e}"
+    return f"{value:.5f}" if 1e-4 <= abs(value) < 10 or not value else f"{value:.3g}"
 
 
 def _text(

@@ -40,7 +40,7 @@ GAP = 2
 LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
 the followed sample's are drawn."""
-MOST_BUCKETS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 1000, 8, 1000
+MOST_BUCKETS, MOST_NUMBERS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 4, 1000, 8, 1000
 """How much is drawn of what could be anything in a file: a list, a shape, a text."""
 DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
 """Where a tensor is told by its dtype and size; elsewhere by its name."""
@@ -137,7 +137,7 @@ def _heading(trace: Trace, width: int) -> Iterator[str]:
     if trace.sample is not None:
         yield f"{SAMPLE} marks one sample: row {trace.sample.index:,} of the data"
     if trace.weight is not None and (trace.has_values or trace.weight.bucket is not None):
-        yield f"{WEIGHT} marks one weight: {_name_of(trace.weight)}"
+        yield f"{WEIGHT} marks one weight: {name_of(trace.weight)}"
 
 
 def _shown_workers(trace: Trace, width: int) -> list[int]:
@@ -204,8 +204,14 @@ def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
         return [f"model, {bytes_text(facts.bytes)}"]
     if facts.name == "loss" and facts.first:
         return [f"loss {facts.first[0]:.6g}"]
-    what = f"{facts.dtype}, {bytes_text(facts.bytes)}" if stage.name in DATA_STAGES else facts.name
+    is_data = stage.name in DATA_STAGES
+    what = f"{facts.dtype}," if is_data else facts.name
     lines = wrap(f"{shape_text(facts.shape[:MOST_EXTENTS])} {what}", room)
+    if is_data:  # a number is not parted from its unit
+        *above, last = lines
+        size = bytes_text(facts.bytes)
+        is_short = len(last) + 1 + len(size) <= room
+        lines = [*above, f"{last} {size}"] if is_short else [*lines, size]
     if facts.first:
         values = " ".join(map(short_number, facts.first))
         lines.append(textwrap.shorten(f"{values} ...", room, placeholder=" ..."))
@@ -245,18 +251,22 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
     return lines
 
 
+def _some(numbers: Sequence[str]) -> str:
+    """All where they are few, else the first ones and how many more there are."""
+    more = len(numbers) - MOST_NUMBERS + 1
+    return list_text([*numbers[:-more], f"{more} more"] if more > 1 else numbers)
+
+
 def _conclusions(trace: Trace, width: int) -> Iterator[str]:
     """What became of the weight, and the check."""
     if trace.weight is not None:
         told = [
-            f"{stop.what} {list_text([f'{n:.6g}' for n in dict.fromkeys(stop.by_worker)][:4])}"
+            f"{stop.what} {_some([f'{n:.6g}' for n in dict.fromkeys(stop.by_worker)])}"
             for stop in trace.weight.stops
             if stop.by_worker
         ]
         if told:
-            yield from _marked(
-                WEIGHT, f"Weight {_name_of(trace.weight)}: {', '.join(told)}.", width
-            )
+            yield from _marked(WEIGHT, f"Weight {name_of(trace.weight)}: {', '.join(told)}.", width)
     check = trace.check
     if check is None:
         return
@@ -397,7 +407,7 @@ def short_number(number: float) -> str:
     return f"{number:.3g}" if size < 1000 else f"{number:.0f}"
 
 
-def _name_of(weight: Weight) -> str:
+def name_of(weight: Weight) -> str:
     return f"{weight.name}[{', '.join(map(str, weight.index))}]" if weight.index else weight.name
 
 

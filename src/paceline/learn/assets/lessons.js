@@ -3,8 +3,8 @@
 
 const LETTERS = "abcdefghijkl";
 const UNITS = { kb: 1e3, mb: 1e6 };
-const KNOWN_UNITS =
-  /^(x|times|%|percent|b|bytes?|ms|rows?|workers?|process(es)?|cop(y|ies)|devices?|lines?|steps?|files?|epochs?|)$/;
+const PLAIN_UNITS =
+  /^(x|times|%|percent|b|ms|milliseconds|(byte|row|worker|device|line|step|file|epoch|tensor)s?|process(es)?|cop(y|ies)|)$/;
 const ROUNDING = 0.015;
 
 // What was typed, as a value; null where it is none.
@@ -14,7 +14,7 @@ function readNumber(text) {
     .replace(/^([+-]?[0-9]+),([0-9]+)/, "$1.$2");
   const number = "[+-]?(?:[0-9]+\\.?[0-9]*|\\.[0-9]+)(?:e[+-]?[0-9]{1,3})?";
   const found = plain.match(new RegExp(`^(${number})\\s*(?:/\\s*(${number}))?\\s*([a-z%]*)$`));
-  if (!found || !(found[3] in UNITS || KNOWN_UNITS.test(found[3]))) return null;
+  if (!found || !(found[3] in UNITS || PLAIN_UNITS.test(found[3]))) return null;
   const value = (Number(found[1]) / Number(found[2] || 1)) * (UNITS[found[3]] || 1);
   return Number.isFinite(value) ? value : null;
 }
@@ -99,6 +99,11 @@ function RecordedStage({ data, place: [name, stageName], mark }) {
   </div>`;
 }
 
+// Lines of a table keep their columns; sentences wrap.
+function isTabular(line) {
+  return !line.trim() || /\S {2,}\S|^ /.test(line);
+}
+
 function Evidence({ data, question }) {
   const { why, evidence, code, stage, mark } = question;
   return html`<div class="found">
@@ -106,9 +111,9 @@ function Evidence({ data, question }) {
     ${stage && html`<${RecordedStage} ...${{ data, mark }} place=${stage} />`}
     ${
       evidence.length > 0 &&
-      html`<pre class="printed" tabindex="0" role="region" aria-label="What was printed">
-${evidence.join("\n")}</pre
-      >`
+      html`<div class="printed" tabindex="0" role="region" aria-label="What was printed">
+        ${evidence.map((line) => html`<p class=${isTabular(line) ? "tabular" : ""}>${line}</p>`)}
+      </div>`
     }
     <details>
       <summary>The code that found it</summary>
@@ -117,7 +122,7 @@ ${evidence.join("\n")}</pre
   </div>`;
 }
 
-function Choices({ question, typed, setTyped }) {
+function Choices({ question, id, typed, setTyped }) {
   return html`<fieldset>
     <legend>${question.question}</legend>
     ${question.choices.map(
@@ -125,7 +130,7 @@ function Choices({ question, typed, setTyped }) {
         html`<label class="choice"
           ><input
             type="radio"
-            name=${question.name}
+            name=${id}
             value=${choice}
             checked=${typed === choice}
             onChange=${() => setTyped(choice)}
@@ -136,8 +141,7 @@ function Choices({ question, typed, setTyped }) {
   </fieldset>`;
 }
 
-function Field({ question, typed, setTyped }) {
-  const id = "field-" + question.name;
+function Field({ question, id, typed, setTyped }) {
   return html`<label for=${id} class="asked">${question.question}</label>
     ${
       question.kind === "order" &&
@@ -158,7 +162,7 @@ function Field({ question, typed, setTyped }) {
 }
 
 // Predict, then compare. What cannot be read is asked for again, and never counted.
-function Question({ data, question, note }) {
+function Question({ data, question, note, place = "" }) {
   const [typed, setTyped] = useState(""),
     [verdict, setVerdict] = useState(null),
     [trouble, setTrouble] = useState("");
@@ -185,15 +189,15 @@ function Question({ data, question, note }) {
     verdict === "right"
       ? ["✓", (question.tolerance ? "Close enough: " : "Right: ") + question.shown]
       : verdict === "wrong"
-        ? ["✗", "Not quite. It is " + question.shown]
-        : ["", "It is " + question.shown];
+        ? ["✗", "Not quite. The answer is " + question.shown]
+        : ["", "The answer is " + question.shown];
   return html`<form
     class=${"question" + (question.breaks ? " breaks" : "")}
-    id=${"q-" + question.name}
+    id=${place + "q-" + question.name}
     onSubmit=${check}
     noValidate
   >
-    <${Entry} ...${{ question, typed, setTyped }} />
+    <${Entry} ...${{ question, typed, setTyped }} id=${place + "field-" + question.name} />
     <div class="controls">
       <button type="submit" class="check">Compare</button>
       <button type="button" class="show" onClick=${show}>Show the answer</button>
@@ -302,19 +306,33 @@ function Cards({ data, cards }) {
   </section>`;
 }
 
-// The five problems: each is a few of the questions above.
-function Problems({ problems, results }) {
+// One of the five problems: a few of the questions above, to be answered once more here.
+function Problem({ data, number, title, asked }) {
+  const [results, setResults] = useState({});
+  const note = (name, isRight) => setResults((before) => ({ ...before, [name]: isRight }));
+  const done = Object.values(results);
+  const state = done.length < asked.length ? done.length + " of " + asked.length : "";
+  return html`<details class="problem">
+    <summary>
+      <h3><span class="ordinal">${number}</span>${title}</h3>
+      <span class="standing" role="status"
+        >${state ? state + " answered" : done.every(Boolean) ? "✓ solved" : "not solved"}</span
+      >
+    </summary>
+    ${asked.map(
+      (question) => html`<${Question} ...${{ data, question, note }} place="problem-" />`,
+    )}
+  </details>`;
+}
+
+function Problems({ data, questions }) {
   return html`<section id="challenge" aria-labelledby="challenge-title">
     <h2 id="challenge-title">Five problems</h2>
-    <ol>
-      ${problems.map(({ title, questions }) => {
-        const right = questions.filter((name) => results[name]).length;
-        return html`<li>
-          <a href=${"#q-" + questions[0]}>${title}</a>${": " + right} of
-          ${" " + count(questions.length, "question")} right
-        </li>`;
-      })}
-    </ol>
+    <p class="lead">Open one and answer all its questions; it is solved if all are right.</p>
+    ${data.problems.map((problem, i) => {
+      const asked = problem.questions.map((name) => questions.find((each) => each.name === name));
+      return html`<${Problem} ...${{ data, asked }} title=${problem.title} number=${i + 1} />`;
+    })}
   </section>`;
 }
 
@@ -401,7 +419,7 @@ function LessonsPage({ data }) {
       ${data.lessons.map(
         (lesson, i) => html`<${LessonPanel} ...${{ data, lesson, note }} number=${i + 1} />`,
       )}
-      <${Problems} problems=${data.problems} results=${results} />
+      <${Problems} data=${data} questions=${questions} />
       <${Cards} data=${data} cards=${questions} />
       <${PipelinePanel} data=${data} />
     </main>

@@ -387,7 +387,7 @@ function Training({ epochs, observation }) {
     figure(row.loss),
     percent(row.accuracy),
     percent(row.evaluation_accuracy),
-    duration(row.seconds),
+    row.epoch ? duration(row.seconds) : "–",
     row.observation,
   ]);
   return html`<h3>The epochs after it</h3>
