@@ -38,41 +38,14 @@ def saved(folder: Path) -> dict[str, Any]:
     return document
 
 
-def test_a_whole_lesson_fits_a_narrow_terminal_and_is_kept(tmp_path: Path) -> None:
-    lesson = LESSONS[6]
-    environ = {"XDG_DATA_HOME": str(tmp_path)}
-    with Session(tmp_path, "-m", "paceline", "learn", "7", columns=60, environ=environ) as session:
-        reader = Reader(session)
-        first = reader.type("what?")
-        assert lesson.title in first
-        assert "a) weight" in first
-        assert "is not an answer" in reader.type("module.weight")
-        assert "✓ module.weight" in reader.type("")
-        for typed in ("yes", "", "", "c", "", "no", ""):
-            reader.type(typed)
-        for question in lesson.explain:
-            reader.type("")
-            for _ in question.points:
-                reader.type("y")
-        assert session.finish() == 0
-        lines = session.glass.lines
-    assert max(map(len, lines)) <= 60
-    shown = " ".join(" ".join(lines).split())
-    assert "✗ You said yes. The answer is no." in shown
-    assert "Missing key(s) in state_dict" in shown
-    assert "len(saved.loaded)" in shown
-    assert "Done: 2 of 4 predicted, 6 of 6 points named." in shown
-    assert saved(tmp_path)["lessons"]["saving"] == {"right": 2, "asked": 4, "is_done": True}
-
-
-def test_the_list_leads_to_a_lesson_that_ctrl_c_leaves_at_once_with_progress_kept(
+def test_a_lesson_on_terminals_of_several_widths_mistyped_interrupted_and_kept(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "paceline").mkdir()
     (tmp_path / "paceline" / "learn.json").write_text("hostile")
     with Session(
         *(tmp_path, "-m", "paceline", "learn", "--workers", "3"),
-        columns=80,
+        columns=60,
         environ={"XDG_DATA_HOME": str(tmp_path)},
     ) as session:
         reader = Reader(session)
@@ -80,17 +53,25 @@ def test_the_list_leads_to_a_lesson_that_ctrl_c_leaves_at_once_with_progress_kep
         assert "learn.json.unreadable" in listed.replace("\n", "")
         assert all(lesson.title in listed for lesson in LESSONS)
         assert "There is no lesson '42'" in reader.type("split")
-        assert "16 rows are shared among 3 workers" in " ".join(reader.type("6+5+5").split())
-        shown = reader.type("")
+        asked = " ".join(reader.type("all of them").split())
+        assert "16 rows are shared among 3 workers" in asked
+        assert "is not an answer" in reader.type("6+5+5")
+        shown = reader.type("c")
         assert "✓ 6, 5, 5" in shown
         assert "  » │ 6 x 10" in shown  # the recorded stage, the answer marked in it
-        assert 60 < max(map(len, session.glass.lines)) <= 80
+        assert max(map(len, session.glass.lines)) <= 60
+        session.resize(80)
+        assert "rows_of(stage)" in reader.type("")
+        reader.type("6 5 5")
+        shown = reader.type("")
+        assert "✗ You said 6, 5, 5. The answer is 6, 6, 4." in shown
+        assert 60 < max(map(len, shown.splitlines())) <= 80
         session.resize(120)
-        reader.type("6 6 4")
+        reader.type("100x10")
         shown = reader.type("\x03")
-        assert "✓ 6, 6, 4" in shown
+        assert "✓ (100, 10)" in shown
         assert 80 < max(map(len, shown.splitlines())) <= 120
         assert session.finish() == 130
         lines = session.glass.lines
     assert "Traceback" not in "\n".join(lines)
-    assert saved(tmp_path)["lessons"]["split"] == {"right": 2, "asked": 2, "is_done": False}
+    assert saved(tmp_path)["lessons"]["split"] == {"right": 2, "asked": 3, "is_done": False}

@@ -58,8 +58,8 @@ def batch_shape(lab: Lab) -> Found:
 
 @ask("split", "1", "pipeline", kind="shape")
 def first_part_shape(lab: Lab) -> Found:
-    """A batch of {pipeline_batch} rows of the dataset, which has the shape {dataset_shape}, is split
-    over {workers} devices. What is the shape of the first device's part?"""
+    """{pipeline_batch} rows of a dataset of shape {dataset_shape} are split over {workers} devices.
+    What is the shape of the first device's part?"""
     shape = stage_of(lab.pipeline, "split").parts[0].tensors[0].shape
     return Found(
         shape,
@@ -220,8 +220,8 @@ def gathered_bytes(lab: Lab) -> Found:
 
 @ask("replicas", "2", kind="choice", choices=YES_NO)
 def copies_are_kept(lab: Lab) -> Found:
-    """A model in DataParallel is called twice, without an update in between. Are the copies of the second call
-    the same objects as those of the first?"""
+    """A model in DataParallel is called twice, without an update in between. Are the copies of the
+    second call the same objects as those of the first?"""
     first, second, _ = lab.calls
     return Found(
         sorted(first) == sorted(second),

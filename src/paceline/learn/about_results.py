@@ -39,7 +39,7 @@ def rows_each(lab: Lab) -> Found:
 
 @ask("batch", "14", kind="number", unit="times")
 def learning_rate(lab: Lab) -> Found:
-    """{many} devices take {single_batch} rows each, so the batch is {many} times as large as on one.
+    """{many} devices take {single_batch} rows each: the batch is {many} times as large as on one.
     By how much is the learning rate multiplied, by the usual rule for SGD?"""
     whole = plan_batch(lab.single_batch, lab.many, keep="device").global_batch
     rate = LearningRate(single_batch=lab.single_batch, global_batch=whole, rule="linear")
@@ -232,8 +232,8 @@ def own_speedup(lab: Lab) -> Found:
 
 @ask("speedup", "16", kind="choice", choices="losses")
 def largest_loss(lab: Lab) -> Found:
-    """A small network is trained on one worker, then on {workers}, on {cores} cores. Where does most
-    of the lost time go?"""
+    """A small network is trained on one worker, then on {workers}, on {cores} cores. Where does
+    most of the lost time go?"""
     lost = lab.study["sizes"][-1]["lost"]
     shares = percentages(lost)
     worst = max(lost, key=lambda name: lost[name])
