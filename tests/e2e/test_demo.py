@@ -56,7 +56,7 @@ def test_the_demo_shows_a_table_of_falling_losses_and_good_accuracy(shown: str) 
     assert [row[0] for row in table] == [1, 2, 3, 4, 5]
     losses = [row[1] for row in table]
     assert losses == sorted(set(losses), reverse=True)
-    assert table[-1][2] >= 90
+    assert table[-1][2] >= 88
 
 
 def test_the_demo_says_who_gets_what_where_gradients_meet_and_why(shown: str) -> None:

@@ -123,7 +123,7 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3]
     losses = [epoch["loss"] for epoch in epochs]
     assert losses == sorted(losses, reverse=True)
-    assert epochs[0]["accuracy"] < 0.6 < 0.8 < epochs[3]["accuracy"]
+    assert epochs[0]["accuracy"] < 0.65 < 0.8 < epochs[3]["accuracy"]
     assert document["training"]["epochs"][-1]["observation"].startswith("falling")
     kinds = [layer["kind"] for layer in document["prediction"]["layers"]]
     assert kinds == ["Linear", "ReLU", "Linear"]
