@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-che
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit bench clean
+.PHONY: help demo test lint types unit integrations bench clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -34,6 +34,10 @@ types: $(VENV)/.installed-dev  ## mypy --strict
 
 unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a minute
 	$(PYTEST) tests/unit
+
+integrations: $(VENV)/.installed-dev  ## the tests against other libraries, which it installs: 1 GB
+	$(PIP) --no-build-isolation --editable '.[mlflow,tensorboard,trackio,wandb]'
+	$(BIN)/pytest -q tests/integrations
 
 bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
 	$(PIP) --no-build-isolation --editable '.[bench]'

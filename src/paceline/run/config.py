@@ -25,6 +25,7 @@ from paceline.observe.run_folder import RunFolder, RunInfo, find_info
 from paceline.observe.units import count_text
 from paceline.run.plan import Plan, Position
 from paceline.run.sinks import Sink, check_sinks
+from paceline.trackers import make_trackers
 
 Collate = Callable[[list[Any]], Any]
 
@@ -132,6 +133,7 @@ class RunConfig:
     world: World | None
     ddp: DDPOptions | None
     sinks: Sequence[Sink]
+    trackers: Sequence[str | Sink]
     options: RunOptions
 
     def __post_init__(self) -> None:
@@ -153,7 +155,10 @@ class RunConfig:
         check_whole("shards", self.shards, or_none=True)
         check_whole("workers", self.workers, 0)
         check_seed(self.seed)
-        check_sinks(self.sinks)
+        check_sinks("sinks", self.sinks)
+        trackers = make_trackers(self.trackers, self.folder)
+        check_sinks("trackers", trackers)
+        self.sinks = [*self.sinks, *trackers]
 
     @property
     def collate_fn(self) -> Collate:
@@ -298,6 +303,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "world": (World | None, "what paceline.init_process_group() returned, or nothing"),
     "ddp": (DDPOptions | None, "paceline.DDPOptions(...)"),
     "sinks": (list | tuple, "a list of sinks; see docs/run.md"),
+    "trackers": (list | tuple, 'a list such as ["tensorboard", "wandb:project"]'),
     "options": (RunOptions, "paceline.RunOptions(...)"),
 }
 """What an argument of `Run` must be, and how to say so."""

@@ -46,7 +46,8 @@ class Run:
     otherwise; any number of workers up to that computes the same training. With a `folder` the run
     is recorded there, and continues from its newest good checkpoint. `state` are further objects
     with `state_dict()` that belong to it, by name. `workers` are processes that load data. `ddp`
-    are options of the engine, and `sinks` are told what happens, on rank 0.
+    are options of the engine, and `sinks` are told what happens, on rank 0; `trackers` are too, and
+    may be names: `"tensorboard"`, `"wandb:project"`.
 
     Invariant: the position moves with the commit of a step, so that a save at any time afterwards
     holds as many steps as the parameters do.
@@ -70,6 +71,7 @@ class Run:
         world: World | None = None,
         ddp: DDPOptions | None = None,
         sinks: Sequence[Sink] = (),
+        trackers: Sequence[str | Sink] = (),
         options: RunOptions = DEFAULT_OPTIONS,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}

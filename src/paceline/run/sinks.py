@@ -270,12 +270,12 @@ class Sinks:
         self.tell("message", Message(text, "warning"))
 
 
-def check_sinks(sinks: Sequence[Any]) -> None:
+def check_sinks(argument: str, sinks: Sequence[Any]) -> None:
     """Raise if one of them is not a sink."""
     for number, sink in enumerate(sinks):
         missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
         if missing:
             raise UsageError(
-                f"sinks[{number}] ({type(sink).__name__}) has no method {missing[0]}().",
+                f"{argument}[{number}] ({type(sink).__name__}) has no method {missing[0]}().",
                 advice=f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md.",
             )
