@@ -124,19 +124,14 @@ def assert_all_stopped_together(folder: Path, ranks: int) -> None:
     assert saved[-1] == info.step > 0
 
 
-def test_a_run_that_is_killed_hung_up_and_interrupted_loses_nothing(folder: Path) -> None:
-    with started(folder, "train.py", MANY, 0.01, 5, 0) as process:
-        wait_for_events(folder, "checkpoint")
-        process.kill()
-        process.communicate()
+def test_a_run_that_is_hung_up_and_interrupted_loses_nothing(folder: Path) -> None:
     script = ("train.py", MANY, 0.01, 5, 2)  # with two processes that load data
     assert stopped_at(folder, signal.SIGHUP, *script, after=12, to_all=True) == 129
     assert stopped_at(folder, signal.SIGINT, *script, after=18, to_all=True) == 130
     events = read_events(RunFolder(folder / "run"))
     begins = [event["step"] for event in events if event["kind"] == "start"]
-    assert begins[0] == 0
-    assert begins[1] >= 5
-    assert begins[1] % 5 == 0
+    stops = [event["step"] for event in events if event["kind"] == "stop"]
+    assert begins == [0, stops[0]]
     steps = [event["step"] for event in still_valid(events) if event["kind"] == "step"]
     assert steps == list(range(1, steps[-1] + 1))
 

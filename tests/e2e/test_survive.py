@@ -238,8 +238,18 @@ def test_without_survivors_a_run_starts_again_from_its_checkpoint_if_there_is_on
 
 
 def test_the_third_kill_before_training_began_is_a_bug(tmp_path: Path) -> None:
-    plan = [(1, 0, "imported", "always SIGKILL")]
-    done = paceline_run(tmp_path, "--workers", 2, prepare(tmp_path, plan))
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(100)
+import paceline
+run = paceline.Run(net, optimizer, data, global_batch=12, epochs=3)
+"""
+    )
+    done = paceline_run(tmp_path, "--no-template", "--workers", 2, script)
     assert done.returncode == 137
     assert "rank 1 failed: killed by signal 9 (SIGKILL)" in done.stderr
     assert "that was the third time" in done.stderr

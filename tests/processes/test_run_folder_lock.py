@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from runs import train
 
+from paceline.comm.world import World
 from paceline.errors import UsageError
 from paceline.observe.run_folder import RunFolder
 from paceline.run.state import FolderLock
+from paceline.testing import run_processes
 
 HOLD = """
 import os, sys
@@ -54,12 +56,11 @@ def test_a_folder_that_another_process_trains_in_is_refused_until_that_is_gone(
 
 def test_a_run_that_is_over_gives_its_folder_up(tmp_path: Path) -> None:
     train(folder=tmp_path / "run")
-    other = f"""
-from paceline.run.state import FolderLock
-from paceline.observe.run_folder import RunFolder
-FolderLock(RunFolder({str(tmp_path / "run")!r})).take()
-"""
-    subprocess.run([sys.executable, "-c", other], check=True)
+    run_processes(1, take, str(tmp_path / "run"))
+
+
+def take(_world: World, folder: str) -> None:
+    FolderLock(RunFolder(folder)).take()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
