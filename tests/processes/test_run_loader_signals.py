@@ -21,9 +21,7 @@ def load(on_start: Callable[[int], None], wire: Connection) -> None:
         wire.send(wire.recv())
 
 
-@pytest.mark.parametrize(
-    ("method", "is_held"), [("fork", True), ("fork", False), ("spawn", True)]
-)
+@pytest.mark.parametrize(("method", "is_held"), [("fork", True), ("fork", False), ("spawn", True)])
 def test_the_first_sigterm_ends_a_loader_only_if_nobody_needs_it(
     method: str, is_held: bool
 ) -> None:

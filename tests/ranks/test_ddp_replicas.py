@@ -97,11 +97,16 @@ def keep(net: nn.Module) -> None:
     """Accumulate onto what is there."""
 
 
-@pytest.mark.parametrize("clear", [to_none, to_zero, keep])
 @pytest.mark.parametrize(
-    "change", [halve, halve_and_hold, set_storage, transpose, exchange, apply_clone]
+    ("change", "clear", "transport"),
+    [
+        (change, clear, TRANSPORTS[(number + turn) % 2])
+        for number, change in enumerate(
+            [halve, halve_and_hold, set_storage, transpose, exchange, apply_clone]
+        )
+        for turn, clear in enumerate([to_none, to_zero, keep])
+    ],
 )
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_gradient_whose_storage_was_rebound_is_averaged(
     change: Callable[[nn.Module], None], clear: Callable[[nn.Module], None], transport: str
 ) -> None:

@@ -28,8 +28,10 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(RunFolder(folder)) if event["kind"] == kind]
 
 
-@pytest.mark.parametrize(("size", "shards"), [(1, 1), (2, 2), (2, 3), (3, 3)])
-@pytest.mark.parametrize("weigh", [True, False])
+@pytest.mark.parametrize(
+    ("size", "shards", "weigh"),
+    [(1, 1, True), (2, 2, False), (2, 3, True), (2, 3, False), (3, 3, True)],
+)
 def test_a_chosen_step_is_recorded_and_computes_the_same(
     size: int, shards: int, weigh: bool, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import chrome_trace
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli import main
@@ -218,7 +218,8 @@ def test_chosen_steps_restrict_the_table(folder: Path, capsys: pytest.CaptureFix
     assert "Choose from 0:6." in capsys.readouterr().err
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@example(key="dur", value=None, line=9)  # of an event that has no duration
 @given(
     key=st.sampled_from(["name", "ph", "ts", "dur", "tid", "pid", "cat", "s", "step", "last"]),
     value=st.sampled_from([None, True, -1, 2**64, 1e300, "", "M", "X", [], [1], {}, {"a": 1}]),

@@ -298,9 +298,8 @@ def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
     """A Chrome trace in its object form, an event a line."""
     before = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for event in events:
-        if event["ph"] != "M":  # see Note [Nanoseconds as microseconds] in spans
-            for key in event.keys() & {"ts", "dur"}:
-                event[key] = round(event[key] + ROUNDING_GUARD_US, 5)
+        for key in _TIMES_BY_KIND[event["ph"]]:  # see Note [Nanoseconds as microseconds] in spans
+            event[key] = round(event[key] + ROUNDING_GUARD_US, 5)
         yield before + json.dumps(event, separators=(",", ":"))
         before = ",\n"
     yield "\n]}\n"
