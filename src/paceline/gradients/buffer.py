@@ -28,6 +28,7 @@ from paceline.transport.flat import dense_layout
 _LARGE_NUMEL = 32_768
 _WORTH_GIVING_BACK_BYTES = 2**20
 _NO_MEMORY = torch.empty(0)
+_VIEW_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class ParamRef:
@@ -99,7 +100,7 @@ class Bucket:
     @torch.no_grad()
     def fill(self) -> list[int]:
         """Bring every local gradient into the buffer, scaled; list the unused parameters."""
-        grads = [None if param is None else param.grad for param in self.params]
+        grads = self._grads()
         if not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
@@ -162,6 +163,8 @@ class Bucket:
             return  # done already
         if not self._is_intact():  # a hook of the caller's has rebound a gradient
             self.views = self._make_views()
+        elif all(map(is_, self._grads(), self.views)):
+            return
         try:
             self._hand_out(used)
         except RuntimeError as error:
@@ -201,8 +204,10 @@ class Bucket:
         """Whether every parameter's gradient is its place in the buffer, at this moment."""
         if not self._is_intact():
             return False
-        grads = [None if param is None else param.grad for param in self.params]
-        return all(map(is_, grads, self.views))
+        return all(map(is_, self._grads(), self.views))
+
+    def _grads(self) -> list[Any]:
+        return [None if param is None else param.grad for param in self.params]
 
     def release(self) -> None:
         """Give the memory up to the gradients that are views of it."""
@@ -261,12 +266,14 @@ class Bucket:
         self._storage_uses = _storage_uses(self.buffer)
 
     def _make_views(self) -> list[Tensor]:
-        return [
-            # `data` is no view for autograd: it can be detached in place, and changing one gradient
-            # does not make another one look changed.
-            self.buffer[slot.start : slot.stop].as_strided(*layout).data
-            for slot, layout in zip(self.plan.slots, self._layouts, strict=True)
-        ]
+        buffer, offset = self.buffer, self.buffer.storage_offset()
+        # Autograd does not hear of these views: they can be detached in place, and changing one
+        # gradient does not make another one look changed.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEW_KEYS):
+            return [
+                buffer.as_strided(size, stride, offset + slot.start)
+                for slot, (size, stride) in zip(self.plan.slots, self._layouts, strict=True)
+            ]
 
     def _is_intact(self) -> bool:
         """Whether there is memory, and every view still is its place in it.
