@@ -242,8 +242,8 @@ class EventTail:
         """What is new, event by event; None for a line that is not one."""
         return (None if line is None else parse_event(line) for line in self.lines())
 
-    def lines_with(self, word: bytes) -> Iterator[bytes]:
-        """Of what is new the lines with a word in them, found without looking at each line."""
+    def pieces(self) -> Iterator[bytes]:
+        """What is new in pieces of whole lines, to be searched without looking at each line."""
         with open_plain(self.path) as file:
             file.seek(self.position)
             while piece := file.read(LINE_LIMIT_BYTES):
@@ -253,8 +253,7 @@ class EventTail:
                     end = len(piece)  # in the middle of a line that is too long
                 self.position += end
                 file.seek(self.position)
-                if word in piece:
-                    yield from (line for line in piece[:end].splitlines() if word in line)
+                yield piece[:end]
 
     def lines(self) -> Iterator[bytes | None]:
         """What is new, line by line; None for one that is too long. May be left at any line."""

@@ -78,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
         # Beside a training, stdout is the training's.
         print(f"paceline watch: {address}", file=sys.stderr if announced else None, flush=True)
         if announced:
+            _let_go_of_output()
             paths = _wait_for(Path(announced))
         else:
             print("Ctrl-C ends the page, and nothing else.", flush=True)
@@ -181,6 +182,14 @@ def _wait_for(announcement: Path) -> list[Path]:
             return [Path(announcement.read_text())]
         time.sleep(POLL_S)
     return []
+
+
+def _let_go_of_output() -> None:
+    """Whoever reads what the training prints waits for all who could still print."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())
+    os.close(nothing)
 
 
 def _listen(port: int) -> socket.socket:

@@ -27,7 +27,7 @@ from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
 IDLE, SKETCH_IDLE = 30, 3
-"""After something that took long there is so many times as long a rest, so that the training does
+"""After some time of the processor there is so many times as long a rest, so that the training does
 not notice: while a long run is read for the first time less, because somebody waits."""
 SLICE_S = 0.2
 """For so long a run that is sketched is read at a time."""
@@ -54,9 +54,11 @@ class Followed:
         """How many show it now."""
         self._lock = threading.Lock()
         """Around everything below: it is used in threads."""
-        self._reader: RunReader | None = None
+        self._reader = RunReader(path)
         self._sketch: RunReader | None = None
         """What is shown until the reader has read everything."""
+        if events_bytes(path) > SKETCHED_ABOVE_BYTES:
+            self._sketch = RunReader(path, is_sketch=True)
 
     @property
     def is_shown(self) -> bool:
@@ -94,21 +96,21 @@ class Followed:
         document_due_s = live_due_s = 0.0
         has_news, state = True, self.state
         while True:
-            began_s = time.monotonic()
+            began_s, began_cpu_s = time.monotonic(), time.process_time()
             has_news |= await asyncio.to_thread(self.read)
             has_news |= state != self.state
             state = self.state
             if has_news and began_s >= document_due_s:
-                build_s = time.monotonic()
                 self._publish("document", await asyncio.to_thread(self._build))
-                has_news, ended_s = False, time.monotonic()
-                document_due_s = ended_s + max(DOCUMENT_PERIOD_S, IDLE * (ended_s - build_s))
+                has_news, spent_s = False, time.process_time() - began_cpu_s
+                document_due_s = began_s + max(DOCUMENT_PERIOD_S, IDLE * spent_s)
             elif has_news or began_s >= live_due_s:
                 self._publish("live", await asyncio.to_thread(self.build_live))
                 live_due_s = began_s + DOCUMENT_PERIOD_S
-            spent_s = time.monotonic() - began_s
-            rest_s = spent_s * (IDLE if self._sketch is None else SKETCH_IDLE)
-            await asyncio.sleep(max(LIVE_PERIOD_S - spent_s, rest_s))
+            rest_s = IDLE * (time.process_time() - began_cpu_s)
+            if self._sketch is not None:
+                rest_s = SKETCH_IDLE * SLICE_S
+            await asyncio.sleep(max(began_s + LIVE_PERIOD_S - time.monotonic(), rest_s))
 
     def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
         number, _ = self._messages.get(kind, (0, b""))
@@ -119,21 +121,15 @@ class Followed:
 
     @property
     def _data(self) -> RunData:
-        reader = self._sketch or self._reader
-        assert reader is not None
-        return reader.data
+        return (self._sketch or self._reader).data
 
     def read(self) -> bool:
         """Read what is new; whether anything was. A folder that is gone stays as it was."""
         with self._lock:
-            if self._reader is not None and not self.path.is_dir():
-                return False
-            if self._reader is None:
-                self._reader = RunReader(self.path)
-                if events_bytes(self.path) > SKETCHED_ABOVE_BYTES:
-                    self._sketch = RunReader(self.path, is_sketch=True)
             has_news = False
-            with contextlib.suppress(UsageError):
+            if not self.path.is_dir():
+                return has_news
+            with contextlib.suppress(UsageError, OSError):
                 if self._sketch is not None:
                     has_news = self._sketch.read()
                     if self.is_shown:

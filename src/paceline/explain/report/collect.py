@@ -62,6 +62,8 @@ SKETCHED_BYTES = 4096
 TAIL_BYTES = 2**15
 SCANNED_BYTES = 2**26
 """Of the first rank's events, so many are searched for what is no step."""
+CLOCK_PERIOD = 16
+"""After how many lines the time is looked at."""
 _PHASES = {str(phase): phase for phase in Phase}
 _NO_STEP = re.compile(rb'\n(\{"kind":"(?!step")[^\n]*)')
 
@@ -126,10 +128,10 @@ class RunReader:
         return min(1.0, read / size) if size else float(not self.folder.event_ranks())
 
     def read(self, limit_s: float = math.inf) -> bool:
-        """Read what is new, for about `limit_s` seconds at most; whether there was anything."""
+        """Read what is new, for about `limit_s` seconds of the processor; whether there was any."""
         seen = dict(self._seen)
         self._read_documents()
-        has_events = self._read_ranks(time.monotonic() + limit_s)
+        has_events = self._read_ranks(time.thread_time() + limit_s)
         data = self.data
         data.read_t = time.time()
         # In this order: a run that ends meanwhile says so in run.json before its processes end.
@@ -255,14 +257,14 @@ class RunReader:
                 cursor = self._cursors[rank] = Cursor(EventTail(self.folder.events_of(rank)))
                 self.data.ranks[rank] = RankTotals(rank)
             begin, is_first, cursor.size = cursor.tail.position, cursor.size == 0, size
-            if size <= begin or time.monotonic() > until_s:
+            if size <= begin or time.thread_time() > until_s:
                 continue
             with self._noting(f"Some events of rank {rank}"):
                 if is_first and self.is_sketch and size > 2 * TAIL_BYTES:
                     self._sketch_rank(rank, cursor, lines)
-                for event in cursor.tail.read():
+                for number_read, event in enumerate(cursor.tail.read()):
                     self._add(rank, cursor, event, is_compared=True)
-                    if time.monotonic() > until_s:
+                    if number_read % CLOCK_PERIOD == 0 and time.thread_time() > until_s:
                         break
             has_events |= cursor.tail.position > begin
             if cursor.damaged:
@@ -283,8 +285,9 @@ class RunReader:
             self._starts = EventTail(self.folder.events_of(0))
         found = list[tuple[float, int]]()
         with contextlib.suppress(WireError, OSError):
-            for line in self._starts.lines_with(b'"start"'):
-                event = parse_event(line)
+            pieces = (piece for piece in self._starts.pieces() if b'"start"' in piece)
+            for line in (line for piece in pieces for line in piece.splitlines()):
+                event = parse_event(line) if b'"start"' in line else None
                 if event is not None and event["kind"] == "start":
                     found.append((amount(event["t"]), whole(event.get("step")) or 0))
         data = self.data
@@ -305,21 +308,25 @@ class RunReader:
 
         Where workers were replaced, and of the rank that writes for all, also what is no step.
         """
-        data, tail_at = self.data, cursor.size - TAIL_BYTES
+        data = self.data
         is_scanned = rank == self._clock or len(data.starts) > 1 or bool(data.events["generation"])
         with open_plain(self.folder.events_of(rank)) as file:
-            head = file.read(min(tail_at, SCANNED_BYTES) if is_scanned else SKETCHED_BYTES)
-            for found in _NO_STEP.finditer(b"\n" + head):
-                if (event := parse_event(found[1])) is not None:
-                    self._add(rank, cursor, event)
+            file.seek(cursor.size - TAIL_BYTES)
+            tail_at = cursor.tail.position = file.tell() + len(file.readline(TAIL_BYTES))
+            beginning = EventTail(self.folder.events_of(rank))
+            for piece in beginning.pieces():
+                before = piece[: tail_at - (beginning.position - len(piece))]
+                for found in _NO_STEP.finditer(b"\n" + before):
+                    if (event := parse_event(found[1])) is not None:
+                        self._add(rank, cursor, event)
+                if not is_scanned or beginning.position >= min(tail_at, SCANNED_BYTES):
+                    break
             for place in range(0, tail_at, max(SKETCHED_BYTES, tail_at // max(1, lines))):
                 file.seek(place)
                 lines_there = file.read(SKETCHED_BYTES).split(b"\n", 2)
                 event = parse_event(lines_there[1]) if len(lines_there) == 3 else None
                 if event is not None and event["kind"] == "step":
                     self._add(rank, cursor, event)
-            file.seek(tail_at)
-            cursor.tail.position = tail_at + len(file.readline(TAIL_BYTES))
 
     def _add(
         self, rank_number: int, cursor: Cursor, event: Event | None, *, is_compared: bool = False

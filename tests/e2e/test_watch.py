@@ -1,0 +1,64 @@
+"""`paceline run --watch`: the page is there while a run trains, and when the run is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'paceline[watch]'")
+SCRIPT = """
+import torch, paceline
+from torch.utils.data import TensorDataset
+net = torch.nn.Linear(2, 1)
+data = TensorDataset(torch.ones(40, 2))
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in paceline.Run(net, sgd, data, global_batch=4, epochs=1, folder="runs/beside"):
+    with step:
+        for (x,) in step.batches():
+            step.backward(net(x).mean())
+"""
+
+
+def find_watchers(mark: str) -> Iterator[int]:
+    """Processes of `paceline watch` that were started with `mark` in their environment."""
+    for entry in Path("/proc").iterdir():
+        try:
+            is_watch = entry.name.isdigit() and b"\0watch\0" in (entry / "cmdline").read_bytes()
+            if is_watch and mark.encode() in (entry / "environ").read_bytes():
+                yield int(entry.name)
+        except OSError:
+            continue
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_the_page_opened_beside_a_training_outlives_it_and_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    mark = f"PACELINE_TEST_MARK={tmp_path}"
+    environ = os.environ | dict([mark.split("=")]) | {"BROWSER": "true"}
+    command = [sys.executable, "-m", "paceline", "run", "--watch", "train.py"]
+    try:
+        # Returns when nobody has its pipes any more.
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        (address,) = re.findall(r"http://\S+", done.stderr)
+        url = address.replace("/?", "/document?")
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            live = json.load(answer)["live"]
+        assert (live["run"], live["state"], live["step"]) == ("beside", "finished", 10)
+    finally:
+        for pid in find_watchers(mark):
+            os.kill(pid, signal.SIGTERM)
+            while Path(f"/proc/{pid}").exists():
+                time.sleep(0.02)
