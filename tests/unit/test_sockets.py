@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_reached_is_said_long_before_the_error(
         port = closed.getsockname()[1]
         place = Placement(rank=1, size=2, local_size=2, master_addr=address, master_port=port)
         with pytest.raises(PeerError, match="found no store"):
-            world.connect(place, timedelta(seconds=1))
+            world.connect(place, timedelta(seconds=0.3))
     assert f"still waits for the store at {address}, port {port}" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_a_store_that_never_answers_is_said_long_before_the_error(
         port = silent.getsockname()[1]
         place = Placement(rank=1, size=2, local_size=2, master_addr="127.0.0.1", master_port=port)
         with pytest.raises(PeerError, match="found no store"):
-            world.connect(place, timedelta(seconds=1))
+            world.connect(place, timedelta(seconds=0.3))
     assert "still waits for the store" in capsys.readouterr().err
 
 
