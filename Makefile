@@ -7,8 +7,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-check \
 	--constraint constraints.txt
 
-# Test files are shared out to this many processes, each of which reads all of them first.
-TEST_PROCESSES ?= 2
+# Test files are shared out to this many processes, each of which reads all of them first. One more
+# than there are cores in a small machine, because many tests wait.
+TEST_PROCESSES ?= 3
+# The tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test lint types unit integrations bench clean
@@ -21,7 +24,7 @@ demo: $(VENV)/.installed  ## set up, then train a small model on two CPU workers
 	@$(BIN)/paceline demo
 
 test: $(VENV)/.installed-dev  ## set up, then lint, check types and run every test
-	@$(MAKE) --no-print-directory lint types
+	@$(MAKE) --no-print-directory -j2 lint types
 	$(PYTEST)
 
 lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
