@@ -18,7 +18,7 @@ from paceline.explain.report.collect import RunReader, collect
 from paceline.observe.run_folder import EventTail, EventWriter, RunFolder
 from paceline.record.schema import write as write_trace
 from paceline.watch import live
-from paceline.watch.follow import Watched
+from paceline.watch.follow import SKETCHED, Watched
 from paceline.watch.terminal import head
 
 
@@ -140,11 +140,14 @@ def test_a_page_of_a_long_run_is_sketched_and_then_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = synthetic_run(tmp_path / "run", steps=600, ranks=2)
+    with open(folder.events_of(0), "ab") as file:
+        file.write(b'{"kind":"step","t":1,"ra')  # it was killed
     monkeypatch.setattr("paceline.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
     monkeypatch.setattr("paceline.watch.follow.SLICE_S", 0.005)
     run = Watched([folder.path]).first
     run.read()
     assert run.build_live()["reading"] == 0.0
+    assert SKETCHED in run._data.missing
     run._messages["document"] = 1, b""  # a page has it
     readings = list[Any]()
     while (reading := run.build_live()["reading"]) is not None:
@@ -153,6 +156,7 @@ def test_a_page_of_a_long_run_is_sketched_and_then_exact(
     assert readings == sorted(readings)
     assert len(readings) > 3
     assert run._data.ranks[0].steps == 600
+    assert run._data.missing == []
 
 
 def test_memory_stays_flat_however_much_a_run_writes(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             watched = Watched(paths)
             config = uvicorn.Config(
                 server.make_app(watched, token, port),
-                log_level="error",
+                log_level="critical",
                 access_log=False,
                 server_header=False,
                 date_header=False,

@@ -26,11 +26,15 @@ from paceline.observe.run_folder import RunFolder, replace_file
 from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
-IDLE, SKETCH_IDLE = 30, 3
+IDLE, SKETCH_IDLE = 20, 3
 """After some time of the processor there is so many times as long a rest, so that the training does
 not notice: while a long run is read for the first time less, because somebody waits."""
 SLICE_S = 0.2
 """For so long a run that is sketched is read at a time."""
+SKETCHED = (
+    "The run is long, and only some of its steps were read when this page was made: curves are "
+    "sketched, and sums are too small."
+)
 SKETCHED_ABOVE_BYTES = 2**22
 """Larger event files than this, all together, are sketched first."""
 STILL_HERE_S = 15.0
@@ -135,7 +139,8 @@ class Followed:
                     if self.is_shown:
                         self._reader.read(SLICE_S)
                     self._sketch.data.reading = self._reader.progress
-                    if self.is_shown and self._reader.progress == 1.0:
+                    self._sketch.data.notes["sketch"] = SKETCHED
+                    if not self._reader.is_behind:
                         self._sketch = None
                 else:
                     has_news = self._reader.read()

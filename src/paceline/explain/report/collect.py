@@ -107,6 +107,8 @@ class RunReader:
         self.folder = RunFolder(path)
         self.is_sketch = is_sketch
         """Whether of what is there now only some lines are read, and all of what comes."""
+        self.is_behind = True
+        """Whether there was more to read than there was time for."""
         self._seen: dict[Path, object] = {}
         """Of every document what told its version when it was read."""
         self._begin()
@@ -248,7 +250,7 @@ class RunReader:
             )
         if self.is_sketch:
             self._read_info()  # for the size of a batch
-        has_events = False
+        has_events = self.is_behind = False
         self._clock = ranks[0] if ranks else -1
         lines = SKETCHED_LINES // max(1, len(sizes))
         for rank, size in sizes.items():
@@ -257,7 +259,10 @@ class RunReader:
                 cursor = self._cursors[rank] = Cursor(EventTail(self.folder.events_of(rank)))
                 self.data.ranks[rank] = RankTotals(rank)
             begin, is_first, cursor.size = cursor.tail.position, cursor.size == 0, size
-            if size <= begin or time.thread_time() > until_s:
+            if size <= begin:
+                continue
+            if time.thread_time() > until_s:
+                self.is_behind = True
                 continue
             with self._noting(f"Some events of rank {rank}"):
                 if is_first and self.is_sketch and size > 2 * TAIL_BYTES:
@@ -265,6 +270,7 @@ class RunReader:
                 for number_read, event in enumerate(cursor.tail.read()):
                     self._add(rank, cursor, event, is_compared=True)
                     if number_read % CLOCK_PERIOD == 0 and time.thread_time() > until_s:
+                        self.is_behind = True
                         break
             has_events |= cursor.tail.position > begin
             if cursor.damaged:
