@@ -89,16 +89,31 @@ function LiveHead({ data }) {
 
 const timeOf = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en", { hour12: false });
 
+// A worker knows only how long it waited. Who came last waited for nobody, only for the sums; so
+// long, the others did too.
+function phasesOf({ worker, phases, waits_for: last, waited_s: waited }, workers) {
+  const wait = phases.find(([name]) => name === "wait"),
+    isLast = workers.some((each) => each.waits_for === worker);
+  if (!wait || phases.some(([name]) => name === "transfer")) return phases;
+  const others = isNumber(last) ? waited : isLast ? 0 : wait[1];
+  return [
+    ...phases.filter((each) => each !== wait),
+    ["wait", others],
+    ["transfer", wait[1] - others],
+  ].filter(([, seconds]) => seconds > 0);
+}
+
 // What every worker did in its last step.
 function Now({ data: { workers, phases, inAll, state } }) {
   const longest = Math.max(1e-9, ...workers.map((each) => each.seconds)),
+    shown = workers.map((each) => phasesOf(each, workers)),
     used = Object.keys(phases).filter((phase) =>
-      workers.some((each) => each.phases.some(([name]) => name === phase)),
+      shown.some((each) => each.some(([name]) => name === phase)),
     ),
     hasQueue = workers.some((each) => isNumber(each.queue)),
     isOver = ENDED.includes(state);
   const head = ["", "phases of its last step", "step", "waits for", "memory", ...(hasQueue ? ["queue"] : [])];
-  const rows = workers.map((each) => {
+  const rows = workers.map((each, i) => {
     const { worker, waits_for: last, waited_s: waited } = each,
       isGone = !each.is_alive && !isOver;
     const waits =
@@ -108,7 +123,7 @@ function Now({ data: { workers, phases, inAll, state } }) {
     return html`<li key=${worker} class=${isGone ? "gone" : ""} title=${"process " + each.pid}>
       <span class="bar-label">worker ${worker}${isGone && html`<em> gone</em>`}</span>
       <${Bar}
-        pieces=${each.phases.map(([name, seconds]) => [
+        pieces=${shown[i].map(([name, seconds]) => [
           name,
           seconds / longest,
           name + ": " + duration(seconds),
@@ -132,7 +147,10 @@ function Now({ data: { workers, phases, inAll, state } }) {
 function Waits({ data: { blame, isSlow, steps, workers, ms, waited_ms: waited } }) {
   const known = (column) => column.map((each) => (isNumber(each) ? each : 0)),
     totals = ms.map((column, i) => known(column).map((own, j) => own + known(waited[i])[j])),
-    range = [0, 1.08 * Math.max(0.001, ...totals.flat().sort((a, b) => a - b).slice(0, -1)), null];
+    all = totals.flat().sort((a, b) => a - b),
+    usual = all[Math.floor(0.9 * (all.length - 1))],
+    // A few long pauses are cut off, so that the other steps can be seen; the tip says how long.
+    range = [0, 1.08 * Math.max(0.001, Math.min(all[all.length - 1], 2.5 * usual)), null];
   const say = (each) => (each ? duration(each / 1000) : "0");
   const line = (label, look, column, told) => ({
     label,
@@ -354,12 +372,12 @@ const LIVE_SECTIONS = [
   ["batch", Recorded, ...BATCH.slice(2)],
   ...SECTIONS.filter(([name]) => ["checkpoints", "workers", "timeline", "scaling"].includes(name)),
   ["messages", Messages, "What it said", "Newest first.", ""],
-  ...SECTIONS.filter(([name]) => name === "details"),
+  ["details", Details, "Settings", "", ""],
 ];
 
 // The sections that a document and the newest live part have; null where there is nothing to show.
 function sectionsOf(shown, live, isLost) {
-  const { details, pipeline, workers } = shown,
+  const { details, pipeline } = shown,
     told = details ? details.messages : [],
     newest = told.length ? told[told.length - 1].t : 0;
   const messages = [...told, ...live.messages.filter((each) => each.t > newest)].slice(-200);
@@ -379,7 +397,7 @@ function sectionsOf(shown, live, isLost) {
       ? { workers: live.workers, phases: live.phases, inAll: live.workers_in_all, state: live.state }
       : null,
     waits: live.last_steps.steps.length
-      ? { ...live.last_steps, blame: live.blame, isSlow: !!workers && workers.slow_rank !== null }
+      ? { ...live.last_steps, blame: live.blame, isSlow: live.blame.startsWith("Worker ") }
       : null,
     runs: live.runs.length > 1 ? { run: live.run, runs: live.runs } : null,
     batch: { traces: pipeline, recording: live.recording, state: live.state },

@@ -73,14 +73,13 @@ function Learning({ data: { charts, epochs, evaluations } }) {
 function Metric({ name, curves, is_share = false, first_bad = null, ticks, yLog }) {
   const say = is_share ? percent : figure,
     [, means, lows, highs] = curves[0].columns;
+  const [lowest, highest] = [Math.min(...means), Math.max(...means)];
   let said =
-    "From " +
-    say(means[0]) +
-    " to " +
-    say(means[means.length - 1]) +
-    "; " +
-    (is_share ? "highest " + say(Math.max(...means)) : "lowest " + say(Math.min(...means))) +
-    ".";
+    lowest === highest
+      ? "Always " + say(lowest) + "."
+      : `From ${say(means[0])} to ${say(means[means.length - 1])}; ` +
+        (is_share ? "highest " + say(highest) : "lowest " + say(lowest)) +
+        ".";
   const hasBand = highs.some((high, i) => high > lows[i]);
   if (hasBand && !isSmoothed(curves[0]))
     said += " The pale band holds the lowest and highest steps.";
