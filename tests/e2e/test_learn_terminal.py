@@ -61,7 +61,7 @@ def test_a_lesson_on_terminals_of_several_widths_mistyped_interrupted_and_kept(
         assert "  » │ 6 x 10" in shown  # the recorded stage, the answer marked in it
         assert max(map(len, session.glass.lines)) <= 60
         session.resize(80)
-        assert "rows_of(stage)" in reader.type("")
+        assert "rows_of(stage_of(lab.ddp, 'batch'))" in reader.type("")
         reader.type("6 5 5")
         shown = reader.type("")
         assert "✗ You said 6, 5, 5. The answer is 6, 6, 4." in shown

@@ -20,8 +20,7 @@ PLACES = ("torch.distributed", "torch.utils.data", "torch.nn", "torch.optim")
 def rows_by_worker(lab: Lab) -> Found:
     """{batch} rows are shared among {workers} workers, each a process of its own. How many rows
     does each get, from rank 0 up?"""
-    stage = stage_of(lab.ddp, "batch")
-    rows = rows_of(stage)
+    rows = rows_of(stage_of(lab.ddp, "batch"))
     return Found(
         rows,
         f"Rows are dealt one by one, so shares differ by at most one: {list_text(rows)}.",
@@ -33,8 +32,7 @@ def rows_by_worker(lab: Lab) -> Found:
 def rows_by_device(lab: Lab) -> Found:
     """DataParallel cuts the same {batch} rows for {workers} devices in one process. How many rows
     does each device get?"""
-    stage = stage_of(lab.dp, "split")
-    rows = rows_of(stage)
+    rows = rows_of(stage_of(lab.dp, "split"))
     why = "Equal parts: each device has as much to do as the others."
     if len(set(rows)) > 1:
         why = (
@@ -133,9 +131,8 @@ def uneven_is_exact(lab: Lab) -> Found:
 @ask("replicas", "2", kind="number", unit="copies")
 def copies(lab: Lab) -> Found:
     """How many copies of {model_name} compute on {workers} devices?"""
-    stage = stage_of(lab.dp, "forward")
     return Found(
-        len(stage.parts),
+        len(stage_of(lab.dp, "forward").parts),
         "One for each device that has rows: the same architecture, the same weights.",
         stage=("dp", "copy"),
     )

@@ -120,9 +120,9 @@ def faster_in_python(lab: Lab) -> Found:
         "process per device scales better."
     )
     if ratio < 1.2:
-        why += " Here and now the difference is small: the processes had to share a core."
+        why += " Here and now others keep the cores busy, so nothing is gained by a second one."
     return Found(
-        "processes" if ratio > 1.2 else "threads" if ratio < 1 / 1.2 else "about the same",
+        "processes" if ratio > 1.2 else "about the same",
         why,
         [f"threads {threads_s * 1e3:.0f} ms, processes {processes_s * 1e3:.0f} ms"],
     )

@@ -41,6 +41,7 @@ MOST_WORKERS, MOST_ROWS = 8, 2_000
 FEATURES, CLASSES, ROWS = 10, 5, 1_000
 EPOCHS = 5
 NAP_S, SLOW_S = 0.05, 0.02
+SPIN_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,10 +271,20 @@ class Runs:
 
     @cached_property
     def python_s(self) -> tuple[float, float]:
-        """How long a loop of plain Python takes beside another: in threads, in processes."""
-        with ThreadPoolExecutor(2) as pool:
-            threads_s = max(each.result() for each in [pool.submit(scripts.spin) for _ in "ab"])
-        return threads_s, max(launch(scripts.spin, workers=2, threads=1, label=False))
+        """How long a loop of plain Python takes beside another: in threads, in processes.
+
+        The best of some rounds: others at work can only make it longer, and threads that take
+        turns are never faster than twice the time of one.
+        """
+        best_s = [float("inf")] * 2
+        for _ in range(SPIN_ROUNDS):
+            with ThreadPoolExecutor(2) as pool:
+                threads_s = max(each.result() for each in [pool.submit(scripts.spin) for _ in "ab"])
+            processes_s = max(launch(scripts.spin, workers=2, threads=1, label=False))
+            best_s = [*map(min, best_s, (threads_s, processes_s))]
+            if best_s[0] > 1.5 * best_s[1]:
+                break
+        return best_s[0], best_s[1]
 
     # Who gets which rows.
 
