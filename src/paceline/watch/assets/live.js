@@ -37,9 +37,8 @@ function lastOf(learning, name) {
   return [means[means.length - 1], xs[xs.length - 1]];
 }
 
-function liveTiles({ live, learning }) {
+function liveTiles({ live, loss }) {
   const of = (now, all) => figure(now) + (isNumber(all) ? " of " + figure(all) : ""),
-    loss = lastOf(learning, "loss"),
     perStep = isNumber(live.steps_per_s) ? figure(live.steps_per_s) + " steps/s" : "";
   const epoch = isNumber(live.epochs) ? Math.min(live.epoch + 1, live.epochs) : live.epoch + 1;
   return [
@@ -391,7 +390,7 @@ function sectionsOf(shown, live, isLost) {
       sentences: shown.sentences,
       tiles: shown.tiles,
       missing: shown.missing,
-      learning: shown.learning,
+      loss: lastOf(shown.learning, "loss"),
     },
     now: live.workers.length
       ? { workers: live.workers, phases: live.phases, inAll: live.workers_in_all, state: live.state }
@@ -408,7 +407,8 @@ function sectionsOf(shown, live, isLost) {
 
 // The same sections, with those that have not changed being the very same objects.
 function kept(old, fresh) {
-  const same = (name) => JSON.stringify(old[name]) === JSON.stringify(fresh[name]);
+  const same = (name) =>
+    old[name] === fresh[name] || JSON.stringify(old[name]) === JSON.stringify(fresh[name]);
   return Object.fromEntries(
     Object.keys(fresh).map((name) => [name, same(name) ? old[name] : fresh[name]]),
   );
@@ -440,7 +440,7 @@ function Watch() {
       close();
       stream = new EventSource(addressOf("/events"));
       stream.addEventListener("document", (event) => {
-        shown = JSON.parse(event.data);
+        shown = kept(shown || {}, JSON.parse(event.data));
         live = shown.live;
         lost = false;
         draw();
