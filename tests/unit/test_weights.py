@@ -302,6 +302,16 @@ def zipped(
     return changed.getvalue()
 
 
+def with_data(data: bytes) -> bytes:
+    """A file with a tensor of 16 bytes, and these for it."""
+    original, changed = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.zeros(4)}, original)
+    with zipfile.ZipFile(original) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, data if name.endswith("/data/0") else old.read(name))
+    return changed.getvalue()
+
+
 def saved(value: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file, **options)
@@ -350,6 +360,8 @@ def bombs() -> dict[str, bytes]:
         "base64 again and again": zipped(repeated(b"base!64")),
         "a tensor of stride 0": saved({"w": torch.zeros(1).expand(2**40)}),
         "a tensor that overlaps itself": saved({"w": base.as_strided((2**9, 2**17), (1, 1))}),
+        "a tensor with the bytes of its neighbour": with_data(b"\0" * 15),
+        "a tensor with bytes to spare": with_data(b"\0" * 20),
         "tensors that share their bytes": saved({str(i): base[i:] for i in range(50)}),
         "a dictionary inside itself": saved(inside),
         "a list in a list": saved(twice),

@@ -255,7 +255,7 @@ def _check_zip(path: Path) -> None:
                     if entry.filename.lower().endswith(".pkl"):
                         with archive.open(entry) as instructions:
                             start = io.BytesIO(instructions.read(_MAX_INSTRUCTION_BYTES))
-                        _check_instructions(start, path)
+                        _check_storages(_check_instructions(start, path), entries)
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged, or torch.save did not write it: {error}.",
@@ -279,15 +279,47 @@ def _check_zip_end(file: io.BufferedIOBase) -> None:
         raise ValueError(f"its directory takes {stated:,} bytes")
 
 
-def _check_instructions(file: io.BytesIO, path: Path) -> None:
+def _check_storages(storages: list[list[Any]], entries: list[zipfile.ZipInfo]) -> None:
+    """Refuse memory that is not as long as its entry: torch would map what comes after it."""
+    import torch
+
+    bytes_by_key = {e.filename.partition("/data/")[2]: e.file_size for e in entries}
+    for storage in storages:
+        match storage:
+            case ["storage", str(kind), str(key), str(), int(count)]:
+                kept = getattr(torch, kind.rpartition(" ")[2], None)
+                is_typed = isinstance(kept, type) and issubclass(kept, torch.TypedStorage)
+                size = kept._dtype.itemsize if is_typed else 1  # type: ignore[union-attr]
+                if not 0 <= bytes_by_key.get(key, -1) - count * size < size:
+                    raise ValueError(f"tensor data {key[:20]!r} is not as long as it should be")
+            case _:
+                raise ValueError("it has memory of a kind that torch does not write")
+
+
+def _check_instructions(file: io.BytesIO, path: Path) -> list[list[Any]]:
     """Read instructions without following them, for those that take any memory they like.
 
     `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte; so are
-    lengths beyond the end, and encoding in hexadecimal again and again.
+    lengths beyond the end, and encoding in hexadecimal again and again. Returns what they say of
+    the memory of tensors: "storage", type, key, device, number of elements.
     """
     calls, repeats = set(), False
+    storages: list[list[Any]] = []
+    recent: list[Any] = []
+    memo: dict[Any, Any] = {}
     try:
         for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "MARK":
+                recent = []
+            elif opcode.name == "BINPERSID":
+                storages.append(recent)
+                recent = []
+            elif opcode.name in ("BINPUT", "LONG_BINPUT"):
+                memo[argument] = recent[-1] if recent else None
+            elif opcode.name in ("BINGET", "LONG_BINGET"):
+                recent.append(memo.get(argument))
+            elif argument is not None:
+                recent.append(argument)
             if opcode.name == "GLOBAL":
                 calls.add(str(argument))
             elif isinstance(argument, str):
@@ -299,6 +331,7 @@ def _check_instructions(file: io.BytesIO, path: Path) -> None:
     for call in calls:
         if call.endswith(" bytearray") or (call == "_codecs encode" and repeats):
             raise _needs_running(path, call.replace(" ", ".").removeprefix("builtins."))
+    return storages
 
 
 SAFETENSORS = Format(

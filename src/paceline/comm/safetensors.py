@@ -200,7 +200,7 @@ def read_header(
         return _parse(text, size - LENGTH_BYTES - length), prefix + text
     except ValueError as problem:
         raise error(
-            f"{path} has an impossible header: {str(problem)[:200]}.",
+            f"{path} has an impossible header: {str(problem)[:200].rstrip('.')}.",
             advice="The file is damaged or was made to do harm; nothing of it was used.",
         ) from None
 
