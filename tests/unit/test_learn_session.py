@@ -60,7 +60,9 @@ def play(memory: Memory, *typed: str, lesson: bool = True) -> str:
         return line
 
     lab: Any = SimpleNamespace(rows=8, seed=0, is_own=False, named={"rows": 8}.get)
-    session = Session(lab, QUESTIONS, memory, Screen(stream), ask)
+    screen = Screen(stream)
+    screen.is_plain = False  # which a stream without an encoding is otherwise
+    session = Session(lab, QUESTIONS, memory, screen, ask)
     try:
         session.lesson(LESSON) if lesson else session.cards()
     except Leave:

@@ -19,7 +19,7 @@ from paceline import env
 from paceline.errors import UsageError, WireError
 from paceline.explain.trace import card
 from paceline.explain.trace.beside import draw_both
-from paceline.explain.trace.drawing import WIDTH, draw, paint, title_of
+from paceline.explain.trace.drawing import WIDTH, draw, finish, paint, title_of
 from paceline.observe.run_folder import RunFolder
 from paceline.record import schema
 from paceline.record.stages import Trace
@@ -147,7 +147,7 @@ class Screen:
 
     def show(self, lines: Iterable[str]) -> None:
         """Print lines; an empty one ends a stage: there wait for Enter, if that was asked for."""
-        for line in lines:
+        for line in finish([*lines], sys.maxsize, self.is_plain):
             if not line and self._waits:
                 self._waits = bool(_ask("    Enter: the next stage. "))
             else:
