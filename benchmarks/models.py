@@ -131,6 +131,12 @@ def _deep(layers: int, width: int) -> nn.Module:
     )
 
 
+def _normed(layers: int, width: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(layers))
+    )
+
+
 MODELS: dict[str, Model] = {
     "mlp-8.4M": Model(_mlp, _rows(32, 1024, 1024), _classify),
     "gpt-17M": Model(lambda: GPT(8192, 384, 8, 6, 128), _text(1, 128, 8192), _next_token),
@@ -138,4 +144,5 @@ MODELS: dict[str, Model] = {
     "deep-200x64": Model(lambda: _deep(200, 64), _rows(32, 64, 64), _classify),
     "embedding-11M": Model(lambda: Words(20_000, 512, 100), _word_rows, _classify),
     "small-600": Model(lambda: _deep(300, 16), _rows(8, 16, 16), _classify),
+    "normed-150x48": Model(lambda: _normed(150, 48), _rows(16, 48, 48), _classify),
 }

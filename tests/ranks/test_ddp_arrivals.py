@@ -33,7 +33,7 @@ def wrap(world: World, module: nn.Module, transport: str) -> DistributedDataPara
 
 def counting_each(model: DistributedDataParallel) -> DistributedDataParallel:
     """The same engine, with Python called for every gradient."""
-    model._reducer._arrivals.listen = lambda *_: None  # type: ignore[method-assign]
+    model._reducer.arrivals.listen = lambda *_: None  # type: ignore[method-assign]
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.transport import Reduction
+
+_Hook = Callable[[Tensor], None]
+_Hooks = MutableMapping[int, _Hook]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +39,8 @@ class Backward:
     """It broke off here, and is completed only to tell the others."""
     arrived: list[Tensor] = field(default_factory=list)
     """Parameters in the order in which their gradients came; empty again when it has ended."""
+    awaited: Container[int] = ()
+    """The ids of those whose gradients are expected last in their buckets."""
     counted: int = 0
     """How many of these `missing` knows of."""
     in_flight: list[Reduction] = field(default_factory=list)
@@ -47,6 +53,63 @@ class Backward:
     """Of the parameters when it began, where that is to be compared at its end."""
     callback: weakref.ref[Callable[[], None]] | None = None
     """What autograd calls at the end."""
+
+
+class Arrivals:
+    """The hooks on the parameters of one model.
+
+        resting: each calls Python --(listen)--> only the awaited ones do --(rest)--> resting
+
+    A hook of a few lines of Python takes longer than many a small layer, so while a backward is
+    followed most hooks are the `append` of a list, which runs no Python and forgets nothing.
+
+    Invariant: at rest every parameter calls Python, so that no backward goes unnoticed, whichever
+    parameters it reaches. Holds hooks only while listening, and parameters never: see
+    Note [Who keeps whom alive] in `reducer`.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._places: list[tuple[int, Callable[[], _Hooks | None], int]] = []
+        """Of each hook that need not be Python: its parameter's id, where it is kept, its key."""
+        self._replaced: list[tuple[_Hooks, int, _Hook]] = []
+
+    @property
+    def is_hooked(self) -> bool:
+        return bool(self._handles)
+
+    def hook(self, param: Parameter, hook: _Hook, *, is_always_python: bool = False) -> None:
+        """Have this called whenever a gradient of the parameter is complete."""
+        handle: Any = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
+        if not is_always_python:
+            hooks: Any = param._post_accumulate_grad_hooks
+            self._places.append((id(param), weakref.ref(hooks), handle.id))
+
+    def unhook(self) -> None:
+        """Leave every parameter alone from now on."""
+        self.rest()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._places = [], []
+
+    def listen(self, note: _Hook, awaited: Container[int]) -> None:
+        """Until `rest`, have all but the parameters with these ids call `note` instead."""
+        self.rest()
+        self._replaced = [
+            (hooks, key, hooks[key])
+            for param, get, key in self._places
+            if param not in awaited and (hooks := get()) is not None and key in hooks
+        ]
+        for hooks, key, _ in self._replaced:
+            hooks[key] = note
+
+    def rest(self) -> None:
+        """Have every parameter call Python again."""
+        for hooks, key, hook in self._replaced:
+            if key in hooks:
+                hooks[key] = hook
+        self._replaced = []
 
 
 class BackwardFollower:
@@ -70,20 +133,13 @@ class BackwardFollower:
         self.unmarked_wish: bool | None = None
         """The wish of a forward pass whose outputs could not be marked with it."""
         self._announced: Backward | None = None
+        self.arrivals = Arrivals()
 
     def new_backward(self, wants_sync: bool) -> Backward:
         raise NotImplementedError
 
     def on_backward_ended(self, ended: Backward) -> None:
         """`ended` has reached parameters, and is complete."""
-        raise NotImplementedError
-
-    def listen(self, followed: Backward) -> None:
-        """From now on note what comes in `followed.arrived`, until `rest`."""
-        raise NotImplementedError
-
-    def rest(self) -> None:
-        """No backward is followed any more."""
         raise NotImplementedError
 
     def on_untouched_backward(self) -> bool:
@@ -122,12 +178,13 @@ class BackwardFollower:
         keep_out_of_graphs(at_end)
         followed.callback = weakref.ref(at_end, self._on_callback_freed)
         queue(at_end)
-        self.listen(followed)
+        if self.broken is None:  # else the first gradient is to raise
+            self.arrivals.listen(followed.arrived.append, followed.awaited)
         return followed
 
     def _on_end(self, ended: Backward) -> None:
         self.unmarked_wish = None
-        self.rest()
+        self.arrivals.rest()
         try:
             if self._announced is ended and ended.arrived:
                 self.open()
@@ -144,7 +201,7 @@ class BackwardFollower:
         freed = self.current or self._announced
         if freed is None or freed.callback is not callback:
             return
-        self.rest()
+        self.arrivals.rest()
         if freed is self.current or freed.arrived:
             self.broken = freed
         if freed is not self.current and freed.arrived:

@@ -19,8 +19,7 @@ from torch.nn import Parameter
 from paceline import comm
 from paceline.comm import Membership
 from paceline.errors import DesyncError, PacelineError, UsageError, name_ranks
-from paceline.gradients.arrivals import Arrivals
-from paceline.gradients.backward import Backward, BackwardFollower
+from paceline.gradients.backward import Backward, BackwardFollower, keep_out_of_graphs
 from paceline.gradients.buffer import Bucket, ParamRef, Words
 from paceline.gradients.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
 from paceline.gradients.hooks import Hook, HookCall
@@ -100,7 +99,6 @@ class Reducer(BackwardFollower):
         self._frozen = [p for p in params if not p.requires_grad]
         self._layout = BucketLayout(dense, capacities_bytes, always_views)
         self._hook: tuple[Hook, Any] | None = None
-        self._arrivals = Arrivals()
         self.weight = LossWeight()
         self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._order_is_agreed = False
@@ -108,7 +106,7 @@ class Reducer(BackwardFollower):
 
     def attach(self) -> None:
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
-        if self._arrivals.is_hooked:
+        if self.arrivals.is_hooked:
             return
         mine = {id(param) for param in self.parameters}
         for param in self._alive([*self._layout.params, *self._sparse]):
@@ -121,7 +119,7 @@ class Reducer(BackwardFollower):
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
-        self._arrivals.unhook()
+        self.arrivals.unhook()
 
     def set_hook(self, hook: Hook, state: Any) -> None:
         """Reduce through this hook from now on."""
@@ -245,16 +243,10 @@ class Reducer(BackwardFollower):
         self, refs: Sequence[ParamRef], hook: Callable[[Tensor], None], **how: bool
     ) -> None:
         hook.reducer = self  # type: ignore[attr-defined]
+        keep_out_of_graphs(hook)
         for param in self._alive(refs):
             if param.requires_grad:
-                self._arrivals.hook(param, hook, **how)
-
-    def listen(self, followed: Backward) -> None:
-        if self.broken is None:  # else the first gradient is to raise
-            self._arrivals.listen(followed.arrived.append, self._layout.awaited)
-
-    def rest(self) -> None:
-        self._arrivals.rest()
+                self.arrivals.hook(param, hook, **how)
 
     def new_backward(self, wants_sync: bool) -> Backward:
         if self.observer is not None:
@@ -262,7 +254,8 @@ class Reducer(BackwardFollower):
         # While skipping no bucket is ever full, so the hooks need not ask.
         missing = self._layout.missing.copy() if wants_sync else self._layout.never_full()
         versions = [] if self._layout.is_learned else self._versions()
-        return Backward(skips=not wants_sync, missing=missing, versions=versions)
+        awaited = self._layout.awaited
+        return Backward(not wants_sync, missing, versions=versions, awaited=awaited)
 
     def _versions(self) -> list[int]:
         params = (ref.get() for ref in self._layout.params)
