@@ -10,8 +10,10 @@ a page it reads nothing. A third kind, again without tabs, shows what chance mak
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -76,8 +78,9 @@ class Tabs:
 
     def _close(self) -> None:
         for connection in self._connections:
-            if connection.sock is not None:
-                connection.sock.shutdown(2)
+            with contextlib.suppress(OSError):  # a reader may have closed it
+                if (sock := connection.sock) is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
             connection.close()
         self._connections = []
 
