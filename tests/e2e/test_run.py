@@ -201,7 +201,7 @@ def test_the_first_real_traceback_is_printed_once_and_everyone_ends(tmp_path: Pa
     assert time.monotonic() - begin < SOON_S
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    assert "paceline: rank 1 failed:\nTraceback (most recent call last):\n" in done.stderr
+    assert done.stderr.startswith("paceline: rank 1 failed:\nTraceback (most recent call last):\n")
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
     assert [Path(frame.split('"')[1]).name for frame in frames] == ["script.py", "script.py"]
     assert "ValueError: boom\n" in done.stderr
@@ -287,7 +287,6 @@ def test_a_signal_to_the_launcher_ends_workers_and_what_they_started(
         assert launcher.wait(timeout=SOON_S) == 128 + number
         wait_until_gone(pids)
         _, said = launcher.communicate()
-    said = said.removeprefix("paceline: 2 workers running.\n")  # if they were slow to begin
     assert said == f"paceline: ended by {number.name}.\n"
 
 

@@ -104,20 +104,15 @@ class Console:
     """Begins a line of the whole run. Terminals ignore it, should it ever be shown."""
     greeting: Status | None = None
     """What the bottom line says until the first word of a worker."""
-    has_shown: bool = False
-    """Whether a worker has said anything."""
 
     def greet(self, text: str) -> None:
-        """Say why nothing is to be seen yet: at the bottom of the screen, or in a line."""
-        if self.screen is None and not self.has_shown:
-            self.show(STDERR, [(None, f"paceline: {text}.".encode())])
+        """Say at the bottom of the screen why nothing is to be seen yet."""
         if self.screen is not None and self.greeting is None and not self.screen.is_drawn:
             self.greeting = Status(None, ((0, text),))
             self.screen.show(self.greeting)
 
     def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
         """Write lines at once, each with its rank unless that is None."""
-        self.has_shown = True
         if self.screen is not None and self.screen.shows(self.greeting):
             self.screen.clear()
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
