@@ -284,7 +284,7 @@ def test_killing_the_caller_leaves_nobody_behind(tmp_path: Path) -> None:
     caller.kill()
     caller.wait()
     pids = [path.name for path in tmp_path.iterdir()]
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + 4 * SOON_S  # the machine may be busy with other tests
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)

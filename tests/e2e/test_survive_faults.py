@@ -117,11 +117,11 @@ def test_faults_at_every_moment_leave_no_trace(
 
 def test_a_stream_is_read_on_where_a_worker_died() -> None:
     """Without a folder, so that nothing but the survivors knows the state."""
-    reference = run_training(SCRIPT, "--stream", "--epochs", 3, workers=1)
+    reference = run_training(SCRIPT, "--stream", "--epochs", 2, workers=1)
     plan = Faults.random(
-        7, ranks=3, steps=range(2, 20), count=3, wheres=["step", "before the sum", "between steps"]
+        7, ranks=3, steps=range(2, 12), count=2, wheres=["step", "before the sum", "between steps"]
     )
-    done = run_training(SCRIPT, "--stream", "--epochs", 3, workers=3, faults=plan)
+    done = run_training(SCRIPT, "--stream", "--epochs", 2, workers=3, faults=plan)
     assert_survived(done, reference)
 
 

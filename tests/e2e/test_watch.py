@@ -54,8 +54,12 @@ def test_the_page_opened_beside_a_training_outlives_it_and_holds_nobody_up(tmp_p
         assert done.returncode == 0, done.stderr
         (address,) = re.findall(r"http://\S+", done.stderr)
         url = address.replace("/?", "/document?")
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            live = json.load(answer)["live"]
+        for _ in range(100):  # it looks at the folder now and then
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                live = json.load(answer)["live"]
+            if live["state"] == "finished":
+                break
+            time.sleep(0.1)
         assert (live["run"], live["state"], live["step"]) == ("beside", "finished", 10)
     finally:
         for pid in find_watchers(mark):
