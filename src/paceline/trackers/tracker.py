@@ -185,7 +185,7 @@ class Tracker:
                 if time.monotonic() > self._kept_s + KEEP_S:
                     self._keep_state()
             if self._newest and self.folder is not None:
-                path = self.folder.path / "checkpoints" / self._newest
+                path = self.folder.checkpoints / self._newest
                 if path.is_dir():
                     self.keep_checkpoint(path)
             self.close(status)
