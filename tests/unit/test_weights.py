@@ -21,7 +21,8 @@ import paceline
 from paceline import load_weights
 from paceline.checkpoint import Checkpoints, CheckpointWarning
 from paceline.checkpoint.directory import list_entries
-from paceline.checkpoint.formats import read_state, write_tensors
+from paceline.checkpoint.folders import read_state
+from paceline.checkpoint.formats import write_tensors
 from paceline.checkpoint.weights import clean_names
 from paceline.ddp.wrapper import match_names
 from paceline.errors import CheckpointError, UsageError, WeightsError

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from paceline.checkpoint import directory
 from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of
+from paceline.checkpoint.folders import FOLDERS, folder_of, hf_files
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
 from paceline.comm.codec import put_together
 from paceline.comm.documents import plain_json
@@ -33,7 +34,10 @@ VERBS = {
     "show": ("say what a checkpoint holds", "path --step --all --json"),
     "verify": ("read every byte and compare it with its hash", "path --json"),
     "diff": ("say which weights differ, and by how much", "path other --all --json"),
-    "export": ("write the weights as a plain file", "path out --step --force"),
+    "export": (
+        "write the weights as a file, or as a folder of DCP or Hugging Face",
+        "path out --as --prefix --keep --all --step --force",
+    ),
     "clean": (
         "take 'module.' and '_orig_mod.' out of a file's names",
         "path [out] --in-place --force --keep",
@@ -42,9 +46,22 @@ VERBS = {
 """What each verb does and takes. It is a function of its name, here or in `convert`."""
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "folder": {"nargs": "?", "default": ".", "help": "checkpoints, or the run around them"},
-    "path": {"help": "a checkpoint, a folder of them, or a file with weights"},
+    "path": {
+        "help": "a checkpoint, a folder of them, a folder of DCP or Hugging Face, or a file with "
+        "weights"
+    },
     "other": {"help": "the same, to compare with; exit code 1 where they differ"},
-    "out": {"help": "the file to write: .safetensors, .pt or .pth"},
+    "out": {"help": "the file to write: .safetensors, .pt or .pth; with --as, the folder"},
+    "--as": {
+        "dest": "kind",
+        "choices": list(FOLDERS),
+        "help": "write a folder: dcp for torch.distributed.checkpoint, hf for Hugging Face",
+    },
+    "--prefix": {
+        "default": "",
+        "choices": ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."],
+        "help": "put this before every name, for whoever loads into a wrapped or compiled model",
+    },
     "--step": {
         "type": int,
         "metavar": "N",
@@ -136,7 +153,7 @@ def ls(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     path = Path(args.path)
     said: dict[str, Any] = {"path": str(path)}
-    if path.is_dir():
+    if path.is_dir() and folder_of(path) is None:
         entry = find_entry(path, args.step)
         manifest, header, values = _look(entry)
         said = {"path": str(entry.path), "manifest": asdict(manifest), "values": values}
@@ -189,18 +206,39 @@ def _look(entry: Entry) -> tuple[Manifest, Header, dict[str, Any]]:
 
 
 def _header_of(path: Path) -> Header:
-    """A safetensors file's header, or what it would be for a file that only torch can read."""
-    if format_of(path) is SAFETENSORS:
-        with open_file(path) as file:
-            return read_header(file, size_of(file), path, CheckpointError)[0]
+    """A safetensors file's header, or what it would be for what only torch can read."""
+    files = hf_files(path) if path.is_dir() else [path]
+    if files and all(format_of(each) is SAFETENSORS for each in files):
+        headers = []
+        for each in files:
+            with open_file(each) as file:
+                headers.append(read_header(file, size_of(file), each, CheckpointError)[0])
+        return headers[0] if len(headers) == 1 else _joined(headers)
     from paceline.checkpoint.convert import header_of_torch_file
 
     return header_of_torch_file(path)
 
 
+def _joined(headers: Sequence[Header]) -> Header:
+    """The header of one file with the tensors of several."""
+    places: dict[str, Place] = {}
+    begin = 0
+    for header in headers:
+        for name, each in header.places.items():
+            places[name] = replace(each, begin=begin + each.begin, end=begin + each.end)
+        begin += header.data_bytes
+    return Header(places, headers[0].metadata)
+
+
 def verify(args: argparse.Namespace) -> int:
     path = Path(args.path)
     results: dict[str, str | None] = {}
+    foreign = folder_of(path)
+    if foreign is not None:
+        raise UsageError(
+            f"{path} is {foreign.title}, which has no hash to compare.",
+            advice="`paceline ckpt diff` reads every byte and compares it with another.",
+        )
     if path.is_dir():
         is_one = (path / directory.MANIFEST).exists()
         entries = [] if is_one else directory.list_entries(find_folder(path))

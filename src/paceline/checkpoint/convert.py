@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import formats, weights
+from paceline.checkpoint import folders, formats, weights
 from paceline.checkpoint.command import SHOWN, print_json, print_table
-from paceline.checkpoint.formats import flatten, read_state
+from paceline.checkpoint.folders import folder_of, read_state
+from paceline.checkpoint.formats import flatten
 from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
 from paceline.ddp.wrapper import find_wrappers, without_wrappers
 from paceline.errors import UsageError
@@ -28,7 +29,7 @@ def diff(args: argparse.Namespace) -> int:
     if args.all:
         first, second = (dict(flatten(read_state(path))) for path in paths)
     else:
-        first, second = (_clean_weights(path, None)[0] for path in paths)
+        first, second = (_clean_weights(path, None, ())[0] for path in paths)
     shared = [name for name in first if name in second]
     found = {name: _difference(first[name], second[name]) for name in shared}
     differing: list[dict[str, Any]] = [
@@ -79,11 +80,30 @@ def _difference(first: Any, second: Any) -> tuple[str, float]:
 
 
 def export(args: argparse.Namespace) -> int:
-    out = Path(args.out)
-    _check_out(out, args.force)
-    tensors, renamed, where = _clean_weights(Path(args.path), args.step)
-    formats.write_state(out, tensors)
-    print(f"{count_text(len(tensors), 'tensor')} from {args.path}{where} written to {out}")
+    path, out, kind = Path(args.path), Path(args.out), args.kind
+    is_whole = args.all
+    _check_out(out, args.force, kind)
+    holds_weights_alone = kind == "hf" or (
+        kind is None and formats.format_to_write(out) is formats.SAFETENSORS
+    )
+    if is_whole and (holds_weights_alone or args.prefix):
+        raise UsageError(
+            "--all is for files that hold more than weights, under the names they have.",
+            advice="Write a .pt file or --as dcp, without --prefix.",
+        )
+    renamed: dict[str, str] = {}
+    where = ""
+    if is_whole:
+        state = read_state(path, args.step)
+    else:
+        state, renamed, where = _clean_weights(path, args.step, args.keep)
+        state = {f"{args.prefix}{name}": each for name, each in state.items()}
+    if kind is None:
+        formats.write_state(out, state)
+    else:
+        folders.write_folder(kind, out, state)
+    count = sum(torch.is_tensor(each) for _, each in flatten(state))
+    print(f"{count_text(count, 'tensor')} from {path}{where} written to {out}")
     print(printable(weights.renames_text(renamed)))
     return 0
 
@@ -95,7 +115,7 @@ def clean(args: argparse.Namespace) -> int:
     if path.is_dir():
         raise UsageError(
             f"{path} is a folder; checkpoints of paceline have bare names already.",
-            advice="`paceline ckpt export` writes a file from one.",
+            advice="`paceline ckpt export` writes a file or a folder from one, under bare names.",
         )
     out = path if args.in_place else Path(args.out or path.with_suffix(f".clean{path.suffix}"))
     _check_out(out, args.force or args.in_place)
@@ -112,7 +132,7 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def header_of_torch_file(path: Path) -> Header:
-    """What a torch file holds, as the header of a safetensors file would say it."""
+    """What only torch can read, as the header of a safetensors file would say it."""
     tensors = {
         name.encode("utf-8", "replace").decode(): each
         for name, each in flatten(read_state(path))
@@ -121,12 +141,14 @@ def header_of_torch_file(path: Path) -> Header:
     return plan_file(tensors).header
 
 
-def _clean_weights(path: Path, step: int | None) -> tuple[Any, dict[str, str], str]:
+def _clean_weights(
+    path: Path, step: int | None, keep: Sequence[str]
+) -> tuple[Any, dict[str, str], str]:
     """A file's weights under bare names, what was renamed, and where in the file they were."""
     tensors, where = weights.find_weights(read_state(path, step), path)
     renamed: dict[str, str] = {}
-    if not path.is_dir():  # in our own checkpoints a `module` is the model's
-        tensors = _cleaned(tensors, (), renamed)
+    if not path.is_dir() or folder_of(path):  # in our own checkpoints a `module` is the model's
+        tensors = _cleaned(tensors, keep, renamed)
     return tensors, renamed, where
 
 
@@ -148,7 +170,11 @@ def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
     return cleaned
 
 
-def _check_out(out: Path, may_replace: bool) -> None:
+def _check_out(out: Path, may_replace: bool, folder: str | None = None) -> None:
+    if folder is not None:
+        if out.exists():  # a folder may hold a user's other files: it is never replaced
+            raise UsageError(f"{out} is there already.", advice="Name a folder that is not.")
+        return
     formats.format_to_write(out)
     if out.exists() and not may_replace:
         raise UsageError(f"{out} is there already.", advice="Name another file, or pass --force.")

@@ -1,4 +1,4 @@
-"""Files with weights, of any origin: our checkpoints, safetensors, and what `torch.save` wrote.
+"""Files with weights, of any origin: safetensors, and what `torch.save` wrote.
 
 A format is an entry of `FORMATS`. What a file is, is read from its first bytes and not from its
 name. Nothing in a file is ever executed: `torch.load` runs with `weights_only=True` and without a
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.directory import find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of, write_fully
 from paceline.comm import safetensors
 from paceline.comm.codec import MAX_DEPTH
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _OLD_STREAMS = 5
-_MAX_INSTRUCTION_BYTES = 64 * 2**20
+MAX_INSTRUCTION_BYTES = 64 * 2**20
 _ZIP_ENDS_BYTES = 56 + 20 + 22
 _BYTES_CODECS = ("base64", "bz2", "hex", "quopri", "quotedprintable", "uu", "zip", "zlib")
 """Encodings that make bytes of bytes, and so can be repeated, as Python spells them."""
@@ -55,11 +54,6 @@ class Format:
     suffixes: tuple[str, ...]
     """How the names of such files end where we write them; none for what is only read."""
     write: Callable[[Path, Any], None]
-
-
-def read_state(path: Path, step: int | None = None) -> Any:
-    """Everything a file or a checkpoint holds, on the CPU."""
-    return _read_checkpoint(path, step) if path.is_dir() else format_of(path).read(path)
 
 
 def format_of(path: Path) -> Format:
@@ -89,7 +83,7 @@ def format_to_write(path: Path) -> Format:
             return each
     raise UsageError(
         f"{str(path)!r} does not say which kind of file to write.",
-        advice="End it in .safetensors, .pt or .pth.",
+        advice="End it in .safetensors, .pt or .pth, or pass --as dcp or --as hf for a folder.",
     )
 
 
@@ -114,16 +108,6 @@ def flatten(state: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
                 yield from flatten(value, (*keys, str(index)))
         case _:
             yield ".".join(keys), state
-
-
-def _read_checkpoint(path: Path, step: int | None) -> Any:
-    """The state of one checkpoint, or of the newest good one in a folder."""
-    from paceline.checkpoint.saver import Checkpoints, read_entry
-
-    entry = find_entry(path, step)
-    is_choice = step is not None or entry.path == path.resolve()
-    saved = read_entry(entry) if is_choice else Checkpoints(find_folder(path)).load()
-    return None if saved is None else saved.state
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -153,28 +137,37 @@ def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _read_zip(path: Path) -> Any:
-    _check_zip(path)
+    with open_file(path) as file:
+        _check_zip(file, size_of(file), path)
     # Mapped, not read: a training's file is often three times as large as its weights, and mapped
     # memory does not grow for a tensor that claims to be larger than its bytes.
-    return _load(path, mmap=True)
+    return _load(path, path.stat().st_size, path, mmap=True)
+
+
+def read_saved(data: bytes, origin: Path) -> Any:
+    """What `torch.save` wrote, from memory; `origin` is what messages call it."""
+    file = io.BytesIO(data)
+    _check_zip(file, len(data), origin)
+    file.seek(0)
+    return _load(file, len(data), origin, mmap=False)
 
 
 def _read_old_file(path: Path) -> Any:
     """The format before torch 1.6: five streams of instructions before the raw bytes."""
     with open_file(path) as file:
-        start = io.BytesIO(file.read(_MAX_INSTRUCTION_BYTES))
+        start = io.BytesIO(file.read(MAX_INSTRUCTION_BYTES))
     for _ in range(_OLD_STREAMS):
         if start.tell() < start.getbuffer().nbytes:
             _check_instructions(start, path)
-    return _load(path, mmap=False)
+    return _load(path, path.stat().st_size, path, mmap=False)
 
 
-def _load(path: Path, mmap: bool) -> Any:
+def _load(source: Path | io.BytesIO, size: int, path: Path, mmap: bool) -> Any:
     import torch
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        _check_state(state, path)
+        state = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        _check_state(state, size, path)
         return state
     except CheckpointError:
         raise
@@ -186,7 +179,7 @@ def _load(path: Path, mmap: bool) -> Any:
         raise CheckpointError(f"{path} cannot be read: {reason}.") from error
 
 
-def _check_state(state: Any, path: Path) -> None:
+def _check_state(state: Any, size: int, path: Path) -> None:
     """Refuse what torch reads and nobody could walk or copy.
 
     A file can hold a dictionary inside itself, one list a million times, and a view of a terabyte
@@ -212,7 +205,7 @@ def _check_state(state: Any, path: Path) -> None:
             bytes_by_view[view] = value.nbytes
             if value.nbytes > value.untyped_storage().nbytes():
                 what = "has a tensor that is larger than its bytes: it overlaps itself"
-    if not what and sum(bytes_by_view.values()) > _COPIES * max(path.stat().st_size, 2**20):
+    if not what and sum(bytes_by_view.values()) > _COPIES * max(size, 2**20):
         what = "has tensors that share their bytes many times over"
     if what:
         raise CheckpointError(
@@ -237,25 +230,24 @@ def _needs_running(path: Path, wanted: str) -> CheckpointError:
     )
 
 
-def _check_zip(path: Path) -> None:
+def _check_zip(file: io.BufferedIOBase, size: int, path: Path) -> None:
     """Refuse an archive that torch.save would not write: packed, ambiguous, or all directory."""
     try:
-        with open_file(path) as file:
-            _check_zip_end(file)
-            with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-                names = Counter(entry.filename.lower() for entry in entries)
-                if max(names.values(), default=0) > 1:  # torch's reader does not tell case
-                    raise ValueError("a name occurs twice")
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    raise ValueError("it is compressed")
-                if sum(entry.file_size for entry in entries) > size_of(file):
-                    raise ValueError("it claims more bytes than it has")
-                for entry in entries:
-                    if entry.filename.lower().endswith(".pkl"):
-                        with archive.open(entry) as instructions:
-                            start = io.BytesIO(instructions.read(_MAX_INSTRUCTION_BYTES))
-                        _check_storages(_check_instructions(start, path), entries)
+        _check_zip_end(file, size)
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            names = Counter(entry.filename.lower() for entry in entries)
+            if max(names.values(), default=0) > 1:  # torch's reader does not tell case
+                raise ValueError("a name occurs twice")
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("it is compressed")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError("it claims more bytes than it has")
+            for entry in entries:
+                if entry.filename.lower().endswith(".pkl"):
+                    with archive.open(entry) as instructions:
+                        start = io.BytesIO(instructions.read(MAX_INSTRUCTION_BYTES))
+                    _check_storages(_check_instructions(start, path), entries)
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged, or torch.save did not write it: {error}.",
@@ -263,12 +255,12 @@ def _check_zip(path: Path) -> None:
         ) from error
 
 
-def _check_zip_end(file: io.BufferedIOBase) -> None:
+def _check_zip_end(file: io.BufferedIOBase, size: int) -> None:
     """Refuse an archive whose directory would take more memory than its tensors.
 
     torch.save leaves no comment: the last bytes are the end record, before it the 64-bit one.
     """
-    file.seek(max(0, size_of(file) - _ZIP_ENDS_BYTES))
+    file.seek(max(0, size - _ZIP_ENDS_BYTES))
     ends = file.read()
     if ends[-22:-18] != b"PK\5\6":
         raise ValueError("it does not end as an archive does")

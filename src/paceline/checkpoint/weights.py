@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.checkpoint.formats import is_state_dict, read_state
+from paceline.checkpoint.folders import read_state
+from paceline.checkpoint.formats import is_state_dict
 from paceline.comm.safetensors import dtype_name
 from paceline.ddp.wrapper import (
     Wrapper,
@@ -79,10 +80,10 @@ def load_weights(
 ) -> WeightsReport:
     """Load the weights in `path` into `model`, whatever either was wrapped in.
 
-    `path` is a checkpoint or folder of checkpoints of ours, a safetensors file, or what torch.save
-    wrote: a state dict, or a dictionary with one inside. With `strict=False` missing and
-    unexpected names are reported instead of refused; another shape always is refused. In a world
-    of several workers every one of them calls this.
+    `path` is a checkpoint or folder of checkpoints of ours, a folder of DCP or of Hugging Face, a
+    safetensors file, or what torch.save wrote: a state dict, or a dictionary with one inside. With
+    `strict=False` missing and unexpected names are reported instead of refused; another shape
+    always is refused. In a world of several workers every one of them calls this.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"load_weights needs a module, not a {type(model).__name__}.")
