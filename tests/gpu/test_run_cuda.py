@@ -116,3 +116,20 @@ def test_half_precision_with_a_scaler_trains(tmp_path: Path) -> None:
     other = torch.amp.GradScaler("cuda")
     assert make(on_gpu(), Rows(64), scaler=other, folder=tmp_path / "run").step == 8
     assert other.get_scale() == scaler.get_scale()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_is_one_option(precision: Any, tmp_path: Path) -> None:
+    net = on_gpu()
+    options = RunOptions(progress="quiet", precision=precision)
+    run = make(net, Rows(64), options=options, folder=tmp_path / "run")
+    dtypes = set()
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                out = run.model(x)
+                dtypes.add(out.dtype)
+                step.backward(F.cross_entropy(out, y))
+    assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in net.parameters())
+    assert make(on_gpu(), Rows(64), options=options, folder=tmp_path / "run").step == 8

@@ -24,6 +24,7 @@ from paceline.errors import UsageError, check_choice, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, find_info
 from paceline.observe.units import count_text
 from paceline.run.plan import Plan, Position
+from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.sinks import Sink, check_sinks
 from paceline.trackers import make_trackers
 
@@ -60,6 +61,9 @@ class RunOptions:
     """Whether samples that do not fill the last global batch of an epoch are left out of it."""
     clip_norm: float | None = None
     """Shorten gradients to this length where they are longer."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """In which precision forward passes and losses compute where that is safe: torch's autocast,
+    and for `fp16` its `GradScaler`. `fp32` changes nothing."""
     collate_fn: Collate | None = None
     """Makes a batch of a list of samples; None: as a `DataLoader` does."""
     pin_memory: bool | None = None
@@ -112,6 +116,7 @@ class RunOptions:
         check_choice("better", self.better, ("lower", "higher"))
         check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
         check_choice("update", self.update, ("whole", "sharded", "auto"))
+        check_choice("precision", self.precision, tuple(DTYPE_BY_PRECISION))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,6 +224,7 @@ class RunConfig:
             "shards": shards,
             "shuffle": self.options.shuffle,
             "drop_last": self.options.drop_last,
+            "precision": self.options.precision,
             "dataset_size": None if plan is None else plan.samples,
             "workers": workers,
             "optimizer": type(self.optimizer).__name__,

@@ -30,6 +30,7 @@ from paceline.run.continuity import Continuity
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.plan import Plan, Position, check_batch
+from paceline.run.precision import Precision
 from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
@@ -79,16 +80,18 @@ class StepContext:
         named = list(module.named_parameters())
         self.device = device = named[0][1].device if named else torch.device("cpu")
         members.word_device = comm.word_device(world.group, device)
+        params = [param for _, param in named]
+        self.precision = Precision(options.precision, device, params)
         finite = None
         if options.check_finite != "off":
             finite = FiniteCheck(
                 named, members, is_complete=options.check_finite == "all", is_saved=config.is_saved
             )
         self.update = make_update(
-            [param for _, param in named],
+            params,
             config.optimizer,
             scheduler=config.scheduler,
-            scaler=config.scaler,
+            scaler=self.precision.find_scaler(config.scaler),
             clip_norm=options.clip_norm,
             finite=finite,
         )

@@ -54,7 +54,8 @@ def evaluate(
         batches = _read(context, dataset, batch, collate_fn)
     metrics = Metrics(lambda _report, _sums: None)
     add = metrics.add_sum if reduction == "sum" else metrics.add
-    with context.generators.kept(), _in_evaluation_mode(context.module), torch.no_grad():
+    kept, mode = context.generators.kept(), _in_evaluation_mode(context.module)
+    with kept, mode, torch.no_grad(), context.precision.forward:
         for number, rows, each in batches:
             if context.device.type != "cpu":
                 each = context.to_device(each)

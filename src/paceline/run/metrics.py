@@ -24,6 +24,7 @@ Sums = dict[str, list[float]]
 """Name to [sum, count]."""
 
 _MOST_PENDING = 64
+_SHORT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Metrics:
 
     def add(self, name: str, value: Number, weight: Number) -> None:
         """Add a mean over `weight` items."""
+        if isinstance(value, Tensor) and value.dtype in _SHORT:
+            value = value.float()  # or its product with the weight would have three digits
         is_plain = not isinstance(weight, Tensor) and weight == 1
         self.add_sum(name, value if is_plain else value * weight, weight)
 

@@ -30,7 +30,7 @@ from paceline.update import Update, find_exchanged
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
-    *("optimizer", "scheduler"),
+    *("optimizer", "scheduler", "precision"),
 )
 """The facts that identify a run."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -65,6 +65,7 @@ class Step:
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
         self._is_lost = self._is_healed = False
+        self._passes: Generator[Any] | None = None
         self._deal(portion)
 
     def _deal(self, portion: Portion) -> None:
@@ -109,6 +110,8 @@ class Step:
         if context.buffers is not None:
             context.buffers.begin()
         self._scale = context.size / self.samples
+        if context.precision.is_short:
+            self._scale, self._is_weighted = 1 / self.samples, True
         self._has_idle_worker = min(context.shards, self.samples) < context.size
         if context.noise is not None:
             context.noise.begin(self.number)
@@ -126,11 +129,12 @@ class Step:
                 advice="Keep the batches in a list to go through them twice.",
             )
         while True:
-            yield from self._batches()
+            self._passes = passes = self._batches()
+            yield from passes
             if self._sum_up() or self._begin_anew():
                 return
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any]:
         context = self._context
         for shard in self._shards:
             self._clock_s = time.perf_counter()
@@ -142,11 +146,12 @@ class Step:
             if context.buffers is not None:
                 context.buffers.begin_shard()
             self._shard = shard
-            if shard is self._shards[-1]:
-                yield batch
-            else:
-                with context.model.no_sync():
+            with context.precision.forward:
+                if shard is self._shards[-1]:
                     yield batch
+                else:
+                    with context.model.no_sync():
+                        yield batch
             if self._is_lost:
                 return
             self._end_shard()
@@ -250,7 +255,8 @@ class Step:
         if context.survival is not None and shard is self._shards[-1]:
             context.continuity.leave_word(is_applied=False)
         try:
-            context.update.backward(loss, factor)
+            with context.precision.backward:
+                context.update.backward(loss, factor)
         except PeerError:
             if context.survival is None:
                 raise
@@ -269,6 +275,8 @@ class Step:
         frames: TracebackType | None,
     ) -> bool:
         survival = self._context.survival
+        if self._passes is not None:
+            self._passes.close()  # ends autocast, should somebody still hold the batches
         is_lost = bool(error and survival and survival.explains(error))
         try:
             if kind is None:
@@ -279,6 +287,8 @@ class Step:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
                 self._around.__exit__(kind, error, frames)
+                if (meaning := self._context.precision.explain(error)) is not None:
+                    raise meaning from error
         except PeerError:
             if survival is None:
                 raise
@@ -391,4 +401,5 @@ def _refuse_arguments(old: dict[str, Any], reduction: str) -> None:
 # average over the workers is right. A worker without a shard weighs nothing, because it cannot know
 # whether the others weigh items; then the one that has shard 0 brings all the weight there is,
 # `size`, so that nothing is left to divide. Where items are given they are scaled alike, and the
-# quotient corrects for the difference.
+# quotient corrects for the difference. In 16 bits the factor of a loss decides how its gradients
+# are rounded, and whether they overflow; so there it does not depend on the number of workers.
