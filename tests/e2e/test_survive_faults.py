@@ -76,14 +76,15 @@ def summaries(folder: Path) -> Counter[Any]:
 
 
 def assert_flat(training: Training) -> None:
-    """Descriptors, threads, memory and keys do not grow with the number of generations."""
+    """What processes hold does not grow with the number of generations."""
     generations = max(step.generation for step in training.steps)
     assert generations > len(training.planned.planned)
     launcher = [each["launcher"] for each in training.footprints]
-    for (fds, threads, kib), name in ((launcher[0], "first"), (launcher[-1], "last")):
+    for (fds, threads, kib, processes), name in ((launcher[0], "first"), (launcher[-1], "last")):
         assert fds < 60, name
         assert threads < 6, name
         assert kib < launcher[0][2] + 4096, name
+        assert processes < 12, name
     assert max(each["store"][0] for each in training.footprints if "store" in each) < 30
     assert max(each["worker"][0] for each in training.footprints) < 100
     assert max(each["worker"][1] for each in training.footprints) < 50

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -67,10 +71,45 @@ def test_a_sum_that_was_aborted_is_refused_though_it_seems_complete(
 
     def add_up(world: World) -> float:
         total = torch.ones(1)
-        comm.all_reduce(world.group, total, "A sum")
+        work = world.group.allreduce([total])
+        comm.Pending(work, world.group, "A sum", is_on_host=False).wait()
         return float(total)
 
     assert run_ranks(2, add_up) == [2.0, 2.0]
     aborted[0] = True
     with pytest.raises(PeerError, match=r"A sum failed on rank .*: it was aborted"):
         run_ranks(2, add_up)
+
+
+def test_a_sum_that_never_ends_is_waited_for_as_long_as_its_group_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo can forget to say that a message will never be sent."""
+    aborted = [False]
+    monkeypatch.setattr(collectives, "_is_aborted", [lambda: aborted[0]])
+    monkeypatch.setattr(collectives, "_GLANCE", timedelta(milliseconds=20))
+    monkeypatch.setattr(collectives, "_END_S", 0.05)
+    is_given_up = threading.Event()
+
+    def add_up(world: World) -> tuple[float, str]:
+        total = torch.ones(1)
+        if world.rank == 1:
+            time.sleep(0.2)  # many glances
+        comm.all_reduce(world.group, total, "A slow sum")
+        lost = torch.ones(1)
+        if world.rank == 1:  # it never comes, as far as rank 0 can tell
+            is_given_up.wait()
+            world.group.allreduce([lost]).wait()
+            return float(total), ""
+        pending = comm.start_all_reduce(world.group, lost, "A lost sum")
+        aborted[0] = True
+        with pytest.raises(PeerError) as caught:
+            pending.wait()
+        assert not comm.have_ended()
+        is_given_up.set()
+        assert comm.have_ended()  # of what it was asked about before
+        return float(total), str(caught.value)
+
+    (alone, said), (_, _) = run_ranks(2, add_up)
+    assert alone == 2.0
+    assert "A lost sum failed on rank 0, one of 2: it was aborted" in said

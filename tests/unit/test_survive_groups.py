@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from contextlib import closing
@@ -11,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from paceline import comm
 from paceline.comm.sockets import Connections
 from paceline.errors import PeerError
 from paceline.launcher.store import StoreServer
@@ -34,6 +37,23 @@ def test_a_worker_that_failed_to_form_a_group_calls_the_next_one_as_the_others_d
         assert dist.group.WORLD.group_name == "0"
     finally:
         maker.leave()
+
+
+def test_a_group_in_which_something_never_ends_is_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maker = Groups(HashStore(), Connections(), "gloo", timedelta(seconds=5))
+    for has_ended in (True, False):
+        monkeypatch.setattr(comm, "have_ended", lambda ended=has_ended: ended)
+        maker.make(maker.meet(Generation(1, rank=0, size=1)))
+        group = dist.group.WORLD
+        maker.leave()
+        assert not dist.is_initialized()
+        kept = sys.getrefcount(group) - 2  # ours, and the argument's
+        assert kept == (0 if has_ended else 1)
+        if kept:
+            ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(id(group)))
+        del group
 
 
 def test_a_group_is_given_up_where_a_member_died_after_they_had_met(

@@ -11,7 +11,8 @@ from paceline.lazy import load_names
 
 __all__ = [
     *("Group", "Membership", "Pending", "World", "all_gather", "all_reduce", "announce_exit"),
-    *("broadcast", "default_group", "exchange", "explain_failure", "gloo_subgroup", "have_left"),
+    *("broadcast", "default_group", "exchange", "explain_failure", "gloo_subgroup", "have_ended"),
+    *("have_left",),
     *("init_process_group", "post_last_words", "refuse_aborted", "start_all_reduce"),
     *("start_broadcast", "start_reduce", "tell_of_waiting"),
     *("waiting", "word_device", "world_ranks"),

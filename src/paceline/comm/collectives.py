@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,12 +42,15 @@ _words_patience_s = [0.3]
 class Pending:
     """A collective that has started; `wait()` returns when its tensor holds the result."""
 
-    __slots__ = ("_group", "_what", "_work")
+    __slots__ = ("_group", "_is_on_host", "_what", "_work")
 
-    def __init__(self, work: Any, group: Group, what: str) -> None:
+    def __init__(self, work: Any, group: Group, what: str, is_on_host: bool) -> None:
         self._work = work
         self._group = group
         self._what = what
+        self._is_on_host = is_on_host
+        if _is_aborted[0] is not None:
+            _under_way.add(self)
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return, or raise, at once."""
@@ -54,39 +58,80 @@ class Pending:
 
     def wait(self) -> None:
         try:
-            self._work.wait()
-            if _is_aborted[0] is not None:
-                while not self._work.is_completed():
-                    time.sleep(_LOOK_S)
-                if _is_aborted[0]():
-                    raise RuntimeError("it was aborted")
+            if (is_aborted := _is_aborted[0]) is None:
+                self._work.wait()
+            elif self._is_on_host:
+                self._wait_on_host(is_aborted)
+            else:
+                self._wait_on_device(is_aborted)
         except RuntimeError as error:
             raise explain_failure(self._group, self._what, error) from error
 
+    def _wait_on_host(self, is_aborted: Callable[[], bool]) -> None:
+        was_aborted = False
+        while True:
+            try:
+                self._work.wait(_GLANCE)
+                break
+            except RuntimeError:
+                if self._work.is_completed():
+                    _under_way.discard(self)
+                    raise
+            if was_aborted:
+                raise RuntimeError("it was aborted")
+            was_aborted = is_aborted()
+        _under_way.discard(self)
+
+    def _wait_on_device(self, is_aborted: Callable[[], bool]) -> None:
+        self._work.wait()
+        while not self._work.is_completed():
+            time.sleep(_LOOK_S)
+        _under_way.discard(self)
+        if is_aborted():
+            raise RuntimeError("it was aborted")
+
 
 _is_aborted: list[Callable[[], bool] | None] = [None]
+_under_way: set[Pending] = set()
+"""What was started since somebody may abort it, and not waited for to its end."""
 _LOOK_S = 50e-6
+_GLANCE = timedelta(seconds=0.25)
+_END_S = 0.5
 
 
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
-    """From now on wait on the host for every collective, and refuse what was aborted meanwhile.
+    """From now on no wait outlives the group that it is in, and what was aborted is refused.
 
     A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in memory;
-    and what was started on the device after it goes on with that.
+    and what was started on the device after it goes on with that. So all are waited for on the
+    host. One of Gloo's ends with an error, but for a rare race: a message for which the other side
+    just asked, and which can be sent no more, is forgotten, and who waits for it waits for ever.
     """
     _is_aborted[0] = is_aborted
 
 
+def have_ended() -> bool:
+    """Forget what was started in an aborted group; False if some of it has not even ended now."""
+    deadline_s = time.monotonic() + _END_S
+    while any(not each.is_completed() for each in _under_way):
+        if time.monotonic() > deadline_s:
+            _under_way.clear()
+            return False
+        time.sleep(0.001)
+    _under_way.clear()
+    return True
+
+
 def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
     """Start summing `tensor` over the group, in place."""
-    return _start(group, what, lambda: group.allreduce([_real(tensor)]))
+    return _start(group, what, tensor, lambda: group.allreduce([_real(tensor)]))
 
 
 def start_reduce(group: Group, tensor: Tensor, root: int, what: str) -> Pending:
     """Start summing `tensor` over the group, in place on rank `root`, undefined elsewhere."""
     options = dist.ReduceOptions()
     options.rootRank, options.rootTensor = root, 0
-    return _start(group, what, lambda: group.reduce([_real(tensor)], options))
+    return _start(group, what, tensor, lambda: group.reduce([_real(tensor)], options))
 
 
 def start_broadcast(
@@ -98,12 +143,12 @@ def start_broadcast(
     """
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    return _start(blame or group, what, lambda: group.broadcast([_real(tensor)], options))
+    return _start(blame or group, what, tensor, lambda: group.broadcast([_real(tensor)], options))
 
 
-def _start(group: Group, what: str, collective: Callable[[], Any]) -> Pending:
+def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any]) -> Pending:
     try:
-        return Pending(collective(), group, what)
+        return Pending(collective(), group, what, tensor.is_cpu)
     except RuntimeError as error:
         raise explain_failure(group, what, error) from error
 
@@ -150,7 +195,7 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
         return [torch.view_as_complex(part) for part in parts]
     gathered = [torch.empty_like(tensor) for _ in range(group.size())]
     with waiting(group):
-        _start(group, what, lambda: group.allgather([gathered], [tensor])).wait()
+        _start(group, what, tensor, lambda: group.allgather([gathered], [tensor])).wait()
     return gathered
 
 

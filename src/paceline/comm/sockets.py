@@ -128,7 +128,9 @@ class Connections:
                 with socket.socket(fileno=os.dup(fd)) as found:
                     # Not one that listens: Gloo ends the process when it cannot accept any more.
                     if found.getpeername()[1] != self.kept_port:
-                        found.shutdown(socket.SHUT_RDWR)
+                        # Gloo closes what it cannot read. What it has yet to write it would forget
+                        # if it could not, and a thread would wait for that for ever.
+                        found.shutdown(socket.SHUT_RD)
 
     def _opened_now(self) -> dict[int, str]:
         """What was opened in the block that is being recorded."""

@@ -40,7 +40,7 @@ from paceline.launcher.process import (
     read_step,
 )
 from paceline.launcher.store import StoreServer
-from paceline.launcher.template import Template
+from paceline.launcher.template import Template, has_orphans
 from paceline.launcher.worker import ALIVE, BEATS, FAILED
 from paceline.observe.units import count_text
 
@@ -94,6 +94,8 @@ class Supervisor:
         self.sources: list[Source] = []
         self.ends: dict[int, WorkerEnd] = {}
         self.survived: dict[int, WorkerEnd] = {}
+        self.orphaned: list[int] = []
+        """Process groups whose worker is gone, and of which some are yet to be buried."""
         self.guard: OrphanGuard | None = None
         self.signal: int | None = None
         self.elsewhere = ""
@@ -202,6 +204,7 @@ class Supervisor:
             source.tick(now_s)
         for worker in list(self.alive):
             self.on_exit(worker)
+        self.orphaned = [pid for pid in self.orphaned if has_orphans(pid)]
         if self.generations is not None:
             self._keep_alive(self.generations)
 
@@ -320,6 +323,7 @@ class Supervisor:
         if is_survived:
             self.survived[worker.rank] = end
             worker.send(signal.SIGKILL)  # what it has started
+            self.orphaned.append(worker.pid)
             return
         self.ends[worker.rank] = end
         if end.failed:

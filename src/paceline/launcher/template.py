@@ -125,6 +125,16 @@ class Template:
         _adopt_orphans(False)
 
 
+def has_orphans(group: int) -> bool:
+    """Whether processes of a worker that is gone are children of this one; buries the dead."""
+    try:
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
 def _adopt_orphans(is_wanted: bool) -> None:
     """Whether a process whose parent ends, below this one, becomes a child of this one."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted))

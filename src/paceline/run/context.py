@@ -182,8 +182,7 @@ class StepContext:
             assert place is not None
             store, backend = connect(place, None), link.backend or dist.get_backend()
             groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
-            if "nccl" in backend:
-                comm.refuse_aborted(lambda: groups.is_broken)
+            comm.refuse_aborted(lambda: groups.is_broken)
             self.survival = Survival(link, members, groups, self.continuity.heal)
 
     def to_device(self, batch: Any) -> Any:

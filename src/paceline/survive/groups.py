@@ -5,12 +5,13 @@ milliseconds. Should one of them die just then, the others wait there for its ad
 ends their waits, and they shut the connections they have. It is torch's own default group, so
 `torch.distributed` keeps working in the user's code.
 
-Gloo's waits end with an error when its connections are shut. NCCL's end without one when it is
-aborted, and leave anything in memory: see `comm.refuse_aborted`.
+Gloo's waits end with an error when its connections are shut, or in rare cases not at all. NCCL's
+end without one when it is aborted, and leave anything in memory: see `comm.refuse_aborted`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline import env
+from paceline import comm, env
 from paceline.comm.sockets import Connections
 from paceline.errors import PeerError
 from paceline.survive.link import MEETINGS, Generation, meeting_place
@@ -117,6 +118,8 @@ class Groups:
             torch.cuda.synchronize()  # what was begun before
         self.interrupt()
         if dist.is_initialized():
+            if not comm.have_ended():
+                _keep_for_ever(dist.group.WORLD)
             with suppress(RuntimeError):
                 if has_nccl:  # which would wait for everybody before it is destroyed
                     dist.distributed_c10d._abort_process_group()
@@ -144,6 +147,11 @@ class Groups:
                 prefix, _, rest = key.partition(f"{MEETINGS}/")
                 if not prefix and rest and int(rest.partition("/")[0]) < number:
                     self._store.delete_key(key)
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Do not take a group apart in which a thread of Gloo's waits for ever: that would wait too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(group)))
 
 
 def _find_nccl() -> list[Any]:

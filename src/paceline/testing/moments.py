@@ -138,7 +138,9 @@ class Moments:
             self._write("applied", step, [], footprint=self._footprint() if is_first else None)
 
     def _footprint(self) -> dict[str, list[int]]:
-        """Descriptors, threads and KiB of this worker and of its launcher, and keys in the store.
+        """Of this worker and of its launcher what they hold, and the number of keys in the store.
+
+        What they hold: descriptors, threads, KiB and processes, dead ones too.
 
         Read once in a generation, because none of them may grow with their number.
         """
@@ -148,7 +150,8 @@ class Moments:
                 line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
             )
             numbers = [int(status[key].split()[0]) for key in ("Threads", "VmRSS")]
-            found[name] = [len(os.listdir(f"/proc/{pid}/fd")), *numbers]
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            found[name] = [len(os.listdir(f"/proc/{pid}/fd")), *numbers, len(children)]
         if self._groups is not None:
             found["store"] = [self._groups._store.num_keys()]
         return found

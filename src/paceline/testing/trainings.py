@@ -30,6 +30,8 @@ PLAN, STEP = "plan.json", "step"
 STRUCK, WROTE, ENDED = "struck", "worker", "ended"
 """What the names of the files begin with that a worker leaves."""
 NOTHING, TIMED_OUT = Faults(), 10**6
+LAST_LINES = 60
+"""So much is shown of the output of a training that does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,8 @@ def run_training(
             output.seek(0)
             text = output.read().decode("utf-8", "replace")
         if code == TIMED_OUT:
-            raise AssertionError(f"the training did not end within {timeout_s} s:\n{text}")
+            last = "\n".join(text.splitlines()[-LAST_LINES:])
+            raise AssertionError(f"the training did not end within {timeout_s} s; last:\n{last}")
         return read_training(folder, faults, code, text)
 
 

@@ -74,7 +74,7 @@ class BridgedBuckets(SharedBuckets):
                 work = self._leaders.allreduce([flat])
             except RuntimeError as error:
                 raise comm.explain_failure(self.group, what, error) from error
-            pending = comm.Pending(work, self.group, what)
+            pending = comm.Pending(work, self.group, what, flat.is_cpu)
             self._sent.append((number, self.turns[number], pending, what))
         while self._sent and self._sent[0][2].is_completed():
             number, turn, pending, _ = self._sent.popleft()
