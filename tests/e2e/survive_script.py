@@ -64,7 +64,7 @@ run = paceline.Run(
     scaler=torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=7),
     state={"average": average},
     options=paceline.RunOptions(
-        progress="plain", checkpoint_every=5 if args.folder else 0, clip_norm=5.0
+        progress="plain", checkpoint_every=5 if args.folder else 0, clip_norm=5.0, ema=0.9
     ),
 )
 
@@ -84,7 +84,7 @@ for step in run:
     average.steps += 1
     average.mean.lerp_(first.weight.detach(), 0.1)
     if step.ends_epoch:
-        run.evaluate(score)
+        run.evaluate(score, ema=step.epoch % 2 == 0)
     elif step.number % 7 == 0:
         run.save()
 os.write(1, f"worker {os.environ['RANK']} is done\n".encode())

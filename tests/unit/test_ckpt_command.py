@@ -28,7 +28,7 @@ SURFACE = {
     "show": {"path", "--step", "--all", "--json"},
     "verify": {"path", "--json"},
     "diff": {"path", "other", "--all", "--json"},
-    "export": {"path", "out", "--as", "--prefix", "--keep", "--all", "--step", "--force"},
+    "export": {"path", "out", "--as", "--prefix", "--keep", "--part", "--all", "--step", "--force"},
     "clean": {"path", "out", "--in-place", "--force", "--keep"},
 }
 

@@ -86,6 +86,18 @@ def test_a_tracker_gets_every_step_and_epoch_and_the_settings(tmp_path: Path) ->
     assert memory.status == "finished"
 
 
+def test_a_second_evaluation_after_one_step_is_tracked_too() -> None:
+    memory, until_s = Memory(), time.monotonic() + 20
+    memory.start(INFO, 0, [])
+    for count, name in enumerate(("accuracy", "ema_accuracy"), start=1):
+        memory.evaluation(Summary(0, 9, {name: 0.5}, 0.1, 32))
+        while len(memory.points) < count and time.monotonic() < until_s:
+            time.sleep(0.001)
+    memory.stop(9, "finished", "")
+    names = [name for point in memory.points for name in point.values]
+    assert names == ["eval/accuracy", "eval/ema_accuracy"]
+
+
 @pytest.mark.parametrize("call", ["open", "write", "close"])
 def test_a_tracker_that_fails_is_named_once_and_training_ends_as_if_it_were_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], call: str

@@ -36,7 +36,7 @@ VERBS = {
     "diff": ("say which weights differ, and by how much", "path other --all --json"),
     "export": (
         "write the weights as a file, or as a folder of DCP or Hugging Face",
-        "path out --as --prefix --keep --all --step --force",
+        "path out --as --prefix --keep --part --all --step --force",
     ),
     "clean": (
         "take 'module.' and '_orig_mod.' out of a file's names",
@@ -62,6 +62,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "choices": ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."],
         "help": "put this before every name, for whoever loads into a wrapped or compiled model",
     },
+    "--part": {"metavar": "NAME", "help": "which weights, where there are several, such as ema"},
     "--step": {
         "type": int,
         "metavar": "N",

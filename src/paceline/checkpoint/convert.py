@@ -96,7 +96,7 @@ def export(args: argparse.Namespace) -> int:
     if is_whole:
         state = read_state(path, args.step)
     else:
-        state, renamed, where = _clean_weights(path, args.step, args.keep)
+        state, renamed, where = _clean_weights(path, args.step, args.keep, args.part)
         state = {f"{args.prefix}{name}": each for name, each in state.items()}
     if kind is None:
         formats.write_state(out, state)
@@ -142,10 +142,10 @@ def header_of_torch_file(path: Path) -> Header:
 
 
 def _clean_weights(
-    path: Path, step: int | None, keep: Sequence[str]
+    path: Path, step: int | None, keep: Sequence[str], part: str | None = None
 ) -> tuple[Any, dict[str, str], str]:
     """A file's weights under bare names, what was renamed, and where in the file they were."""
-    tensors, where = weights.find_weights(read_state(path, step), path)
+    tensors, where = weights.find_weights(read_state(path, step), path, part=part)
     renamed: dict[str, str] = {}
     if not path.is_dir() or folder_of(path):  # in our own checkpoints a `module` is the model's
         tensors = _cleaned(tensors, keep, renamed)

@@ -76,20 +76,21 @@ class WeightsReport:
 
 
 def load_weights(
-    model: nn.Module, path: str | os.PathLike[str], strict: bool = True
+    model: nn.Module, path: str | os.PathLike[str], strict: bool = True, part: str | None = None
 ) -> WeightsReport:
     """Load the weights in `path` into `model`, whatever either was wrapped in.
 
     `path` is a checkpoint or folder of checkpoints of ours, a folder of DCP or of Hugging Face, a
     safetensors file, or what torch.save wrote: a state dict, or a dictionary with one inside. With
     `strict=False` missing and unexpected names are reported instead of refused; another shape
-    always is refused. In a world of several workers every one of them calls this.
+    always is refused. `part` names the weights to take where there are several, such as "ema". In a
+    world of several workers every one of them calls this.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"load_weights needs a module, not a {type(model).__name__}.")
     path = Path(path)
     own = model.state_dict()
-    given, where = find_weights(read_state(path), path, own.keys())
+    given, where = find_weights(read_state(path), path, own.keys(), part)
     names = match_names(given.keys(), own.keys())
     shapes, casts = _compare(own, given, names)
     loaded = set(names.values())
@@ -128,11 +129,19 @@ def load_weights(
 
 
 def find_weights(
-    state: Any, path: Path, expected: Collection[str] = ()
+    state: Any, path: Path, expected: Collection[str] = (), part: str | None = None
 ) -> tuple[Mapping[str, Any], str]:
     """The state dict inside whatever was saved, and where in it: the one that fits best, or is
     named as usual."""
     candidates = dict(_candidates(state, ()))
+    if part is not None:
+        parts = [".".join(keys) for keys in candidates]
+        candidates = {keys: each for keys, each in candidates.items() if keys[-1:] == (part,)}
+        if not candidates:
+            raise CheckpointError(
+                f"{path} holds no weights named {part!r}.",
+                advice=f"It has {', '.join(filter(None, parts)) or 'one part, without a name'}.",
+            )
     if not candidates:
         raise CheckpointError(
             f"{path} holds no weights: nowhere in it are tensors by name.",

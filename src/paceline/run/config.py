@@ -32,6 +32,7 @@ Collate = Callable[[list[Any]], Any]
 
 _AGREED_OPTIONS = (
     "clip_norm",
+    "ema",
     "merge_shards",
     "check_finite",
     "update",
@@ -64,6 +65,9 @@ class RunOptions:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """In which precision forward passes and losses compute where that is safe: torch's autocast,
     and for `fp16` its `GradScaler`. `fp32` changes nothing."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, for
+    `run.evaluate(ema=True)`."""
     collate_fn: Collate | None = None
     """Makes a batch of a list of samples; None: as a `DataLoader` does."""
     pin_memory: bool | None = None
@@ -116,6 +120,11 @@ class RunOptions:
         check_choice("better", self.better, ("lower", "higher"))
         check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
         check_choice("update", self.update, ("whole", "sharded", "auto"))
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise UsageError(
+                f"ema is {self.ema!r}, which is how much of the average a step keeps.",
+                advice="Pass a number between 0 and 1, such as 0.999, or None.",
+            )
         check_choice("precision", self.precision, tuple(DTYPE_BY_PRECISION))
 
 

@@ -40,6 +40,7 @@ from paceline.survive.link import Link
 from paceline.survive.member import Survival
 from paceline.update import (
     FiniteCheck,
+    WeightAverage,
     choose_update,
     describe_sharing,
     is_worth_gathering,
@@ -87,6 +88,7 @@ class StepContext:
             finite = FiniteCheck(
                 named, members, is_complete=options.check_finite == "all", is_saved=config.is_saved
             )
+        self.average = None if options.ema is None else WeightAverage(module, options.ema)
         self.update = make_update(
             params,
             config.optimizer,
@@ -94,6 +96,7 @@ class StepContext:
             scaler=self.precision.find_scaler(config.scaler),
             clip_norm=options.clip_norm,
             finite=finite,
+            average=self.average,
         )
         self.state = RunState(module, self.update, config.state or {})
         folder = config.open_folder(world.rank)

@@ -8,7 +8,7 @@ added up over all batches and all workers, and divided once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.run.context import StepContext
 from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import Metrics, Number, Sums
 from paceline.run.plan import Shard
+from paceline.update import WeightAverage
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
@@ -41,8 +42,9 @@ def evaluate(
     workers: int,
     step: int,
     reduction: str | None,
+    average: WeightAverage | None,
 ) -> Sums:
-    """The sums and counts of this worker's share, by name.
+    """The sums and counts of this worker's share, by name; of the averaged weights, if given.
 
     `reduction` is None where scores have no counts, and so are means over samples.
     """
@@ -54,14 +56,18 @@ def evaluate(
         batches = _read(context, dataset, batch, collate_fn)
     metrics = Metrics(lambda _report, _sums: None)
     add = metrics.add_sum if reduction == "sum" else metrics.add
+    weights: AbstractContextManager[None] = nullcontext()
+    prefix = ""
+    if average is not None:
+        weights, prefix = average.in_use(), "ema_"
     kept, mode = context.generators.kept(), _in_evaluation_mode(context.module)
-    with kept, mode, torch.no_grad(), context.precision.forward:
+    with kept, mode, weights, torch.no_grad(), context.precision.forward:
         for number, rows, each in batches:
             if context.device.type != "cpu":
                 each = context.to_device(each)
             context.generators.seed(context.config.seed, "evaluation", step, number)
             for name, value, items in _checked(score(each), rows, reduction):
-                add(name, value, items)
+                add(prefix + name, value, items)
             metrics.end_step(None)
     return metrics.sums_of_epoch()
 

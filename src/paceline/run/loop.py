@@ -105,6 +105,12 @@ class Run:
         """How many epochs are complete."""
         return self._context.position.epoch
 
+    @property
+    def ema(self) -> dict[str, Any] | None:
+        """The averaged weights, as a state dict of the model; None without `ema=`."""
+        average = self._context.average
+        return None if average is None else average.state_dict()
+
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Keep a metric of the current step: a mean over `weight` items.
 
@@ -125,6 +131,7 @@ class Run:
         batch: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
+        ema: bool = False,
     ) -> dict[str, float]:
         """Score every sample once, on all workers together, and return the means by name.
 
@@ -132,9 +139,16 @@ class Run:
         they are over other items, with how many: {"loss": (loss, tokens)} and reduction="mean".
         With reduction="sum" the numbers are sums. It is called in evaluation mode, without
         gradients. Every worker calls this; without a dataset it is the one that is trained on.
+
+        With `ema` the model has the averaged weights meanwhile, and names begin with "ema_".
         """
         self._refuse_inside_step("evaluate")
         context, begin_s = self._context, time.perf_counter()
+        if ema and context.average is None:
+            raise UsageError(
+                "run.evaluate(ema=True) was called in a run that averages no weights.",
+                advice="Pass ema=0.999 in RunOptions.",
+            )
         config, position = context.config, context.position
         task = partial(
             evaluate,
@@ -146,6 +160,7 @@ class Run:
             workers=workers,
             step=position.step,
             reduction=reduction,
+            average=context.average if ema else None,
         )
         total = context.continuity.add_up(task, "Adding up the evaluation")
         samples = int(max((count for _, count in total.values()), default=0))

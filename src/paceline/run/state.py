@@ -95,7 +95,7 @@ class RunState:
             where = "in the checkpoint only" if odd in there else "not in the checkpoint"
             raise UsageError(
                 f"The checkpoint does not hold what this run consists of: {odd} is {where}.",
-                advice="Pass the same optimizer, scheduler, scaler and state= as before, or "
+                advice="Pass the same optimizer, scheduler, scaler, state= and ema= as before, or "
                 "choose another folder.",
             )
 

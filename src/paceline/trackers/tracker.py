@@ -172,10 +172,10 @@ class Tracker:
             settings = {k: v for k, v in asdict(info).items() if k not in _VOLATILE}
             self.open(info, settings, step)
             self._keep_state()
-            status = ""
+            status, before = "", dict(self._last)
             while not status:
                 points, status = self._take()
-                new = [p for p in points if p.step > self._last.get(p.kind, -1)]
+                new = [p for p in points if p.step > before.get(p.kind, -1)]
                 if new:
                     self.write(new)
                 for point in new:

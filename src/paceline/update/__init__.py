@@ -4,6 +4,7 @@
 the parameters only; `finite` looks for NaN before anything changes, without waiting for a device.
 """
 
+from paceline.update.average import WeightAverage
 from paceline.update.choice import choose_update, describe_sharing, is_worth_gathering
 from paceline.update.exchange import find_exchanged
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
@@ -16,6 +17,7 @@ __all__ = [
     "HostCopy",
     "Loss",
     "Update",
+    "WeightAverage",
     "choose_update",
     "describe_sharing",
     "find_exchanged",

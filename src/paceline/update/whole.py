@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import UsageError
+from paceline.update.average import WeightAverage
 from paceline.update.finite import FiniteCheck, Loss
 
 
@@ -67,13 +68,16 @@ class WholeUpdate:
         scheduler: Any = None,
         clip_norm: float | None = None,
         finite: FiniteCheck | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         """Without `finite` nobody looks for NaN."""
         self.parts: dict[str, Any] = {"optimizer": optimizer}
         if scheduler is not None:
             self.parts["scheduler"] = scheduler
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._clip_norm, self._finite = clip_norm, finite
+        if average is not None:
+            self.parts["ema"] = average
+        self._clip_norm, self._finite, self._average = clip_norm, finite, average
         self._params = params
         self._trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._step = 0
@@ -131,6 +135,8 @@ class WholeUpdate:
         if self._scheduler is not None:
             self._scheduler.step()
             self._schedule_at = getattr(self._scheduler, "last_epoch", None)
+        if self._average is not None:
+            self._average.update(self._step)
         return norm
 
     def abandon(self) -> None:
@@ -208,6 +214,7 @@ def make_update(
     scaler: Any,
     clip_norm: float | None,
     finite: FiniteCheck | None,
+    average: WeightAverage | None,
 ) -> Update:
     """The update that these objects need; raises where they do not fit together."""
     _check_optimizer(params, optimizer)
@@ -220,6 +227,7 @@ def make_update(
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
     rest: Any = {"scheduler": scheduler, "clip_norm": clip_norm, "finite": finite}
+    rest["average"] = average
     if scaler is not None and scaler.is_enabled():
         return ScaledUpdate(params, optimizer, scaler, **rest)
     return WholeUpdate(params, optimizer, **rest)
