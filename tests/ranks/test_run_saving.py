@@ -340,3 +340,19 @@ def test_files_of_the_folder_that_make_no_sense_do_not_stop_a_run(
         found = run_ranks(2, body)
     assert found[0] == found[1]
     assert found[0][0] == (3 if has_checkpoint else 1)
+
+
+@pytest.mark.parametrize("order", ["torch", "keyed"])
+def test_a_resumed_run_keeps_the_order_that_it_began_with(tmp_path: Path, order: Any) -> None:
+    quiet = RunOptions(progress="quiet")
+    chosen, other = (RunOptions(progress="quiet", order=each) for each in (order, OTHER[order]))
+    arguments: dict[str, Any] = {"folder": tmp_path / "run", "shards": 2}
+    first = train(options=chosen, stop_after=3, **arguments)
+    with pytest.raises(UsageError, match=f"order is '{order}' there, '{OTHER[order]}' here"):
+        train(options=other, **arguments)
+    rest = train(options=quiet, **arguments)
+    assert first.ledger + rest.ledger == train(options=chosen, shards=2).ledger
+    assert first.ledger != train(options=other, shards=2, stop_after=3).ledger
+
+
+OTHER = {"torch": "keyed", "keyed": "torch"}

@@ -136,7 +136,7 @@ OWN_METHODS = {
 TORCHS_INSIDES = {"broadcast_buffers", "gather", "scatter", "to_kwargs", "will_sync_module_buffers"}
 OWN_ARGUMENTS = {
     DistributedDataParallel: ["options"],
-    DistributedSampler: ["pad"],
+    DistributedSampler: ["pad", "order"],
     DataParallel: ["split", "options"],
     paceline.init_process_group: [],
 }

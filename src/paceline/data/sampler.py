@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import foreign
 from paceline.data.deal import ResumableSampler, Tail, deal
-from paceline.errors import UsageError
+from paceline.data.order import KeyedOrder, OrderName, TorchOrder, draw_order
+from paceline.errors import UsageError, check_choice
+
+_AT_A_TIME = 2**14
+"""How many indices of an order are looked up at once."""
 
 
 class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
@@ -28,6 +31,9 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     that every rank takes the same number of steps; False deals each sample exactly once, so that
     ranks differ by at most one; None, the default, pads when `shuffle` is on. `drop_last` leaves
     the last few out instead, whatever `pad` says.
+
+    `order="keyed"` is another order than torch's, for hundreds of millions of samples: it takes no
+    memory and begins at once. See `order`.
 
     `num_samples` is this rank's share of a whole epoch. `len()` is what the next pass yields:
     the same number, except in an epoch resumed in the middle.
@@ -48,10 +54,13 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
         drop_last: bool = False,
         *,
         pad: bool | None = None,
+        order: OrderName = "torch",
     ) -> None:
         self._take_place(num_replicas, rank, seed)
+        check_choice("order", order, ("torch", "keyed"))
         self.dataset = dataset
         self.shuffle = shuffle
+        self.order = order
         self.drop_last = drop_last
         self.pad = (bool(shuffle) or self._pads_by_default) if pad is None else bool(pad)
         self.num_samples = len(self._share(0))
@@ -107,16 +116,22 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
             )
         if not self.shuffle:
             return (position % total for position in positions)
-        # The device is given because a default device set by the user may not be the CPU.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(total, generator=generator, device="cpu")
-        mine: list[int] = order[positions.start : positions.stop : positions.step].tolist()
-        if len(mine) < len(positions):
-            mine.append(int(order[positions[-1] % total]))
-        return iter(mine)
+        order = draw_order(self.order, total, self.seed, self.epoch)
+        return _look_up(order, positions, total)
 
     def _order_name(self) -> str:
-        return "shuffled" if self.shuffle else "sequential"
+        shuffled = "shuffled" if self.order == "torch" else self.order
+        return shuffled if self.shuffle else "sequential"
+
+
+def _look_up(order: TorchOrder | KeyedOrder, positions: range, total: int) -> Iterator[int]:
+    """What is at these positions, the last of which may be past the end and mean the beginning."""
+    for begin in range(0, len(positions), _AT_A_TIME):
+        part = positions[begin : begin + _AT_A_TIME]
+        inside = range(part.start, min(part.stop, total), part.step)
+        yield from order.at(inside).tolist()
+        for position in part[len(inside) :]:
+            yield int(order.at(range(position % total, position % total + 1)))
 
 
 class PaddedDistributedSampler(DistributedSampler):

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 import paceline
 from paceline.comm.world import World
 from paceline.data.foreign import check_seed
+from paceline.data.order import OrderName, choose_order
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.observe.run_folder import RunFolder, RunInfo, find_info
@@ -58,6 +59,10 @@ class RunOptions:
 
     shuffle: bool = True
     """Whether every epoch has an order of its own; False takes the samples as they stand."""
+    order: Literal["auto", "torch", "keyed"] = "auto"
+    """How an order is made: `torch`, as torch's DistributedSampler does, in 8 bytes per sample on
+    every worker; `keyed`, another one in no memory and no time; `auto`, torch's up to 4,194,304
+    samples, and what a run began with when it continues. See docs/data.md."""
     drop_last: bool = False
     """Whether samples that do not fill the last global batch of an epoch are left out of it."""
     clip_norm: float | None = None
@@ -119,6 +124,7 @@ class RunOptions:
             check_whole(name, getattr(self, name), least)
         check_choice("better", self.better, ("lower", "higher"))
         check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
+        check_choice("order", self.order, ("auto", "torch", "keyed"))
         check_choice("update", self.update, ("whole", "sharded", "auto"))
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise UsageError(
@@ -196,8 +202,11 @@ class RunConfig:
             ) from error
         return folder
 
-    def plan(self, shards: int) -> Plan | None:
-        """Which samples form which step; None where samples cannot be asked for by number."""
+    def plan(self, shards: int, order: OrderName | None = None) -> Plan | None:
+        """Which samples form which step; None where samples cannot be asked for by number.
+
+        `order` is the one that the run began with, if it began before.
+        """
         dataset, options = self.dataset, self.options
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if not hasattr(dataset, "__iter__"):
@@ -211,13 +220,17 @@ class RunConfig:
                 f"The dataset has the type {type(dataset).__name__}, which has no length.",
                 advice="Give it __len__, or make it an IterableDataset.",
             )
+        samples = len(dataset)
+        if options.order != "auto":
+            order = options.order
         return Plan(
-            samples=len(dataset),
+            samples=samples,
             global_batch=self.global_batch,
             shards=shards,
             epochs=self.epochs,
             seed=self.seed,
             shuffle=options.shuffle,
+            order=order or choose_order(samples),
             drop_last=options.drop_last,
             merge_shards=options.merge_shards,
         )
@@ -232,6 +245,7 @@ class RunConfig:
             "global_batch": self.global_batch,
             "shards": shards,
             "shuffle": self.options.shuffle,
+            "order": None if plan is None or not plan.shuffle else plan.order,
             "drop_last": self.options.drop_last,
             "precision": self.options.precision,
             "dataset_size": None if plan is None else plan.samples,

@@ -105,7 +105,7 @@ class StepContext:
         known = (before or {}) if link is None or not link.is_replacement else link.facts
         self.shards = shards = config.shards or known.get("shards") or world.size
         check_batch(config.global_batch, shards)
-        plan = config.plan(shards)
+        plan = config.plan(shards, known.get("order"))
         workers = known["workers"] if self.is_replacement else world.size
         _check_batch_norm(model, workers, shards, plan)
         self.facts = config.facts(module, plan, shards=shards, workers=workers)

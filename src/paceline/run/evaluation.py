@@ -78,12 +78,16 @@ def _load(
     """One worker's batches of the dataset in its own order: number, samples, batch."""
     total = len(dataset)
     numbers = range(context.membership.rank, -(-total // batch), context.size)
-    cuts = [range(number * batch, min((number + 1) * batch, total)) for number in numbers]
-    shards = [Shard(step, -1, n, list(c)) for n, c in zip(numbers, cuts, strict=True)]
+
+    def cut(number: int) -> range:
+        return range(number * batch, min((number + 1) * batch, total))
+
+    shards = (Shard(step, -1, number, list(cut(number))) for number in numbers)
     # The dataset keeps the epoch that it was told in training.
     fetcher = ShardFetcher(dataset, context.config.seed, tells_epoch=False)
     loader = make_loader(fetcher, context.loading(workers), collate_fn, shards)
-    yield from zip(numbers, map(len, cuts), loader, strict=True)
+    for number, each in zip(numbers, loader, strict=True):
+        yield number, len(cut(number)), each
 
 
 def _read(

@@ -1,6 +1,6 @@
 """Which samples form which shard of which step, and their random numbers: arithmetic, nothing else.
 
-    order of epoch e:   a permutation drawn from (seed, e)
+    order of epoch e:   a permutation drawn from (seed, e); see `data.order`
     batch of step k:    `global_batch` neighbours in that order
     shard v of V:       every V-th sample of the batch, beginning with the v-th
     random numbers:     drawn from (seed, k, v), before loading and again before the model
@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from paceline.data.order import KeyedOrder, OrderName, TorchOrder, draw_order
 from paceline.errors import UsageError
 
 
@@ -65,6 +63,7 @@ class Plan:
     epochs: int
     seed: int = 0
     shuffle: bool = True
+    order: OrderName = "torch"
     drop_last: bool = False
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
     merge_shards: bool = False
@@ -112,20 +111,16 @@ class Plan:
                 if places := batch[number :: self.shards]:
                     indices = list(places)
                     if order is not None:
-                        indices = order[places.start : places.stop : places.step].tolist()
+                        indices = order.at(places).tolist()
                     shards.append(Shard(step, epoch, number, indices))
             if self.merge_shards and len(shards) > 1:
                 together = [index for shard in shards for index in shard.indices]
                 shards = [Shard(step, epoch, shards[0].number, together)]
             yield Portion(step, epoch, len(batch), shards, step % per_epoch == 0)
 
-    def _order(self, epoch: int) -> Tensor | None:
-        """The order of the samples in an epoch: torch's DistributedSampler's."""
-        if not self.shuffle:
-            return None
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        # The device is given because a default device set by the user may not be the CPU.
-        return torch.randperm(self.samples, generator=generator, device="cpu")
+    def _order(self, epoch: int) -> TorchOrder | KeyedOrder | None:
+        """The order of the samples in an epoch; None: as they stand."""
+        return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
 
 
 def shards_of(rank: int, size: int, shards: int) -> range:

@@ -29,7 +29,7 @@ from paceline.run.plan import Position
 from paceline.update import Update, find_exchanged
 
 MUST_BE_EQUAL = (
-    *("model", "seed", "global_batch", "shards", "shuffle", "drop_last", "dataset_size"),
+    *("model", "seed", "global_batch", "shards", "shuffle", "order", "drop_last", "dataset_size"),
     *("optimizer", "scheduler", "precision"),
 )
 """The facts that identify a run."""
@@ -175,6 +175,10 @@ class Saving:
             raise CheckpointError(f"Rank 0 cannot begin: {why_not}")
         if found is not None:
             self.saved_step = position_in(found[0]).step
+            facts = found[1]
+            # Those that do not say so are older than any other order.
+            is_ordered = facts.get("shuffle") and facts.get("dataset_size") is not None
+            facts.setdefault("order", "torch" if is_ordered else None)
         return found  # type: ignore[no-any-return]
 
     def begin(self) -> None:
