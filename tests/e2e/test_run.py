@@ -114,7 +114,8 @@ def test_every_worker_runs_the_script_with_its_arguments_and_labelled_output(
     assert done.returncode == 0
     arguments = "['script.py', '--workers', '9', '--', '-x']"
     assert lines_of(done.stdout) == [f"[rank {r}] {r} 3 {arguments}" for r in range(3)]
-    assert lines_of(done.stderr) == [f"[rank {r}] to stderr" for r in range(3)]
+    said = [f"[rank {r}] to stderr" for r in range(3)]
+    assert lines_of(done.stderr) == [*said, "paceline: starting 3 workers."]
 
 
 def test_a_single_worker_writes_as_if_nobody_were_between(tmp_path: Path) -> None:
@@ -201,7 +202,9 @@ def test_the_first_real_traceback_is_printed_once_and_everyone_ends(tmp_path: Pa
     assert time.monotonic() - begin < SOON_S
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.startswith("paceline: rank 1 failed:\nTraceback (most recent call last):\n")
+    said = ["starting 3 workers.", "rank 1 failed:"]
+    assert done.stderr.splitlines()[:2] == [f"paceline: {line}" for line in said]
+    assert done.stderr.splitlines()[2] == "Traceback (most recent call last):"
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
     assert [Path(frame.split('"')[1]).name for frame in frames] == ["script.py", "script.py"]
     assert "ValueError: boom\n" in done.stderr
@@ -287,7 +290,7 @@ def test_a_signal_to_the_launcher_ends_workers_and_what_they_started(
         assert launcher.wait(timeout=SOON_S) == 128 + number
         wait_until_gone(pids)
         _, said = launcher.communicate()
-    assert said == f"paceline: ended by {number.name}.\n"
+    assert said == f"paceline: starting 2 workers.\npaceline: ended by {number.name}.\n"
 
 
 def test_a_worker_may_use_the_grace_it_is_given(tmp_path: Path) -> None:

@@ -327,7 +327,9 @@ def test_without_rich_and_in_ci_and_on_a_dumb_terminal_lines_are_those_of_a_pipe
     ):
         with on_terminal(folder, "script.py", **environ) as session:
             assert session.finish() == 0
-        assert timeless(session.glass.lines) == expected, environ
+        begin, *lines = session.glass.lines
+        assert begin == "paceline: starting 2 workers."  # on stderr, in a pipe
+        assert timeless(lines) == expected, environ
         assert "\x1b[J" not in session.raw
 
 
@@ -340,7 +342,7 @@ def test_redirected_output_is_plain_although_errors_go_to_a_terminal(folder: Pat
     words = (sys.executable, "-m", "paceline", "run", "--workers", "2", "script.py")
     with Session(folder, "-c", command, *words, environ={}) as session:
         assert session.finish() == 0
-    assert session.raw == ""
+    assert session.raw == "paceline: starting 2 workers.\r\n"
     assert timeless((folder / "out").read_text().splitlines()) == expected
 
 

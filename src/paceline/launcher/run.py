@@ -238,6 +238,7 @@ class LocalRun:
             generations=generations,
             make_spec=lambda seat: plan(_with_one_more(first, seat))[-1],
             template=self.template,
+            announce=None if attempt else tell,
         ).run()
 
     def _wants_template(self, workers: int) -> bool:

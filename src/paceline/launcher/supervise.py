@@ -48,8 +48,10 @@ from paceline.observe.units import count_text
 BLAME_PATIENCE_S = 0.2
 # How long output may still come after the last worker has ended.
 DRAIN_S = 0.25
+# How runs are shown where nobody wants to read that workers start.
+SILENT = ("quiet", "json")
 # Importing torch takes seconds, in which nothing is to be seen.
-GREETING_S = 0.2
+GREETING_S = 0.05
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
@@ -86,6 +88,8 @@ class Supervisor:
     make_spec: Callable[[int], WorkerSpec] | None = None
     """Plans a worker on a seat that nobody had yet."""
     template: Template | None = None
+    announce: Callable[[str], None] | None = None
+    """Says that workers start, which takes them seconds, where that is not drawn."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -147,9 +151,15 @@ class Supervisor:
     def _plan_greeting(self) -> None:
         first, shown = self.specs[0], env.read_terminal(self.specs[0].environment)
         is_bar = shown.progress == "bar" or (shown.progress in ("", "auto") and not shown.is_ci)
-        if is_bar and first.speaks_for_all and not first.takes_terminal:
-            text = f"{count_text(len(self.specs), 'worker')} running"
-            self._after(GREETING_S, "greeting", partial(self.console.greet, text))
+        is_bar = is_bar and self.console.screen is not None
+        workers = count_text(len(self.specs), "worker")
+        if first.takes_terminal or not first.speaks_for_all:
+            return
+        if is_bar:
+            greet = partial(self.console.greet, f"{workers} running")
+            self._after(GREETING_S, "greeting", greet)
+        elif self.announce is not None and not first.rank and shown.progress not in SILENT:
+            self.announce(f"starting {workers}.")
 
     def _start_one(self, spec: WorkerSpec) -> None:
         pipes = None
