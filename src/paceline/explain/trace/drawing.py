@@ -288,7 +288,7 @@ def training_lines(training: Training, width: int) -> Iterator[str]:
         unseen = "-" if each.evaluation_loss is None else short_number(each.evaluation_loss)
         share = each.loss / max(known) if each.loss in known and max(known) > 0 else 0.0
         bar = (BAR * max(1, round(share * BAR_WIDTH)) if share > 0 else "").ljust(BAR_WIDTH)
-        time = seconds_text(each.seconds) if each.epoch else "-"
+        time = seconds_text(each.seconds) if each.seconds else "-"
         rows.append([str(each.epoch), short_number(each.loss), bar, accuracy, unseen, time])
     if width < NARROW:  # the words need the room more
         rows = [row[:2] + row[3:] for row in rows]
