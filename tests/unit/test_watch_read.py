@@ -14,11 +14,12 @@ import pytest
 from synthetic_run import BEGAN, synthetic_run, synthetic_trace
 
 from paceline.explain.report import document
-from paceline.explain.report.collect import RunReader, collect
+from paceline.explain.report.collect import SKETCHED, RunReader, collect
+from paceline.explain.report.sketch import choose_lines
 from paceline.observe.run_folder import EventTail, EventWriter, RunFolder
 from paceline.record.schema import write as write_trace
 from paceline.watch import live
-from paceline.watch.follow import SKETCHED, Watched
+from paceline.watch.follow import Watched
 from paceline.watch.terminal import head
 
 
@@ -117,46 +118,73 @@ def test_a_step_that_is_recorded_meanwhile_is_shown(tmp_path: Path) -> None:
 
 def test_a_sketch_shows_what_the_whole_shows_and_follows_what_comes(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=1500, ranks=2, slow_rank=1)
-    sketch = RunReader(folder.path, is_sketch=True)
-    sketch.read()
-    exact = collect(folder.path)
-    assert sketch.data.ranks[0].steps < 1400
-    one, other = shown(sketch.data), shown(exact)
+    reader = RunReader(folder.path, most_bytes=0)
+    reader.read()
+    sketch, exact = reader.data, collect(folder.path)
+    one, other = shown(sketch), shown(exact)
+    assert one["missing"] == [SKETCHED]
     assert one["sentences"][:4] == other["sentences"][:4]
     assert one["tiles"] == other["tiles"]
     assert one["checkpoints"] == other["checkpoints"]
     assert one["live"] == other["live"]
-    points, dense = (data.metrics["loss"].points(2000) for data in (sketch.data, exact))
+    points, dense = (data.metrics["loss"].points(2000) for data in (sketch, exact))
     true = {point.x: point.mean for point in dense}
-    assert len(points) > 200
+    assert 200 < len(points) < 1000
     assert all(point.mean == pytest.approx(true[point.x], rel=0.4) for point in points)
     with EventWriter(folder, 0) as writer:
         writer.write("step", t=BEGAN + 99, step=1501, epoch=5, samples=64, seconds=0.1)
-    sketch.read()
-    assert sketch.data.steps == 1501
+    reader.read()
+    assert sketch.steps == 1501
 
 
-def test_a_page_of_a_long_run_is_sketched_and_then_exact(
+def test_the_sums_of_a_sketch_count_what_it_left_out(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=1500, ranks=2, slow_rank=1)
+    reader = RunReader(folder.path, most_bytes=0)
+    reader.read()
+    for rank, exact in collect(folder.path).ranks.items():
+        found = reader.data.ranks[rank]
+        assert (found.steps, found.samples) == (exact.steps, exact.samples)
+        assert found.own_s == pytest.approx(exact.own_s, rel=0.02)
+        assert found.phases == pytest.approx(exact.phases, rel=0.05)
+    lines = folder.events_of(1).read_bytes().splitlines(keepends=True)
+    with open(folder.events_of(1), "ab") as file:  # more than a reading takes
+        file.writelines(b'{"kind":"step","t":1,"rank":1,"step":%d}\n' % n for n in range(1501, 9001))
+        file.write(lines[1].replace(b'"step":1,', b'"step":9001,'))
+    reader.read()
+    assert reader.data.ranks[1].steps == 9001
+    assert reader.data.ranks[1].recent[-1].step == 9001
+
+
+def test_of_what_is_no_step_a_sketch_has_the_newest_of_each_kind(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    step, message = b'{"kind":"step","n":%d}\n', b'{"kind":"message","n":%d}\n'
+    path.write_bytes(
+        b'{"kind":"start"}\n' + b"".join(step % n + message % n for n in range(5000)) + b"{"
+    )
+    end = path.stat().st_size - 1
+    lines = choose_lines(path, 0, end, steps=10, scanned_bytes=2**20)
+    said = [line for line in lines if b"message" in line]
+    assert lines[0] == b'{"kind":"start"}'
+    assert said[-1000:] == [(message % n).strip() for n in range(4000, 5000)]
+    assert len(lines) < 1020
+    assert sorted(lines, key=path.read_bytes().index) == lines
+    few = choose_lines(path, 0, end, steps=10, scanned_bytes=1000)
+    assert few[-1] == b'{"kind":"message","n":4999}'
+    assert len(few) < 50
+
+
+def test_a_page_of_a_long_run_says_that_it_is_sketched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = synthetic_run(tmp_path / "run", steps=600, ranks=2)
     with open(folder.events_of(0), "ab") as file:
         file.write(b'{"kind":"step","t":1,"ra')  # it was killed
     monkeypatch.setattr("paceline.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
-    monkeypatch.setattr("paceline.watch.follow.SLICE_S", 0.005)
     run = Watched([folder.path]).first
-    run.read()
-    assert run.build_live()["reading"] == 0.0
-    assert SKETCHED in run._data.missing
-    run._messages["document"] = 1, b""  # a page has it
-    readings = list[Any]()
-    while (reading := run.build_live()["reading"]) is not None:
-        readings.append(reading)
-        run.read()
-    assert readings == sorted(readings)
-    assert len(readings) > 3
-    assert run._data.ranks[0].steps == 600
-    assert run._data.missing == []
+    assert run.read()
+    assert run.build_live()["step"] == 600
+    assert run._build()["missing"] == [SKETCHED]
+    assert not run.read()
 
 
 def test_memory_stays_flat_however_much_a_run_writes(tmp_path: Path) -> None:

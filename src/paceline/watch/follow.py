@@ -21,22 +21,15 @@ from paceline.errors import UsageError
 from paceline.explain.report import document, page
 from paceline.explain.report.bounds import bounded
 from paceline.explain.report.collect import RunReader
-from paceline.explain.report.run_data import RunData
 from paceline.observe.run_folder import RunFolder, replace_file
 from paceline.watch import live
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
-IDLE, SKETCH_IDLE = 20, 3
+IDLE = 20
 """After some time of the processor there is so many times as long a rest, so that the training does
-not notice: while a long run is read for the first time less, because somebody waits."""
-SLICE_S = 0.2
-"""For so long a run that is sketched is read at a time."""
-SKETCHED = (
-    "The run is long, and only some of its steps were read when this page was made: curves are "
-    "sketched, and sums are too small."
-)
-SKETCHED_ABOVE_BYTES = 2**22
-"""Larger event files than this, all together, are sketched first."""
+not notice."""
+SKETCHED_ABOVE_BYTES = 2**21
+"""More new events than this, all together, are sketched: a page opens within a second."""
 STILL_HERE_S = 15.0
 
 
@@ -52,17 +45,14 @@ class Followed:
         self._watched = watched
         self._messages: dict[str, tuple[int, bytes]] = {}
         """The newest of each kind, and its number."""
+        self._published = 0
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self.pages = 0
         """How many show it now."""
         self._lock = threading.Lock()
         """Around everything below: it is used in threads."""
-        self._reader = RunReader(path)
-        self._sketch: RunReader | None = None
-        """What is shown until the reader has read everything."""
-        if events_bytes(path) > SKETCHED_ABOVE_BYTES:
-            self._sketch = RunReader(path, is_sketch=True)
+        self._reader = RunReader(path, most_bytes=SKETCHED_ABOVE_BYTES)
 
     @property
     def is_shown(self) -> bool:
@@ -97,8 +87,16 @@ class Followed:
                 self._reading = None
 
     async def _follow(self) -> None:
+        """Publish what is new until no page is open.
+
+        The first document comes without the timeline, which follows at once: somebody waits.
+        """
         document_due_s = live_due_s = 0.0
-        has_news, state = True, self.state
+        has_news = self.is_shown
+        if not self.is_shown:
+            await asyncio.to_thread(self.read)
+            self._publish("document", await asyncio.to_thread(self._build))
+        state = self.state
         while True:
             began_s, began_cpu_s = time.monotonic(), time.process_time()
             has_news |= await asyncio.to_thread(self.read)
@@ -111,21 +109,20 @@ class Followed:
             elif has_news or began_s >= live_due_s:
                 self._publish("live", await asyncio.to_thread(self.build_live))
                 live_due_s = began_s + DOCUMENT_PERIOD_S
+            if not self.pages:
+                self._reading = None
+                return
             rest_s = IDLE * (time.process_time() - began_cpu_s)
-            if self._sketch is not None:
-                rest_s = SKETCH_IDLE * SLICE_S
             await asyncio.sleep(max(began_s + LIVE_PERIOD_S - time.monotonic(), rest_s))
 
     def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
-        number, _ = self._messages.get(kind, (0, b""))
         message = f"event: {kind}\ndata: {_json(value)}\n\n".encode()
-        self._messages[kind] = number + 1, message
+        self._published += 1
+        if kind == "document":
+            self._messages.clear()  # it says all that an older message did
+        self._messages[kind] = self._published, message
         self._news.set()
         self._news = asyncio.Event()
-
-    @property
-    def _data(self) -> RunData:
-        return (self._sketch or self._reader).data
 
     def read(self) -> bool:
         """Read what is new; whether anything was. A folder that is gone stays as it was."""
@@ -134,22 +131,13 @@ class Followed:
             if not self.path.is_dir():
                 return has_news
             with contextlib.suppress(UsageError, OSError):
-                if self._sketch is not None:
-                    has_news = self._sketch.read()
-                    if self.is_shown:
-                        self._reader.read(SLICE_S)
-                    self._sketch.data.reading = self._reader.progress
-                    self._sketch.data.notes["sketch"] = SKETCHED
-                    if not self._reader.is_behind:
-                        self._sketch = None
-                else:
-                    has_news = self._reader.read()
-            self.state, self.step = self._data.status, self._data.steps
-            return has_news or self._sketch is not None
+                has_news = self._reader.read(has_timeline=self.is_shown)
+            self.state, self.step = self._reader.data.status, self._reader.data.steps
+            return has_news
 
     def _build(self) -> document.Json:
         with self._lock:
-            return {**document.build(self._data), "live": self._live()}
+            return {**document.build(self._reader.data), "live": self._live()}
 
     def build_live(self) -> live.Json:
         """How the run is now."""
@@ -158,8 +146,8 @@ class Followed:
 
     def _live(self) -> live.Json:
         runs = [{"name": e.name, "state": e.state, "step": e.step} for e in self._watched.runs]
-        is_asked = os.path.lexists(self._data.folder.record_request)
-        found = {**live.build(self._data), "recording": "asked" if is_asked else None}
+        is_asked = os.path.lexists(self._reader.data.folder.record_request)
+        found = {**live.build(self._reader.data), "recording": "asked" if is_asked else None}
         result: live.Json = bounded({"run": self.name, "runs": runs, **found})
         return result
 
@@ -207,13 +195,6 @@ class Watched:
     def find(self, name: str | None) -> Followed | None:
         """The run of that name; the first where no name is given."""
         return self.first if name is None else next((r for r in self.runs if r.name == name), None)
-
-
-def events_bytes(path: Path) -> int:
-    """How large the event files of a run are, all together."""
-    with contextlib.suppress(OSError):
-        return sum(each.lstat().st_size for each in RunFolder(path).events.iterdir())
-    return 0
 
 
 def _json(value: object) -> str:

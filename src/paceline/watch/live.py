@@ -41,7 +41,6 @@ def build(data: RunData) -> Json:
         "t": data.read_t,
         "state": data.status,
         "silent_s": data.silent_s,
-        "reading": data.reading,
         "epoch": max(epochs, default=0),
         "epochs": info.epochs or None if info else None,
         "step": data.steps,

@@ -12,23 +12,23 @@ OWN = ("live.css", "live.js")
 
 
 def find_assets() -> Mapping[str, str]:
-    """What the page links, by name, in the order of use: nothing else is ever sent."""
+    """What the page links, by name: nothing else is ever sent."""
     folder = resources.files(__package__).joinpath("assets")
-    own = {name: folder.joinpath(name).read_text("utf-8") for name in OWN}
-    return {name: asset(name) for name in (*STYLES, *SCRIPTS)} | own
+    style, script = (folder.joinpath(name).read_text("utf-8") for name in OWN)
+    return {
+        "page.css": "\n".join([*map(asset, STYLES), style]),
+        "page.js": "\n".join([*map(asset, SCRIPTS), script]),
+    }
 
 
 def render(name: str, token: str) -> str:
     """The page: its scripts and styles linked, because none may be inline."""
-    link = '<link rel="stylesheet" href="/assets/{}?token={}">'
-    script = '<script src="/assets/{}?token={}"></script>'
-    names = (*STYLES, *SCRIPTS, *OWN)
-    head = "\n".join(link.format(each, token) for each in names if each.endswith(".css"))
-    body = "\n".join(script.format(each, token) for each in names if each.endswith(".js"))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f"{asset('head.html')}<title>{escape(name)} · Paceline watch</title>\n{head}</head>\n"
+        f"{asset('head.html')}<title>{escape(name)} · Paceline watch</title>\n"
+        f'<link rel="stylesheet" href="/assets/page.css?token={token}">\n'
+        f'<script src="/assets/page.js?token={token}" defer></script></head>\n'
         f'<body><a href="#main" class="skip">Skip to the run</a>\n{asset("definitions.svg")}'
         '<div id="page"></div>\n<noscript><p>A script draws this page, and JavaScript is off. '
-        f"`paceline report` writes the run as a file.</p></noscript>\n{body}</body></html>\n"
+        f"`paceline report` writes the run as a file.</p></noscript></body></html>\n"
     )

@@ -20,8 +20,6 @@ section. It is sent first, and again when more than the head has changed, at mos
       "t": 1763280000.5,                      seconds since 1970, when it was read
       "state": "running",                     finished, stopped, failed, killed, silent, unknown
       "silent_s": 0.2,                        since anything was written
-      "reading": 0.34,                        how much is read of a long run whose curves are
-                                              sketched so far; null when all of it is
       "epoch": 3, "epochs": 10,               from 0: in the fourth of ten; epochs may be null
       "step": 412, "steps": 1000, "steps_per_epoch": 100,        those of the run; may be null
       "elapsed_s": 20.6, "eta_s": 29.4,       eta_s is null where nobody can know

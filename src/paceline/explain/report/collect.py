@@ -2,7 +2,7 @@
 
 Event files are read line by line, one rank after the other, and later only what was added. What is
 missing, damaged or left out is remembered as a sentence, because a reader must know what the page
-does not show. See Note [Long runs are sketched first].
+does not show.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import heapq
 import math
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, WireError
+from paceline.explain.report import sketch, window
 from paceline.explain.report.bounds import amount, bounded, number, text, whole
 from paceline.explain.report.curves import Curve
 from paceline.explain.report.run_data import (
@@ -32,7 +32,6 @@ from paceline.explain.report.run_data import (
     RecentStep,
     RunData,
 )
-from paceline.explain.report.window import read_window
 from paceline.observe.phases import OWN, Phase
 from paceline.observe.run_folder import (
     Event,
@@ -55,17 +54,11 @@ COMPARED_STEPS_LIMIT = 2**16
 """Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
 WINDOW_PERIOD_S = 30.0
 """How old the window of the timelines may be: reading it takes a second."""
-SKETCHED_LINES = 3000
-"""So many steps of all ranks together are read for a sketch, spread over the run."""
-SKETCHED_BYTES = 4096
-"""Read at each place, for the first whole line in it."""
-TAIL_BYTES = 2**15
-SCANNED_BYTES = 2**26
-"""Of the first rank's events, so many are searched for what is no step."""
-CLOCK_PERIOD = 16
-"""After how many lines the time is looked at."""
+SKETCHED = (
+    "The run is long, and this page opens at once: of its steps some were read, evenly spread, and "
+    "all of the last ones. Curves, means and sums are estimates; `paceline report` reads every step."
+)
 _PHASES = {str(phase): phase for phase in Phase}
-_NO_STEP = re.compile(rb'\n(\{"kind":"(?!step")[^\n]*)')
 
 
 def collect(path: Path) -> RunData:
@@ -86,6 +79,8 @@ class Cursor:
     before_t: float = 0.0
     before_step: int = 0
     """When the step or start before was written, and which it was."""
+    is_behind_gap: bool = False
+    """Whether steps before the next one were left out."""
 
 
 class RunReader:
@@ -96,19 +91,20 @@ class RunReader:
     Invariant: after `read`, `data` is what a reader that begins now would have, whatever it has
     read when. Where that cannot be had from what was added (steps are undone, a file is shorter
     than before), all is read again.
+
+    With a limit, more than `most_bytes` of new events are sketched instead, but for their end: then
+    a reading takes part of a second, means and curves are as good as a sample is, and a note says
+    so.
     """
 
-    def __init__(self, path: Path, *, is_sketch: bool = False) -> None:
+    def __init__(self, path: Path, *, most_bytes: float = math.inf) -> None:
         if not path.is_dir():
             raise UsageError(
                 f"There is no run folder {str(path)!r}.",
                 advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
             )
         self.folder = RunFolder(path)
-        self.is_sketch = is_sketch
-        """Whether of what is there now only some lines are read, and all of what comes."""
-        self.is_behind = True
-        """Whether there was more to read than there was time for."""
+        self._most_bytes = most_bytes
         self._seen: dict[Path, object] = {}
         """Of every document what told its version when it was read."""
         self._begin()
@@ -122,18 +118,13 @@ class RunReader:
         self._seen.clear()
         self._window_due_s = 0.0
 
-    @property
-    def progress(self) -> float:
-        """How much of the events is read, from 0 to 1."""
-        size = sum(cursor.size for cursor in self._cursors.values())
-        read = sum(cursor.tail.position for cursor in self._cursors.values())
-        return min(1.0, read / size) if size else float(not self.folder.event_ranks())
-
-    def read(self, limit_s: float = math.inf) -> bool:
-        """Read what is new, for about `limit_s` seconds of the processor; whether there was any."""
+    def read(self, *, has_timeline: bool = True) -> bool:
+        """Read what is new; whether there was any. Without the timeline it takes half as long."""
         seen = dict(self._seen)
         self._read_documents()
-        has_events = self._read_ranks(time.thread_time() + limit_s)
+        has_events = self._read_ranks()
+        if has_timeline:
+            self._read_timeline()
         data = self.data
         data.read_t = time.time()
         # In this order: a run that ends meanwhile says so in run.json before its processes end.
@@ -172,10 +163,7 @@ class RunReader:
             notes[what] = f"{what} could not be read. {reason}"
 
     def _read_documents(self) -> None:
-        """The recorded steps, the scaling study and the names of checkpoints, where there are any.
-
-        And a window of the timelines, now and then.
-        """
+        """The recorded steps, the scaling study and the names of checkpoints, where there are any."""
         data, folder = self.data, self.folder
         kept = _version(folder.checkpoints)
         if self._is_new(folder.checkpoints, kept):
@@ -191,9 +179,16 @@ class RunReader:
                 if not isinstance(study, dict):
                     raise WireError(f"{folder.scaling} is not an object.")
                 data.study = study
-        if time.monotonic() >= self._window_due_s:
-            self._window_due_s = time.monotonic() + WINDOW_PERIOD_S
-            data.timeline = read_window(folder)
+
+    def _read_timeline(self) -> None:
+        """A window of the timelines, now and then where they are being written."""
+        if time.monotonic() < self._window_due_s:
+            return
+        self._window_due_s = time.monotonic() + WINDOW_PERIOD_S
+        folder = self.folder
+        versions = [_version(folder.timeline_of(rank)) for rank in range(window.RANKS_LIMIT)]
+        if self._is_new(folder.timeline, versions):
+            self.data.timeline = window.read_window(folder)
 
     def _read_traces(self) -> None:
         data = self.data
@@ -234,7 +229,7 @@ class RunReader:
                 f"There are no events of rank {shown}; sums leave their part out."
             )
 
-    def _read_ranks(self, until_s: float) -> bool:
+    def _read_ranks(self) -> bool:
         """Read what is new of all ranks' events; whether anything was."""
         ranks = self.folder.event_ranks()
         sizes = {rank: _size(self.folder.events_of(rank)) for rank in ranks[:RANKS_LIMIT]}
@@ -248,30 +243,23 @@ class RunReader:
             self.data.notes["ranks"] = (
                 f"Only the first {RANKS_LIMIT:,} of {len(ranks):,} ranks are read."
             )
-        if self.is_sketch:
+        has_events, self._clock = False, ranks[0] if ranks else -1
+        for rank in sizes.keys() - self._cursors.keys():
+            self._cursors[rank] = Cursor(EventTail(self.folder.events_of(rank)))
+        unread = sum(size - self._cursors[rank].tail.position for rank, size in sizes.items())
+        if is_long := unread > self._most_bytes:
             self._read_info()  # for the size of a batch
-        has_events = self.is_behind = False
-        self._clock = ranks[0] if ranks else -1
-        lines = SKETCHED_LINES // max(1, len(sizes))
         for rank, size in sizes.items():
-            cursor = self._cursors.get(rank)
-            if cursor is None:
-                cursor = self._cursors[rank] = Cursor(EventTail(self.folder.events_of(rank)))
-                self.data.ranks[rank] = RankTotals(rank)
-            begin, is_first, cursor.size = cursor.tail.position, cursor.size == 0, size
+            cursor = self._cursors[rank]
+            self.data.ranks.setdefault(rank, RankTotals(rank))
+            begin, cursor.size = cursor.tail.position, size
             if size <= begin:
                 continue
-            if time.thread_time() > until_s:
-                self.is_behind = True
-                continue
             with self._noting(f"Some events of rank {rank}"):
-                if is_first and self.is_sketch and size > 2 * TAIL_BYTES:
-                    self._sketch_rank(rank, cursor, lines)
-                for number_read, event in enumerate(cursor.tail.read()):
-                    self._add(rank, cursor, event, is_compared=True)
-                    if number_read % CLOCK_PERIOD == 0 and time.thread_time() > until_s:
-                        self.is_behind = True
-                        break
+                if is_long:
+                    self._skip_ahead(rank, cursor, len(sizes))
+                for event in cursor.tail.read():
+                    self._add(rank, cursor, event)
             has_events |= cursor.tail.position > begin
             if cursor.damaged:
                 name = f"events/rank{rank}.jsonl"
@@ -309,34 +297,26 @@ class RunReader:
             data.starts[index - 1] = began, min(done, later)
         return undoes
 
-    def _sketch_rank(self, rank: int, cursor: Cursor, lines: int) -> None:
-        """Read some steps in the order of the file, and all of the last ones.
+    def _skip_ahead(self, rank: int, cursor: Cursor, ranks: int) -> None:
+        """Sketch what is new of one rank, up to its end."""
+        data, path = self.data, self.folder.events_of(rank)
+        begin, end = cursor.tail.position, sketch.find_tail(path, cursor.size, ranks)
+        if end <= begin:
+            return
+        scanned_bytes = sketch.SCANNED_BYTES
+        if rank != self._clock:
+            is_stable = len(data.starts) < 2 and not data.events["generation"]
+            scanned_bytes //= ranks * (sketch.STABLE if is_stable else 1)
+        lines = sketch.choose_lines(
+            path, begin, end, steps=sketch.STEPS // ranks, scanned_bytes=scanned_bytes
+        )
+        data.notes["sketch"] = SKETCHED
+        for event in filter(None, map(parse_event, lines)):
+            cursor.is_behind_gap = True
+            self._add(rank, cursor, event)
+        cursor.is_behind_gap, cursor.tail.position = True, end
 
-        Where workers were replaced, and of the rank that writes for all, also what is no step.
-        """
-        data = self.data
-        is_scanned = rank == self._clock or len(data.starts) > 1 or bool(data.events["generation"])
-        with open_plain(self.folder.events_of(rank)) as file:
-            file.seek(cursor.size - TAIL_BYTES)
-            tail_at = cursor.tail.position = file.tell() + len(file.readline(TAIL_BYTES))
-            beginning = EventTail(self.folder.events_of(rank))
-            for piece in beginning.pieces():
-                before = piece[: tail_at - (beginning.position - len(piece))]
-                for found in _NO_STEP.finditer(b"\n" + before):
-                    if (event := parse_event(found[1])) is not None:
-                        self._add(rank, cursor, event)
-                if not is_scanned or beginning.position >= min(tail_at, SCANNED_BYTES):
-                    break
-            for place in range(0, tail_at, max(SKETCHED_BYTES, tail_at // max(1, lines))):
-                file.seek(place)
-                lines_there = file.read(SKETCHED_BYTES).split(b"\n", 2)
-                event = parse_event(lines_there[1]) if len(lines_there) == 3 else None
-                if event is not None and event["kind"] == "step":
-                    self._add(rank, cursor, event)
-
-    def _add(
-        self, rank_number: int, cursor: Cursor, event: Event | None, *, is_compared: bool = False
-    ) -> None:
+    def _add(self, rank_number: int, cursor: Cursor, event: Event | None) -> None:
         """Add one event; the clock of one rank counts for all."""
         data, rank = self.data, self.data.ranks[rank_number]
         if event is None:
@@ -354,29 +334,33 @@ class RunReader:
             data.events[kind].append({**bounded(event), "t": t})
         elif step is None:
             return
-        elif data.is_undone(t, step):
-            data.redone += kind == "step" and rank_number == 0
         elif kind == "step":
-            self._add_step(rank, step, t, event, is_compared)
-        elif kind in KEPT_KINDS:
+            self._add_step(rank, cursor, step, t, event)
+        elif kind in KEPT_KINDS and not data.is_undone(t, step):
             data.events[kind].append({**bounded(event), "t": t})
-        if rank_number == self._clock and kind in ("step", "stop") and step is not None:
-            passed_s = max(0.0, t - cursor.before_t) if cursor.before_t else 0.0
-            samples = 0.0
-            if self.is_sketch and data.info is not None:
-                samples = data.info.global_batch * max(0, step - cursor.before_step)
-            data.rate.add(step, samples, passed_s)
+        if kind in ("step", "stop") and step is not None:
+            if rank_number == self._clock:
+                passed_s = max(0.0, t - cursor.before_t) if cursor.before_t else 0.0
+                data.rate.add(step, 0.0, passed_s)
             cursor.before_t, cursor.before_step = t, step
+            cursor.is_behind_gap = False
 
     def _add_step(
-        self, rank: RankTotals, step: int, t: float, event: Event, is_compared: bool
+        self, rank: RankTotals, cursor: Cursor, step: int, t: float, event: Event
     ) -> None:
-        data, samples = self.data, amount(event.get("samples"))
-        rank.steps += 1
-        rank.samples += samples
-        rank.seconds += amount(event.get("seconds"))
-        if not self.is_sketch:
+        """Add a step, which counts for those before it that were left out as well."""
+        data, samples, is_exact = self.data, amount(event.get("samples")), not cursor.is_behind_gap
+        count = 1 if is_exact else max(1, step - cursor.before_step)
+        if data.is_undone(t, step):
+            data.redone += count if rank.rank == 0 else 0
+            return
+        rank.steps += count
+        rank.samples += count * samples
+        rank.seconds += count * amount(event.get("seconds"))
+        if "sketch" not in data.notes:
             data.rate.add(step, samples, 0.0)
+        elif rank.rank == self._clock and data.info is not None:
+            data.rate.add(step, float(count * data.info.global_batch), 0.0)
         if (lr := number(event.get("lr"))) is not None:
             data.lr.add(step, lr, 1.0)
         spent: dict[Phase, float] = {}
@@ -384,21 +368,7 @@ class RunReader:
             phase = _PHASES.get(name, Phase.OTHER)
             spent[phase] = spent.get(phase, 0.0) + amount(value)
         for phase, seconds in spent.items():
-            rank.measured[phase] = rank.measured.get(phase, 0.0) + seconds
-        epoch = whole(event.get("epoch")) or 0
-        rank.recent.append(RecentStep(step, t, epoch, samples, spent))
-        own = {phase: seconds for phase, seconds in spent.items() if phase in OWN}
-        for heap, parts in ((rank.longest_own, own), (rank.longest_whole, spent)):
-            seconds = sum(parts.values())
-            if parts and (len(heap) < LONGEST_STEPS or seconds > heap[0].seconds):
-                heapq.heappush(heap, LongStep(seconds, step, max(parts, key=parts.__getitem__)))
-                if len(heap) > LONGEST_STEPS:
-                    heapq.heappop(heap)
-        waits = data.least_waits
-        if is_compared and (step in waits or len(waits) < COMPARED_STEPS_LIMIT):
-            waited = spent.get(Phase.WAIT, 0.0)
-            waits[step] = min(waited, waits.get(step, math.inf))
-            rank.compared_wait_s += waited
+            rank.measured[phase] = rank.measured.get(phase, 0.0) + count * seconds
         for name, value in _items(event.get("metrics")):
             pair = [number(each) for each in value] if isinstance(value, list) else []
             match pair:
@@ -407,6 +377,26 @@ class RunReader:
                         data.metrics.setdefault(name, Curve()).add(step, total, weight)
                     else:
                         data.notes["metrics"] = f"Only the first {METRICS_LIMIT} metrics are shown."
+        if is_exact:
+            epoch = whole(event.get("epoch")) or 0
+            rank.recent.append(RecentStep(step, t, epoch, samples, spent))
+            _compare(data, rank, step, spent)
+
+
+def _compare(data: RunData, rank: RankTotals, step: int, spent: dict[Phase, float]) -> None:
+    """Note what tells one rank's step from that of the others, which are read as well."""
+    own = {phase: seconds for phase, seconds in spent.items() if phase in OWN}
+    for heap, parts in ((rank.longest_own, own), (rank.longest_whole, spent)):
+        seconds = sum(parts.values())
+        if parts and (len(heap) < LONGEST_STEPS or seconds > heap[0].seconds):
+            heapq.heappush(heap, LongStep(seconds, step, max(parts, key=parts.__getitem__)))
+            if len(heap) > LONGEST_STEPS:
+                heapq.heappop(heap)
+    waits = data.least_waits
+    if step in waits or len(waits) < COMPARED_STEPS_LIMIT:
+        waited = spent.get(Phase.WAIT, 0.0)
+        waits[step] = min(waited, waits.get(step, math.inf))
+        rank.compared_wait_s += waited
 
 
 def find_runs(path: Path, limit: int = RUNS_LIMIT) -> list[Path]:
@@ -465,11 +455,3 @@ def _split_waiting(data: RunData) -> None:
         if waited and moved:
             transfer = waited * min(1.0, moved / max(rank.compared_wait_s, 1e-12))
             rank.phases |= {Phase.WAIT: waited - transfer, Phase.TRANSFER: transfer}
-
-
-# Note [Long runs are sketched first]
-# Reading a step takes some 30 µs, so 100,000 steps of 8 workers take half a minute. A live page
-# shows a sketch meanwhile: of each rank some lines at even distances and all of the last ones, and
-# of the first rank, which writes for all, everything that is no step. Means, curves and the newest
-# steps come out as they are; sums of steps and samples are those of the lines that were read.
-# Another reader reads everything, a slice at a time, and replaces the sketch when it is done.

@@ -119,8 +119,6 @@ class RunData:
     """When the folder was read."""
     is_gone: bool = False
     """Whether all its processes had ended before `run.json` was read."""
-    reading: float | None = None
-    """How much is read of a run that is sketched so far; None where all of it is."""
     starts: list[tuple[float, int]] = field(default_factory=list)
     """When rank 0 began, and after which step at that time or later, in order of time."""
     redone: int = 0

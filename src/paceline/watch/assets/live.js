@@ -66,7 +66,6 @@ function LiveHead({ data }) {
     <div class="headline">
       <h1>${data.name}</h1>
       <span class=${"badge " + state} role="status">${sayState(state)}</span>
-      ${isNumber(live.reading) && html`<span class="note">read so far: ${percent(live.reading)}</span>`}
       <a class="button save" href=${addressOf("/report")} download>Save as report.html</a>
     </div>
     <div class="story">
