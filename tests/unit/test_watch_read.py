@@ -148,7 +148,9 @@ def test_the_sums_of_a_sketch_count_what_it_left_out(tmp_path: Path) -> None:
         assert found.phases == pytest.approx(exact.phases, rel=0.05)
     lines = folder.events_of(1).read_bytes().splitlines(keepends=True)
     with open(folder.events_of(1), "ab") as file:  # more than a reading takes
-        file.writelines(b'{"kind":"step","t":1,"rank":1,"step":%d}\n' % n for n in range(1501, 9001))
+        file.writelines(
+            b'{"kind":"step","t":1,"rank":1,"step":%d}\n' % n for n in range(1501, 9001)
+        )
         file.write(lines[1].replace(b'"step":1,', b'"step":9001,'))
     reader.read()
     assert reader.data.ranks[1].steps == 9001

@@ -5,7 +5,8 @@
 const query = new URLSearchParams(location.search);
 const RETRY_MS = 2000,
   COMPARE_MS = 3000,
-  COMPARED_LIMIT = 6;
+  COMPARED_LIMIT = 6,
+  FIRST_SECTIONS = 2;
 
 function addressOf(path, run = query.get("run")) {
   const asked = new URLSearchParams({ token: query.get("token") || "" });
@@ -415,7 +416,12 @@ function kept(old, fresh) {
 
 function Watch() {
   const [data, setData] = useState(null),
-    [isLost, setLost] = useState(false);
+    [isLost, setLost] = useState(false),
+    [drawn, setDrawn] = useState(FIRST_SECTIONS);
+  // What is on the first screens comes first, and the rest with the next frame.
+  useEffect(() => {
+    if (data) requestAnimationFrame(() => setTimeout(() => setDrawn(LIVE_SECTIONS.length)));
+  }, [!data]);
   useEffect(() => {
     let shown = null,
       live = null,
@@ -474,7 +480,7 @@ function Watch() {
     return html`<main id="main">
       <section><p>${isLost ? "The server of this page does not answer." : "Reading the run …"}</p></section>
     </main>`;
-  return html`<${Page} data=${data} sections=${LIVE_SECTIONS} Head=${LiveHead}>
+  return html`<${Page} data=${data} sections=${LIVE_SECTIONS} drawn=${drawn} Head=${LiveHead}>
     Live from ${data.folder}, by paceline ${data.version}. The page reads what the run writes; the
     run does not know that it is watched.
   <//>`;

@@ -146,7 +146,6 @@ function chartOptions({ curves, xLabel, log, yLog, marks, height }, now, on) {
   const beside = curves.some((curve) => curve.bars) ? 0.5 : 0;
   const splits = log ? powersOfTwo : yLog ? roundSteps : null;
   return {
-    width: 300,
     height,
     padding: [now().ticks ? 16 : 8, null, null, null],
     legend: { show: false },
@@ -288,11 +287,17 @@ function chartView(props, { box, holder, tip }, now, setShown) {
   const data = () => layersOf(now().curves, yLog);
   const on = { cursor: showTip, select, unzoom: () => setShown(null) };
   const plot = new uPlot(
-    chartOptions({ curves: props.curves, xLabel, log, yLog, marks, height }, now, on),
+    {
+      ...chartOptions({ curves: props.curves, xLabel, log, yLog, marks, height }, now, on),
+      width: place.clientWidth,
+    },
     data(),
     place,
   );
-  const fit = () => plot.setSize({ width: place.clientWidth, height });
+  const fit = () => {
+    const width = place.clientWidth;
+    if (width && width !== plot.width) plot.setSize({ width, height });
+  };
   const observer = new ResizeObserver(fit);
   observer.observe(place);
   const forget = onRepaint(() => plot.redraw(false));
@@ -315,7 +320,7 @@ function chartView(props, { box, holder, tip }, now, setShown) {
     tip.current.textContent =
       xLabel +
       " " +
-      Math.round(x).toLocaleString("en") +
+      plain.format(Math.round(x)) +
       ": " +
       near.map(([label, value]) => (curves.length > 1 ? label + " " : "") + say(value)).join(", ") +
       (epoch ? " (epoch " + epoch[1] + ")" : "");
@@ -373,7 +378,6 @@ function chartView(props, { box, holder, tip }, now, setShown) {
 
   place.addEventListener("keydown", move);
   place.addEventListener("blur", hide);
-  fit();
   return {
     draw: () => plot.setData(data()),
     end: () => {

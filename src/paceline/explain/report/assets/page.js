@@ -74,7 +74,8 @@ class Safe extends preact.Component {
   }
 }
 
-function Page({ data, sections = SECTIONS, Head = Overview, children }) {
+// Of its sections, the first `drawn` are.
+function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overview, children }) {
   const shown = sections.filter(([name]) => data[name]),
     absent = sections.filter(([name, , , , why]) => !data[name] && why);
   useLayoutEffect(() => {
@@ -96,7 +97,7 @@ function Page({ data, sections = SECTIONS, Head = Overview, children }) {
     </header>
     <main id="main">
       <${Safe} Panel=${Head} data=${data.overview || data} />
-      ${shown.map(
+      ${shown.slice(0, drawn).map(
         ([name, Panel, title, lead]) =>
           html`<section key=${name} id=${name} aria-labelledby=${name + "-title"}>
             <h2 id=${name + "-title"}>${title}</h2>

@@ -9,6 +9,7 @@ const root = document.documentElement;
 const NOTHING = "\u2013",
   SPACE = "\u00a0";
 const isNumber = (value) => typeof value === "number";
+const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 12 });
 
 function figure(value, digits = 3) {
   if (value === null || value === undefined) return NOTHING;
@@ -17,7 +18,7 @@ function figure(value, digits = 3) {
   const size = Math.abs(value);
   if (size && (size < 1e-4 || size >= 1e12)) return value.toExponential(digits - 1);
   const rounded = size >= 10 ** digits ? Math.round(value) : Number(value.toPrecision(digits));
-  return rounded.toLocaleString("en", { maximumFractionDigits: 12 });
+  return plain.format(rounded);
 }
 
 function count(value, noun) {
@@ -205,12 +206,21 @@ function more(shown, inAll, noun) {
   return inAll > shown && html`<${Note}>${"… and " + count(inAll - shown, noun) + " more."}<//>`;
 }
 
-// Tables that fit need no stop of their own on the way through the page by keyboard.
+// Tables that fit need no stop of their own on the way through the page by keyboard. Asked for by
+// every panel, and found out once a frame, when the browser knows the widths anyway.
+let stopsAsked = 0;
+
 function setStops() {
-  for (const box of document.querySelectorAll(".scroll")) {
-    if (box.scrollWidth > box.clientWidth) box.setAttribute("tabindex", "0");
-    else box.removeAttribute("tabindex");
-  }
+  stopsAsked =
+    stopsAsked ||
+    requestAnimationFrame(() => {
+      stopsAsked = 0;
+      const boxes = [...document.querySelectorAll(".scroll")],
+        areWide = boxes.map((box) => box.scrollWidth > box.clientWidth);
+      boxes.forEach((box, i) =>
+        areWide[i] ? box.setAttribute("tabindex", "0") : box.removeAttribute("tabindex"),
+      );
+    });
 }
 
 addEventListener("resize", setStops);
