@@ -11,8 +11,9 @@ import json
 import mmap
 import os
 import re
+import shlex
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
 WATCH_VARIABLE = "PACELINE_WATCH_FILE"
+COMMAND_VARIABLE = "PACELINE_COMMAND"
+
+_SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credentials", "auth"}
 
 # Step ids from here up are SLURM's own: the batch script, an interactive shell, an extern step.
 _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFFA
@@ -338,6 +342,37 @@ def _signal_file(environ: Mapping[str, str]) -> str:
 def read_announcement(environ: Mapping[str, str] = os.environ) -> str:
     """The file in which a training that somebody watches names its run folder; none if empty."""
     return environ.get(WATCH_VARIABLE, "")
+
+
+def offer_command(arguments: Sequence[str]) -> dict[str, str]:
+    """As a launcher that was started as `paceline run ...`, tell the workers how."""
+    is_ours = list(arguments[1:2]) == ["run"]
+    return {COMMAND_VARIABLE: command_line(["paceline", *arguments[1:]])} if is_ours else {}
+
+
+def read_command(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """What starts this training again, from the same folder; nothing where that is not known."""
+    if COMMAND_VARIABLE in environ:
+        return environ[COMMAND_VARIABLE]
+    is_alone = "RANK" not in environ and not any(name in environ for name in _SLURM_SIZE)
+    is_script = bool(arguments) and arguments[0].endswith(".py")
+    return command_line(["python", *arguments]) if is_alone and is_script else ""
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Arguments as a shell takes them, with `HIDDEN` in place of what looks like a secret."""
+    shown, is_secret = list[str](), False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_flag = name.startswith("-")
+        words = set(re.split(r"[-_]", name.lower())) if is_flag else set()
+        if is_secret and not is_flag:
+            argument = "HIDDEN"
+        elif words & _SECRET_WORDS and equals:
+            argument = f"{name}=HIDDEN"
+        is_secret = bool(words & _SECRET_WORDS) and not equals
+        shown.append(re.sub(r"(?<=://)[^/@\s]+(?=@)", "HIDDEN", argument))
+    return shlex.join(shown)
 
 
 def announce_folder(folder: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,19 +302,6 @@ def test_the_page_is_not_written_over_something_else(
 
 
 # The page in a real browser; without chromium or playwright these are skipped.
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("needs chromium")
-    with sync_api.sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
-        started = playwright.chromium.launch(executable_path=chromium, args=flags)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

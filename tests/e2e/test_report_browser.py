@@ -7,7 +7,6 @@ skipped: `apt-get install chromium` and `pip install playwright` provide them.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,6 @@ from paceline.explain import report
 from paceline.explain.report.page import render
 from paceline.observe.run_folder import EventWriter, RunFolder
 
-sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="needs playwright: pip install playwright"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("needs Debian's chromium: apt-get install chromium", allow_module_level=True)
-
-# CI is root in a container: no sandbox works there, and shared memory is small.
-FLAGS = ["--no-sandbox", "--disable-dev-shm-usage"]
 HOSTILE = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
 
 COLOURED = """() => [...document.querySelectorAll(".chart canvas")].map((canvas) => {
@@ -41,14 +31,6 @@ COLOURED = """() => [...document.querySelectorAll(".chart canvas")].map((canvas)
 })"""
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ SURFACE = {
         "--ascii",
     },
     "policy": {"--batch", "--workers", "--rows", "--json"},
-    "watch": {"run", "--port", "--no-open", "--terminal"},
+    "watch": {"run", "--port", "--no-open", "--token-file", "--terminal"},
     "speedup": {"before", "after", "--workers", "--json"},
 }
 

@@ -7,8 +7,11 @@ import pytest
 from paceline.env import (
     Observation,
     Placement,
+    command_line,
     expand_repeats,
     first_host,
+    offer_command,
+    read_command,
     read_observation,
     read_placement,
     read_terminal,
@@ -214,3 +217,28 @@ def test_impossible_wishes_name_their_variable(environ: dict[str, str]) -> None:
     (name,) = environ
     with pytest.raises(SettingError, match=name):
         read_observation(environ)
+
+
+def test_a_training_knows_how_it_was_started_if_anybody_does() -> None:
+    arguments = ["/usr/bin/paceline", "run", "--workers", "2", "train.py", "--name", "a b"]
+    offered = offer_command(arguments)
+    command = "paceline run --workers 2 train.py --name 'a b'"
+    assert read_command(["train.py", "--name", "a b"], offered | TORCHRUN) == command
+    assert offer_command(["/usr/bin/pytest", "-q"]) == {}
+    assert read_command(["train.py", "-x"], {}) == "python train.py -x"
+    assert read_command(["train.py", "-x"], TORCHRUN) == ""
+    assert read_command(["/usr/lib/ipykernel_launcher"], {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("--api-key=abc", "--api-key=HIDDEN"),
+        ("--hf_token abc --lr 1", "--hf_token HIDDEN --lr 1"),
+        ("--password --lr 1", "--password --lr 1"),
+        ("--max-tokens 512 --tokenizer gpt2", "--max-tokens 512 --tokenizer gpt2"),
+        ("https://me:secret@host/x", "https://HIDDEN@host/x"),
+    ],
+)
+def test_secrets_on_a_command_line_are_not_written_down(given: str, shown: str) -> None:
+    assert command_line(given.split()) == shown

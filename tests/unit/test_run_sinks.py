@@ -15,12 +15,14 @@ from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks
 
 
-def go(sinks: list[Any], folder: Path | None = None, options: RunOptions = QUIET) -> Run:
+def go(
+    sinks: list[Any], folder: Path | None = None, options: RunOptions = QUIET, workers: int = 0
+) -> Run:
     net = mlp()
     optimizer = SGD(net.parameters(), lr=0.1)
     run = Run(
         net, optimizer, Rows(20), global_batch=8, epochs=2, folder=folder, sinks=sinks,
-        options=options,
+        options=options, workers=workers,
     )  # fmt: skip
     for step in run:
         with step:
@@ -51,6 +53,16 @@ def test_a_sink_is_told_everything_in_its_order(tmp_path: Path) -> None:
     assert [(each.text, each.level) for each in told.of("message")] == [("half way", "warning")] * 2
     assert [written.step for written in told.of("checkpoint")] == [3, 6]
     assert told.of("stop") == [(6, "finished", "all steps are applied")]
+
+
+def test_a_step_tells_how_many_batches_the_loaders_processes_have_ready() -> None:
+    alone, ahead = Told(), Told()
+    go([alone])
+    go([ahead], workers=1)
+    assert {report.queued for report in alone.of("step")} == {None}
+    found = [report.queued for report in ahead.of("step")]
+    assert all(0 <= each <= 6 for each in found)
+    assert found[-1] == 0  # all were taken
 
 
 def test_sinks_are_told_on_rank_0_only() -> None:

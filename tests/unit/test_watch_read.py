@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from synthetic_run import BEGAN, synthetic_run, synthetic_trace
 from paceline.explain.report import document
 from paceline.explain.report.collect import SKETCHED, RunReader, collect
 from paceline.explain.report.sketch import choose_lines
-from paceline.observe.run_folder import EventTail, EventWriter, RunFolder
+from paceline.observe.run_folder import EventTail, EventWriter, RunFolder, RunInfo, write_info
 from paceline.record.schema import write as write_trace
 from paceline.watch import live
 from paceline.watch.follow import Watched
@@ -252,6 +253,35 @@ def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_p
     synthetic_run(tmp_path / "run", steps=20, ranks=2)
     assert run.read()
     assert run.build_live()["step"] == 20
+
+
+@pytest.mark.parametrize(
+    ("pid", "host", "silent_s", "state", "alive"),
+    [
+        (os.getpid(), socket.gethostname(), 0, "running", 2),
+        (os.getpid(), socket.gethostname(), 900, "silent", 2),  # it hangs
+        (2**22 + 1, socket.gethostname(), 0, "killed", 0),
+        (1, "elsewhere", 0, "running", 2),
+        (1, "elsewhere", 900, "silent", None),  # nobody can know
+    ],
+)
+def test_workers_are_alive_whose_processes_are_there(
+    pid: int, host: str, silent_s: float, state: str, alive: int | None, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    write_info(folder, RunInfo(name="run", created=0.0, updated=0.0, workers=2))
+    for rank in range(2):
+        with EventWriter(folder, rank) as writer:
+            t = time.time() - silent_s
+            writer.write("start", t=t, size=2, pid=pid, host=host, device="cpu", step=0)
+            writer.write("step", t=t, step=1, samples=1, phases={"forward": 0.1}, queued=rank)
+    found = live.build(collect(folder.path))
+    assert (found["state"], found["alive"]) == (state, alive)
+    assert [each["is_alive"] for each in found["workers"]] == [
+        bool(alive) if alive is not None else None
+    ] * 2
+    assert [each["queued"] for each in found["workers"]] == [0, 1]
 
 
 def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -> None:

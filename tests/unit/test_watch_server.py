@@ -297,6 +297,44 @@ def test_tokens_have_256_bits_and_are_never_the_same() -> None:
     assert all(len(token) == 43 for token in tokens)
 
 
+def test_a_token_file_is_made_for_this_user_alone_and_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = server.keep_token(path)
+    assert len(token) == 43
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert server.keep_token(path) == token
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (f"{TOKEN}\n", 0o644, "can be read by others"),
+        ("short", 0o600, "holds no token"),
+        ("t" * 10_000, 0o600, "holds no token"),
+        (None, 0, "is not a plain file"),
+    ],
+)
+def test_a_token_file_that_keeps_no_secret_is_refused(
+    content: str | None, mode: int, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "token"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+        path.chmod(mode)
+    with pytest.raises(UsageError, match=said):
+        server.keep_token(path)
+
+
+def test_a_token_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text(TOKEN)
+    (tmp_path / "real").chmod(0o600)
+    (tmp_path / "token").symlink_to(tmp_path / "real")
+    with pytest.raises(UsageError, match="cannot be kept"):
+        server.keep_token(tmp_path / "token")
+
+
 def test_it_listens_on_loopback_alone_and_a_port_that_is_taken_is_said() -> None:
     with command._listen(0) as listening:
         address, port = listening.getsockname()

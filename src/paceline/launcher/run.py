@@ -25,7 +25,7 @@ from itertools import count
 from typing import Any
 
 from paceline.comm.sockets import interface_towards
-from paceline.env import WATCH_VARIABLE, Placement, loopback_interface
+from paceline.env import WATCH_VARIABLE, Placement, loopback_interface, offer_command
 from paceline.errors import UsageError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
@@ -118,7 +118,7 @@ class LocalRun:
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.console = open_console(os.environ)
         self.template: Template | None = None
-        self.environ = dict(os.environ)
+        self.environ = dict(os.environ) | offer_command(sys.argv)
         """What the workers inherit."""
         if options.watch:
             self.environ[WATCH_VARIABLE] = os.path.join(self.folder, "run_folder")

@@ -123,6 +123,8 @@ class RunInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     policy: list[str] = field(default_factory=list)
     """What was decided about batch size and learning rate, and why, line by line."""
+    command: str = ""
+    """What starts it again, from the folder where it was started; empty where that is not known."""
     schema: int = SCHEMA
 
 

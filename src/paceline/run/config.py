@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, default_collate
 
 import paceline
+from paceline import env
 from paceline.comm.world import World
 from paceline.data.foreign import check_seed
 from paceline.data.order import OrderName, choose_order
@@ -295,6 +297,7 @@ class RunConfig:
             device=str(next((param.device for param in module.parameters()), "cpu")),
             host=socket.gethostname(),
             policy=list(self.options.policy) or [sentence],
+            command=env.read_command(sys.argv),
         )
 
     def opening_lines(

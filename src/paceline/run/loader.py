@@ -57,6 +57,11 @@ class MapLoader:
             )
         return next(self._batches)
 
+    @property
+    def queued(self) -> int | None:
+        """How many batches the loader's processes have ready; None where there are none."""
+        return _count_queued(self._batches)
+
     def close(self) -> None:
         """Let the loader's processes go."""
         self._batches = None
@@ -99,6 +104,15 @@ def make_loader(
     )
 
 
+def _count_queued(batches: Iterator[Any] | None) -> int | None:
+    """How many batches wait in the queue of a `DataLoader` whose processes load them."""
+    queue = getattr(batches, "_data_queue", None)
+    try:
+        return None if queue is None else int(queue.qsize())
+    except NotImplementedError:  # macOS cannot count them
+        return None
+
+
 class Read(NamedTuple):
     """One global batch as a worker has read it: how long it is, and the worker's shards of it."""
 
@@ -138,6 +152,10 @@ class StreamLoader:
 
     def load(self, shard: Shard) -> Any:
         return self._batches.pop(shard.number)
+
+    @property
+    def queued(self) -> int | None:
+        return _count_queued(self._reading)
 
     def close(self) -> None:
         self._reading = None

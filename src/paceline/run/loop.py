@@ -359,8 +359,10 @@ class Run:
             for name, total in self._phases.items():
                 phases[name] = total - before.get(name, 0.0)
         samples, local_samples = step.samples, step.local_samples
+        queued = self._context.loader.queued
         report = StepReport(
-            step.number, step.epoch, samples, local_samples, step.seconds, phases, {}, step.lr
+            *(step.number, step.epoch, samples, local_samples, step.seconds, phases, {}, step.lr),
+            queued=queued,
         )
         self._context.metrics.end_step(report)
 

@@ -47,6 +47,8 @@ class StepReport(NamedTuple):
     """Sum and count of every metric."""
     lr: float | None = None
     """The learning rate of the optimizer's first group, where it is a plain number."""
+    queued: int | None = None
+    """Batches that the loader's processes had ready; None where the worker loads its own."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -127,6 +129,7 @@ class FolderSink:
             phases=report.phases,
             metrics=report.sums,
             lr=report.lr,
+            **({} if report.queued is None else {"queued": report.queued}),
         )
         if time.monotonic() >= self._info_due_s:
             self._update(step=report.step)

@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-open", action="store_true", help="print the address, and open no browser"
     )
     parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="keep the token in a file for this user alone, so that with --port the address stays "
+        "the same when the page is started again",
+    )
+    parser.add_argument(
         "--terminal", action="store_true", help="show it here, a row for each worker"
     )
 
@@ -73,7 +79,8 @@ def main(args: argparse.Namespace) -> int:
         ) from None
     paths = [] if announced else find_paths(args.run)
     with _listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
-        port, token = listening.getsockname()[1], server.make_token()
+        port = listening.getsockname()[1]
+        token = server.keep_token(Path(args.token_file)) if args.token_file else server.make_token()
         address = f"http://127.0.0.1:{port}/?token={token}"
         # Beside a training, stdout is the training's.
         print(f"paceline watch: {address}", file=sys.stderr if announced else None, flush=True)

@@ -35,7 +35,7 @@ def build(data: RunData) -> Json:
     steps, is_running = info.steps if info else None, data.status == "running"
     left = steps - data.steps if steps is not None else None
     eta_s = left / steps_per_s if is_running and left is not None and steps_per_s else None
-    died = generations(data)
+    died, alive = generations(data), [_is_alive(rank, data.status) for rank in worked]
     epochs = [rank.recent[-1].epoch for rank in shown]
     return {
         "t": data.read_t,
@@ -50,9 +50,9 @@ def build(data: RunData) -> Json:
         "eta_s": eta_s,
         "samples_per_s": samples_per_s,
         "steps_per_s": steps_per_s,
-        "alive": sum(not rank.is_gone for rank in worked) if is_running else 0,
+        "alive": None if None in alive else alive.count(True),
         "workers_in_all": data.workers,
-        "workers": _workers(shown, is_running),
+        "workers": _workers(shown, data.status),
         "phases": {phase: phase.meaning for phase in ORDER},
         "last_steps": _last_steps(shown),
         "blame": _blame(data, shown) if shown else "",
@@ -60,6 +60,16 @@ def build(data: RunData) -> Json:
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": _log_lines(data.folder.logs),
     }
+
+
+def _is_alive(rank: RankTotals, status: str) -> bool | None:
+    """Whether a worker's process is there; None where nobody can know.
+
+    One on another machine is taken to be there as long as the run writes.
+    """
+    if status == "silent" and not rank.is_here:
+        return None
+    return status in ("running", "silent") and not rank.is_gone
 
 
 def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
@@ -103,7 +113,7 @@ def _common_step(ranks: list[RankTotals]) -> int:
     return max(set.intersection(*written), default=0) if written else 0
 
 
-def _workers(ranks: list[RankTotals], is_running: bool) -> list[Json]:
+def _workers(ranks: list[RankTotals], status: str) -> list[Json]:
     """Each worker in the newest step that all have written; who has not got so far, in its last."""
     common = _common_step(ranks)
     recents = [
@@ -117,16 +127,16 @@ def _workers(ranks: list[RankTotals], is_running: bool) -> list[Json]:
     ]
     least_s, last = min(waits, default=(0.0, -1))
     return [
-        _worker(rank, recent, last, least_s if recent.step == common else None, is_running)
+        _worker(rank, recent, last, least_s if recent.step == common else None, status)
         for rank, recent in zip(ranks, recents, strict=True)
     ]
 
 
 def _worker(
-    rank: RankTotals, recent: RecentStep, last: int, least_s: float | None, is_running: bool
+    rank: RankTotals, recent: RecentStep, last: int, least_s: float | None, status: str
 ) -> Json:
     """One worker; `last` came last in its step, and waited `least_s`."""
-    is_alive = is_running and not rank.is_gone
+    is_alive = _is_alive(rank, status)
     waits = least_s is not None and last not in (-1, rank.rank)
     return {
         "worker": rank.rank,
@@ -139,6 +149,7 @@ def _worker(
         "waits_for": last if waits else None,
         "waited_s": recent.phases.get(Phase.WAIT, 0.0) - (least_s or 0.0) if waits else 0.0,
         "memory_bytes": _memory_bytes(rank) if is_alive else None,
+        "queued": recent.queued,
     }
 
 

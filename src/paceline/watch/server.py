@@ -24,13 +24,16 @@ section. It is sent first, and again when more than the head has changed, at mos
       "step": 412, "steps": 1000, "steps_per_epoch": 100,        those of the run; may be null
       "elapsed_s": 20.6, "eta_s": 29.4,       eta_s is null where nobody can know
       "samples_per_s": 2513.0, "steps_per_s": 20.1,              of the last steps; may be null
-      "alive": 2, "workers_in_all": 2,        processes that are there; workers of the run
+      "alive": 2, "workers_in_all": 2,        processes that are there, null where nobody can
+                                              know; workers of the run
       "workers": [{                           at most 32: the slowest and the fastest
         "worker": 0, "pid": 4711, "where": "cpu on host", "is_alive": true,
         "step": 412, "phases": [["data", 0.002], ["forward", 0.009], ...],   of its last step
         "seconds": 0.048,                     the sum of these
         "waits_for": 1, "waited_s": 0.012,    who came last in that step; null where it was itself
-        "memory_bytes": 123456789             resident; null where nobody can know
+        "memory_bytes": 123456789,            resident; null where nobody can know
+        "queued": 4                           batches that its loader had ready; null where it has
+                                              no processes to load them
       }],
       "phases": {"data": "what it means"},    in the order of a step
       "last_steps": {                         the last 100 steps that these workers have written
@@ -53,11 +56,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import UsageError, WireError
+from paceline.observe.run_folder import open_plain, replace_file
 from paceline.watch import page
 from paceline.watch.follow import Watched
 
@@ -71,6 +79,7 @@ if TYPE_CHECKING:
     Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 TOKEN_BYTES = 32
+TOKEN = re.compile(r"[A-Za-z0-9_-]{43,100}")
 HOSTS = ("127.0.0.1", "localhost")
 STREAMS_LIMIT = 128
 """The most pages that are told of news at a time."""
@@ -95,6 +104,29 @@ HEADERS = {
 def make_token() -> str:
     """256 bits that nobody guesses."""
     return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def keep_token(path: Path) -> str:
+    """The token that a file holds for this user alone; a new one where there is no such file."""
+    try:
+        with suppress(FileNotFoundError), open_plain(path) as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+            token = file.read(1000).decode(errors="replace").strip()
+            if is_private and TOKEN.fullmatch(token):
+                return token
+            raise UsageError(
+                f"{path} holds no token."
+                if is_private
+                else f"{path} can be read by others, and a token is a secret.",
+                advice="Remove it, and a new one is made; or name another file.",
+            )
+        replace_file(path, [token := make_token(), "\n"])
+    except (OSError, WireError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.what.rstrip(".")
+        raise UsageError(
+            f"The token cannot be kept in {path}: {why}.", advice="Name another file."
+        ) from None
+    return token
 
 
 class Guard:

@@ -82,7 +82,7 @@ def draw(live: dict[str, Any]) -> Group:
             bar.append("█" * round(BAR_WIDTH * seconds / longest_s), style_by_phase.get(phase, ""))
         waits = "" if worker["waits_for"] is None else f"for {worker['waits_for']}, "
         memory = worker["memory_bytes"]
-        is_gone = live["state"] == "running" and not worker["is_alive"]
+        is_gone = live["state"] == "running" and worker["is_alive"] is False
         table.add_row(
             f"{worker['worker']}" + (" gone" if is_gone else ""),
             f"{worker['step']:,}",

@@ -37,7 +37,6 @@ from paceline.observe.run_folder import (
     Event,
     EventTail,
     RunFolder,
-    open_plain,
     parse_event,
     read_info,
 )
@@ -55,8 +54,8 @@ COMPARED_STEPS_LIMIT = 2**16
 WINDOW_PERIOD_S = 30.0
 """How old the window of the timelines may be: reading it takes a second."""
 SKETCHED = (
-    "The run is long, and this page opens at once: of its steps some were read, evenly spread, and "
-    "all of the last ones. Curves, means and sums are estimates; `paceline report` reads every step."
+    "The run is long: of its steps some were read, evenly spread, and all of the last. Curves, "
+    "means and sums are estimates from these; `paceline report` reads every step."
 )
 _PHASES = {str(phase): phase for phase in Phase}
 
@@ -163,7 +162,7 @@ class RunReader:
             notes[what] = f"{what} could not be read. {reason}"
 
     def _read_documents(self) -> None:
-        """The recorded steps, the scaling study and the names of checkpoints, where there are any."""
+        """The recorded steps, the scaling study and the names of checkpoints."""
         data, folder = self.data, self.folder
         kept = _version(folder.checkpoints)
         if self._is_new(folder.checkpoints, kept):
@@ -378,8 +377,8 @@ class RunReader:
                     else:
                         data.notes["metrics"] = f"Only the first {METRICS_LIMIT} metrics are shown."
         if is_exact:
-            epoch = whole(event.get("epoch")) or 0
-            rank.recent.append(RecentStep(step, t, epoch, samples, spent))
+            epoch, queued = whole(event.get("epoch")) or 0, whole(event.get("queued"))
+            rank.recent.append(RecentStep(step, t, epoch, samples, spent, queued))
             _compare(data, rank, step, spent)
 
 

@@ -242,8 +242,8 @@ def _dict(value: Any) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def checkpoints(data: RunData) -> list[Json] | None:
-    """What was saved, whether it is still there, and which of those is best."""
+def checkpoints(data: RunData) -> Json | None:
+    """What was saved, whether it is still there, which of those is best, and how to continue."""
     found = list(data.events["checkpoint"])
     kept = set(data.kept)
     there = [event for event in found if str(event.get("name")) in kept]
@@ -254,10 +254,11 @@ def checkpoints(data: RunData) -> list[Json] | None:
         if event.get("better") in ("lower", "higher")
     ]
     best = min(rated)[2] if rated else None
-    return [
+    saved = [
         {**event, "is_there": str(event.get("name")) in kept, "is_best": event is best}
         for event in found
-    ] or None
+    ]
+    return {"saved": saved, "command": data.info.command if data.info else ""} if saved else None
 
 
 def details(data: RunData) -> Json | None:

@@ -48,6 +48,7 @@ class RecentStep(NamedTuple):
     epoch: int
     samples: float
     phases: dict[Phase, float]
+    queued: int | None = None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,16 @@ function addressOf(path, run = query.get("run")) {
 
 // The head: what is running, how far it is, and for how long.
 const ENDED = ["finished", "stopped", "failed", "killed"];
-const sayState = (state) => ({ stopped: "stopped early" })[state] || state;
+const sayState = (state) =>
+  ({ stopped: "stopped early", lost: "not connected" })[state] || state;
+
+// Why a page gets nothing more, and what to do.
+const LOST = {
+  silent: "The server of this page does not answer: it has ended, or its machine cannot be reached.",
+  other:
+    "The server of this page was started again and has another token: open the address that it " +
+    "printed. With --port and --token-file it keeps its address, and this page continues.",
+};
 
 function Progress({ share }) {
   return html`<svg
@@ -38,16 +47,24 @@ function lastOf(learning, name) {
   return [means[means.length - 1], xs[xs.length - 1]];
 }
 
-function liveTiles({ live, loss }) {
+// How many workers are there: known now, known then, or not at all.
+function aliveTile({ alive, workers_in_all: all, state, silent_s: silent, t }, isLost) {
+  const known = isNumber(alive) ? figure(alive) + " of " + figure(all) : NOTHING;
+  if (isLost) return ["workers alive", NOTHING, known + " at " + timeOf(t)];
+  if (state !== "silent") return ["workers alive", known, ""];
+  return ["workers alive", known, (isNumber(alive) ? "silent for " : "last seen ") + clock(silent) + (isNumber(alive) ? "" : " ago")];
+}
+
+function liveTiles({ live, loss, isLost }) {
   const of = (now, all) => figure(now) + (isNumber(all) ? " of " + figure(all) : ""),
     perStep = isNumber(live.steps_per_s) ? figure(live.steps_per_s) + " steps/s" : "";
   const epoch = isNumber(live.epochs) ? Math.min(live.epoch + 1, live.epochs) : live.epoch + 1;
   return [
     ["epoch", of(epoch, live.epochs), perEpoch(live)],
     ["step", figure(live.step), isNumber(live.steps) ? "of " + figure(live.steps) : ""],
-    ["time left", live.eta_s === null ? NOTHING : clock(live.eta_s), clock(live.elapsed_s) + " so far"],
+    ["time left", live.eta_s === null || isLost ? NOTHING : clock(live.eta_s), clock(live.elapsed_s) + " so far"],
     ["samples/s", figure(live.samples_per_s), perStep],
-    ["workers alive", of(live.alive, live.workers_in_all), ""],
+    aliveTile(live, isLost),
     ["training loss", figure(loss && loss[0]), loss ? "near step " + figure(Math.round(loss[1])) : ""],
   ];
 }
@@ -58,9 +75,9 @@ const perEpoch = ({ steps_per_epoch: steps }) => (isNumber(steps) ? count(steps,
 const clock = (seconds) => (isNumber(seconds) ? duration(Math.max(1, Math.round(seconds))) : NOTHING);
 
 function LiveHead({ data }) {
-  const { live, isLost } = data,
+  const { live, isLost } = data, // isLost: false, or why
     isOver = ENDED.includes(live.state),
-    state = isLost && live.state === "running" ? "silent" : live.state;
+    state = isLost && !isOver ? "lost" : live.state;
   const silence =
     "Nothing was written for " + clock(live.silent_s) + ": it hangs, was killed, or its disk is full.";
   return html`<section id="overview" aria-label="Overview">
@@ -75,8 +92,8 @@ function LiveHead({ data }) {
     ${
       isLost &&
       html`<p class="verdict bad">
-        The server of this page does not answer. Shown is what it said last, at ${timeOf(live.t)};
-        the page tries again every few seconds.
+        ${LOST[isLost]} Shown is what it said last, at ${timeOf(live.t)}; the page tries again every
+        few seconds.
       </p>`
     }
     ${live.state === "silent" && html`<p class="verdict bad">${silence}</p>`}
@@ -109,9 +126,8 @@ function Now({ data: { workers, phases, inAll, state } }) {
     used = Object.keys(phases).filter((phase) =>
       shown.some((each) => each.some(([name]) => name === phase)),
     ),
-    hasQueue = workers.some((each) => isNumber(each.queue)),
     isOver = ENDED.includes(state);
-  const head = ["", "phases of its last step", "step", "waits for", "memory", ...(hasQueue ? ["queue"] : [])];
+  const head = ["", "phases of its last step", "step", "waits for", "memory", "queue"];
   const rows = workers.map((each, i) => {
     const { worker, waits_for: last, waited_s: waited } = each,
       isGone = !each.is_alive && !isOver;
@@ -131,14 +147,21 @@ function Now({ data: { workers, phases, inAll, state } }) {
       <span class="bar-value">${duration(each.seconds)}</span>
       <span class="waits">${waits}</span>
       <span class="bar-value memory">${bytes(each.memory_bytes)}</span>
-      ${hasQueue && html`<span class="bar-value">${figure(each.queue)}</span>`}
+      <span class="bar-value queue"><span class="words">queue </span>${figure(each.queued)}</span>
     </li>`;
   });
-  return html`<ul class=${"bars now-rows" + (hasQueue ? " with-queue" : "")}>
+  return html`<ul class="bars now-rows">
       <li class="now-head" aria-hidden="true">${head.map((each) => html`<span>${each}</span>`)}</li>
       ${rows}
     </ul>
     <${Legend} entries=${used.map((phase) => [phase, phase, phases[phase]])} />
+    <${Note}>
+      ${
+        workers.some((each) => isNumber(each.queued))
+          ? "Queue: the batches that a worker's loader has ready. At 0 the worker waits for data."
+          : "No queue: every worker loads its batches itself, and data is how long that takes."
+      }
+    <//>
     ${inAll > workers.length && html`<${Note}>Shown are ${workers.length} of ${figure(inAll)}.<//>`}`;
 }
 
@@ -214,13 +237,18 @@ function Recorded({ data: { traces, recording, state } }) {
 
 function Messages({ data: { messages, log, began } }) {
   return html`${messages.length > 0 && html`<${MessageList} ...${{ messages, began }} />`}
-  ${messages.length === 0 && html`<${Note}>Nothing so far.<//>`}
+  ${messages.length === 0 && html`<${Note}>No message so far.<//>`}
+  <h3>Log</h3>
   ${
-    log.length > 0 &&
-    html`<h3>Log</h3>
-      <ul class="messages log" tabindex="0" aria-label="Log">
-        ${log.map((line) => html`<li><span class="text">${line}</span></li>`)}
-      </ul>`
+    log.length > 0
+      ? html`<ul class="messages log" tabindex="0" aria-label="Log">
+          ${log.map((line) => html`<li><span class="text">${line}</span></li>`)}
+        </ul>`
+      : html`<${Note}>
+          What workers print is kept where the run is told so:${" "}
+          <code>paceline run --log-dir RUN/logs -r 3</code> writes it into the run folder, and its
+          last lines are shown here.
+        <//>`
   }`;
 }
 
@@ -455,11 +483,12 @@ function Watch() {
         lost = false;
         draw();
       });
-      stream.onerror = () => {
+      stream.onerror = async () => {
         close();
-        lost = true;
-        draw();
         timer = setTimeout(open, RETRY_MS);
+        const answer = await fetch(addressOf("/assets/page.css")).catch(() => null);
+        lost = answer && answer.status === 403 ? "other" : "silent";
+        draw();
       };
     };
     // A page that nobody sees needs no news, and a browser has six connections for all its tabs.
@@ -478,7 +507,7 @@ function Watch() {
   }, [data]);
   if (!data)
     return html`<main id="main">
-      <section><p>${isLost ? "The server of this page does not answer." : "Reading the run …"}</p></section>
+      <section><p>${isLost ? LOST[isLost] : "Reading the run …"}</p></section>
     </main>`;
   return html`<${Page} data=${data} sections=${LIVE_SECTIONS} drawn=${drawn} Head=${LiveHead}>
     Live from ${data.folder}, by paceline ${data.version}. The page reads what the run writes; the

@@ -334,10 +334,10 @@ function Losses({ measured, meanings }) {
     />`;
 }
 
-function Checkpoints({ data }) {
-  const rows = data.slice(-ROWS_LIMIT),
-    left = data.length - rows.length,
-    kept = data.filter((row) => row.is_there),
+function Checkpoints({ data: { saved, command } }) {
+  const rows = saved.slice(-ROWS_LIMIT),
+    left = saved.length - rows.length,
+    kept = saved.filter((row) => row.is_there),
     newest = kept[kept.length - 1];
   const marksOf = (row) =>
     [row.is_best && "best", row === newest && "newest"].filter((mark) => mark);
@@ -350,15 +350,18 @@ function Checkpoints({ data }) {
     duration(row.seconds),
     figure(row.metric),
   ]);
-  const last = figure(data[data.length - 1].step);
+  const last = figure(saved[saved.length - 1].step);
   const said =
-    count(data.length, "checkpoint") +
+    count(saved.length, "checkpoint") +
     ` written, the last one after step ${last}; ${kept.length} of them still in the folder.`;
   return html`<p>${said} A checkpoint holds everything that a run needs to continue.</p>
     ${
       newest &&
       html`<p>
-        To resume: start the same command again. It continues after step ${figure(newest.step)}.
+        ${command
+          ? html`To resume, in the folder where it was started: <code class="command">${command}</code>.`
+          : "To resume: start the same command again."}
+        ${" "}It continues after step ${figure(newest.step)}.
       </p>`
     }
     <${Table}
@@ -371,13 +374,14 @@ function Checkpoints({ data }) {
 }
 
 function Settings({
-  info: { name, status, schema, policy, versions, created, updated, ...numbers },
+  info: { name, status, schema, policy, versions, created, updated, command, ...numbers },
 }) {
   const items = [
     ["created", moment(created)],
     ["updated", moment(updated)],
     ...Object.entries(numbers).map(([key, value]) => [key.replaceAll("_", " "), value]),
     ...Object.entries(versions).slice(0, 8),
+    ...(command ? [["started by", command]] : []),
   ];
   return html`<dl class="settings">
       ${items.map(
