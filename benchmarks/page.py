@@ -1,6 +1,8 @@
-"""Fills docs/benchmarks.md from the committed results, between marks that stay.
+"""Fills docs/benchmarks.md and docs/claims.md from the committed results.
 
 <!-- begin step-2-ranks -->  tables of results/step-2-ranks.json  <!-- end step-2-ranks -->
+
+A row of claims names the number it shows: result · entry · row · column.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from typing import Any
 from benchmarks.tables import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+CLAIMS = PAGE.with_name("claims.md")
 RESULTS = Path(__file__).parent / "results"
 
 _PART = re.compile(r"<!-- begin ([\w.-]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+_CLAIM = re.compile(r"^(\| .* \| )-?[\d.]+( \| ([\w-]+) · (.+) · (.+) · (.+) \|)$", re.MULTILINE)
+_COMMAND = re.compile(r"^(\| \[([\w-]+)\]\(.*\) \| ).* \|$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     before = args.page.read_text()
     args.page.write_text(filled(before, args.results))
-    print(f"Filled {args.page}")
+    CLAIMS.write_text(claimed(CLAIMS.read_text(), args.results))
+    print(f"Filled {args.page} and {CLAIMS}")
     return {}
 
 
@@ -41,6 +47,23 @@ def filled(text: str, results: Path) -> str:
         return f"<!-- begin {name} -->\n{body}<!-- end {name} -->"
 
     return _PART.sub(fill, text)
+
+
+def claimed(text: str, results: Path) -> str:
+    """The page of claims with every number, and every command, as the results have them."""
+
+    def number(match: re.Match[str]) -> str:
+        begin, end, name, entry, row, column = match.groups()
+        found = json.loads((results / f"{name}.json").read_text())["results"][entry]
+        rows = found if isinstance(found, list) else found["rows"]
+        value = next(each[column] for each in rows if str(next(iter(each.values()))) == row)
+        return f"{begin}{value:g}{end}"
+
+    def command(match: re.Match[str]) -> str:
+        record = json.loads((results / f"{match[2]}.json").read_text())
+        return f"{match[1]}`{record['command']}` | {record['hardware']}, {record['date']} |"
+
+    return _COMMAND.sub(command, _CLAIM.sub(number, text))
 
 
 def part(record: dict[str, Any]) -> str:

@@ -1,0 +1,70 @@
+"""Every message that Paceline raises, collected from its source, for the page about errors.
+
+A value in a message is written `…`. The page quotes messages by hand and explains them; a test
+compares the quotes with this list, and the site shows the whole list below them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = "troubleshooting.md"
+MARK = "<!-- every message -->"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Message:
+    """What one `raise` says: the class, what happened, and what to do."""
+
+    error: str
+    what: str
+    advice: str
+
+
+def messages(source: Path = ROOT / "src" / "paceline") -> list[Message]:
+    """All messages in the source, by class."""
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(ast.Name(name), [first, *more]) if name.endswith("Error"):
+                    named = {each.arg: each.value for each in node.keywords}
+                    what, advice = _text(first), _text(named.get("advice", (*more, None, None)[1]))
+                    if re.search(r"\w{2,}.*\w{2,}", what):
+                        found.add(Message(name, what, advice))
+    return sorted(found)
+
+
+def _text(node: ast.expr | None) -> str:
+    """A string as it will be read, with `…` for what is only known then."""
+    match node:
+        case ast.Constant(str(value)):
+            return value
+        case ast.JoinedStr(parts):
+            return "".join("…" if isinstance(p, ast.FormattedValue) else _text(p) for p in parts)
+        case ast.BinOp(left, ast.Add(), right):
+            return _text(left) + _text(right)
+        case None:
+            return ""
+    return "…"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put the list into its page."""
+    if page.file.src_uri != PAGE:
+        return markdown
+    rows = ["| error | says | do |", "|---|---|---|"]
+    for each in messages():
+        if each.error not in ("ValueError", "TypeError", "RuntimeError", "OSError"):
+            cells = (each.error, each.what, each.advice)
+            rows.append("| " + " | ".join(_cell(text) for text in cells) + " |")
+    return markdown.replace(MARK, "\n".join(rows))
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|<>*_`\[\]])", r"\\\1", text.replace("\n", " "))

@@ -1,0 +1,47 @@
+"""Puts files that lie beside docs/ into the site, and points links at where they are there.
+
+The README is the first page. In the repository every link leads to a file; in the site the same
+file has another place, or, if it is a folder, none, and then its name stays as text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+DATA = ("benchmarks/results/*.json", "examples/*.py", "examples/*.ipynb", "tests/data/*")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the files that are not below docs/."""
+    named = {"index.md": ROOT / "README.md"} | {name: ROOT / name for name in PAGES}
+    named |= {str(p.relative_to(ROOT)): p for pattern in DATA for p in ROOT.glob(pattern)}
+    for name, path in named.items():
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Make a link that is right in the repository right in the site."""
+    name = page.file.src_uri
+    home = ROOT / ("." if name == "index.md" or name in PAGES else "docs")
+
+    def moved(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
+        path, _, anchor = target.partition("#")
+        found = (home / Path(name).parent / path).resolve()
+        if "://" in target or not path or not found.is_relative_to(ROOT):
+            return match[0]
+        if found.is_dir():
+            return text
+        below = found.relative_to(ROOT)
+        below = below.relative_to("docs") if below.parts[0] == "docs" else below
+        up = "../" * (len(Path(name).parts) - 1)
+        return f"[{text}]({up}{below}{'#' if anchor else ''}{anchor})"
+
+    return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", moved, markdown)
