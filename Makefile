@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit integrations bench clean
+.PHONY: help demo test lint types unit integrations docs bench clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -39,8 +39,12 @@ unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a min
 	$(PYTEST) tests/unit
 
 integrations: $(VENV)/.installed-dev  ## the tests against other libraries, which it installs: 1 GB
-	$(PIP) --no-build-isolation --editable '.[mlflow,tensorboard,trackio,wandb]'
+	$(PIP) --no-build-isolation --editable '.[docs,mlflow,tensorboard,trackio,wandb]'
 	$(BIN)/pytest -q tests/integrations
+
+docs: $(VENV)/.installed-dev  ## build the documentation into build/site; a warning is an error
+	$(PIP) --no-build-isolation --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
 	$(PIP) --no-build-isolation --editable '.[bench]'

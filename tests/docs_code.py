@@ -3,11 +3,13 @@
 A comment in front of a block is for the tests and not seen by readers of the site:
 
     <!-- given: path = "weights.pt" -->     run before the block
-    <!-- not run: needs a W&B account -->   left out, for this reason
+    <!-- needs: tensorboard, wandb -->      left out where one of these modules is not installed
+    <!-- not run: takes two GPUs -->        left out, for this reason
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"((?:^<!-- (?:[^-]|-(?!->))*-->\n)*)^```(\w*)\n(.*?)^```", re.M | re.S)
-_NOTE = re.compile(r"<!-- (given|not run): (.*?)\s*-->", re.S)
+_NOTE = re.compile(r"<!-- (given|not run|needs):\s+(.*?)\s*-->", re.S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +47,8 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for notes, language, code in _BLOCK.findall(page.read_text()):
         said = dict(_NOTE.findall(notes))
-        found.append(Block(language, code, said.get("given", ""), said.get("not run", "")))
+        needed = said.get("needs", "").split(", ") if "needs" in said else []
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
+        reason = f"not installed: {', '.join(missing)}" if missing else said.get("not run", "")
+        found.append(Block(language, code, said.get("given", ""), reason))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import json
 import os
 import re
@@ -158,3 +159,17 @@ def test_the_notebook_runs_cell_by_cell(capfd: pytest.CaptureFixture[str]) -> No
     )
     assert done.returncode == 0, done.stderr
     assert "two workers equal to the last bit" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="not installed: mkdocs")
+def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'id="paceline.run.Run.evaluate"' in (tmp_path / "reference.html").read_text()
+    assert "Nothing of it was used." in (tmp_path / "troubleshooting.html").read_text()
+    for page in tmp_path.glob("*.html"):
+        fetched = re.findall(
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()
+        )
+        assert not [url for url in fetched if "mkdocs-material" not in url], page

@@ -1,7 +1,8 @@
-"""Every message that Paceline raises, collected from its source, for the page about errors.
+"""Parts of pages that are made from the source: every message it raises, every public name.
 
-A value in a message is written `…`. The page quotes messages by hand and explains them; a test
-compares the quotes with this list, and the site shows the whole list below them.
+A value in a message is written `…`. The page of errors quotes messages by hand and explains them; a
+test compares the quotes with this list, and the site shows the whole list below them. The reference
+groups names by hand, and has those that nobody has grouped yet at its end.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = "troubleshooting.md"
-MARK = "<!-- every message -->"
+MESSAGES, NAMES = "<!-- every message -->", "<!-- every other public name -->"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,15 +55,29 @@ def _text(node: ast.expr | None) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the list into its page."""
-    if page.file.src_uri != PAGE:
-        return markdown
+    """Put the lists where a page wants them."""
+    if NAMES in markdown:
+        markdown = markdown.replace(NAMES, other_names(markdown))
+    return markdown.replace(MESSAGES, _table()) if MESSAGES in markdown else markdown
+
+
+def other_names(reference: str) -> str:
+    """What `paceline` offers and the reference has not named, as it would name it."""
+    import paceline
+
+    homes = {name: f"{home}.{name}" for name, home in paceline._HOME_BY_NAME.items()}
+    listed = set(re.findall(r"^::: (\S+)", reference, re.M))
+    missing = [home for name, home in homes.items() if not listed & {home, f"paceline.{name}"}]
+    return "\n".join(f"::: {home}" for home in missing)
+
+
+def _table() -> str:
     rows = ["| error | says | do |", "|---|---|---|"]
     for each in messages():
         if each.error not in ("ValueError", "TypeError", "RuntimeError", "OSError"):
             cells = (each.error, each.what, each.advice)
             rows.append("| " + " | ".join(_cell(text) for text in cells) + " |")
-    return markdown.replace(MARK, "\n".join(rows))
+    return "\n".join(rows)
 
 
 def _cell(text: str) -> str:
