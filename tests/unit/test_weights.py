@@ -335,45 +335,58 @@ def after_the_streams(instructions: bytes) -> bytes:
     return file.getvalue()[: file.tell()] + instructions
 
 
-def bombs() -> dict[str, bytes]:
-    """Files that are small, and would take any amount of memory or time."""
-    terabyte = b"\x80\2cbuiltins\nbytearray\n\x8a\6\0\0\0\0\0\x10\x85R."
-    long = b"\x80\4\x8d" + (2**60).to_bytes(8, "little") + b"abc."
-    base, inside, twice = torch.zeros(2**18), dict[str, Any](), [0]
+def in_itself() -> dict[str, Any]:
+    inside: dict[str, Any] = {}
     inside["inside"] = inside
-    for _ in range(40):
-        twice = [twice, twice]  # type: ignore[list-item]
-    directory = io.BytesIO()
-    with zipfile.ZipFile(directory, "w") as archive:
+    return inside
+
+
+def doubled(times: int) -> list[Any]:
+    twice: list[Any] = [0]
+    for _ in range(times):
+        twice = [twice, twice]
+    return twice
+
+
+def directory_of_names() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
         for i in range(60_000):
             archive.writestr(f"archive/{i:0250}", "")
-    lists = b'{"a":[' + b"[]," * 2**22
-    return {
-        "a terabyte of bytearray": zipped(terabyte),
-        "instructions in capitals": zipped(terabyte, name_of_instructions="archive/DATA.Pkl"),
-        "instructions twice": zipped(b"\x80\2}.", Data=terabyte),
-        "a terabyte in the last stream": after_the_streams(terabyte),
-        "a text of 2^60 bytes": zipped(long),
-        "a text of 2^60 bytes, old format": long,
-        "a text of 8 GB, old format": long.replace(long[3:11], (2**33).to_bytes(8, "little")),
-        "bytes of 2^60 bytes, old format": long.replace(b"\x8d", b"\x8e"),
-        "hexadecimal again and again": zipped(repeated(b"H-e\xc3\xa9X_codec")),
-        "base64 again and again": zipped(repeated(b"base!64")),
-        "a tensor of stride 0": saved({"w": torch.zeros(1).expand(2**40)}),
-        "a tensor that overlaps itself": saved({"w": base.as_strided((2**9, 2**17), (1, 1))}),
-        "a tensor with the bytes of its neighbour": with_data(b"\0" * 15),
-        "a tensor with bytes to spare": with_data(b"\0" * 20),
-        "tensors that share their bytes": saved({str(i): base[i:] for i in range(50)}),
-        "a dictionary inside itself": saved(inside),
-        "a list in a list": saved(twice),
-        "a directory of names": directory.getvalue(),
-        "a header of lists": len(lists).to_bytes(8, "little") + lists,
-        "a header of digits": (2**20).to_bytes(8, "little") + b'{"a":' + b"9" * (2**20 - 5),
-        "a header of another size": (2**50).to_bytes(8, "little") + b"{}",
-    }
+    return file.getvalue()
 
 
-BOMBS = bombs()
+def with_header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+TERABYTE = b"\x80\2cbuiltins\nbytearray\n\x8a\6\0\0\0\0\0\x10\x85R."
+LONG = b"\x80\4\x8d" + (2**60).to_bytes(8, "little") + b"abc."
+BASE = torch.zeros(2**18)
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "a terabyte of bytearray": lambda: zipped(TERABYTE),
+    "instructions in capitals": lambda: zipped(TERABYTE, name_of_instructions="archive/DATA.Pkl"),
+    "instructions twice": lambda: zipped(b"\x80\2}.", Data=TERABYTE),
+    "a terabyte in the last stream": lambda: after_the_streams(TERABYTE),
+    "a text of 2^60 bytes": lambda: zipped(LONG),
+    "a text of 2^60 bytes, old format": lambda: LONG,
+    "a text of 8 GB, old format": lambda: LONG.replace(LONG[3:11], (2**33).to_bytes(8, "little")),
+    "bytes of 2^60 bytes, old format": lambda: LONG.replace(b"\x8d", b"\x8e"),
+    "hexadecimal again and again": lambda: zipped(repeated(b"H-e\xc3\xa9X_codec")),
+    "base64 again and again": lambda: zipped(repeated(b"base!64")),
+    "a tensor of stride 0": lambda: saved({"w": torch.zeros(1).expand(2**40)}),
+    "a tensor that overlaps itself": lambda: saved({"w": BASE.as_strided((2**9, 2**17), (1, 1))}),
+    "a tensor with the bytes of its neighbour": lambda: with_data(b"\0" * 15),
+    "a tensor with bytes to spare": lambda: with_data(b"\0" * 20),
+    "tensors that share their bytes": lambda: saved({str(i): BASE[i:] for i in range(50)}),
+    "a dictionary inside itself": lambda: saved(in_itself()),
+    "a list in a list": lambda: saved(doubled(40)),
+    "a directory of names": directory_of_names,
+    "a header of lists": lambda: with_header(b'{"a":[' + b"[]," * 2**22),
+    "a header of digits": lambda: with_header(b'{"a":' + b"9" * (2**20 - 5)),
+    "a header of another size": lambda: (2**50).to_bytes(8, "little") + b"{}",
+}
+"""Files that are small, and would take any amount of memory or time."""
 
 
 def hostile_files(canary: Path) -> dict[str, bytes]:
@@ -400,7 +413,7 @@ def hostile_files(canary: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_bomb_is_a_typed_error_with_flat_memory(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
-    path.write_bytes(BOMBS[kind])
+    path.write_bytes(BOMBS[kind]())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=r"model\.pth"):
         read_state(path)
