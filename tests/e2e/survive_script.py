@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
@@ -60,11 +61,17 @@ run = paceline.Run(
     shards=4,
     folder=args.folder,
     workers=1,
-    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+    scheduler=ReduceLROnPlateau(optimizer, mode="max", factor=0.9, patience=0),
     scaler=torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=7),
     state={"average": average},
     options=paceline.RunOptions(
-        progress="plain", checkpoint_every=5 if args.folder else 0, clip_norm=5.0, ema=0.9
+        progress="plain",
+        checkpoint_every=5 if args.folder else 0,
+        clip_norm=5.0,
+        ema=0.9,
+        best_metric="hits",
+        better="higher",
+        patience=100,
     ),
 )
 

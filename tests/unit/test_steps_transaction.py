@@ -376,14 +376,6 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         Run(mlp(), optimizer, Rows(), global_batch=8, epochs=1)
 
 
-def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
-    net = mlp()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(UsageError, match="needs a metric"):
-        Run(net, optimizer, Rows(), global_batch=8, epochs=1, scheduler=plateau)
-
-
 def go_through(run: Run, factor_of: Callable[[int], float]) -> None:
     for step in run:
         with step:

@@ -42,6 +42,8 @@ _AGREED_OPTIONS = (
     "noise_every",
     "checkpoint_every",
     "best_metric",
+    "better",
+    "patience",
 )
 """Those that decide what a commit does, or when the workers talk to each other."""
 STREAM = (
@@ -92,9 +94,13 @@ class RunOptions:
     keep_best: int = 1
     """How many of the best ones are kept besides, by `best_metric`."""
     best_metric: str | None = None
-    """A metric of `run.evaluate()`, or of training, that says which checkpoints are best."""
+    """A metric of `run.evaluate()`, or of training, that says which checkpoints are best, and on
+    which `patience` and a scheduler such as `ReduceLROnPlateau` look."""
     better: Literal["lower", "higher"] = "lower"
     """Whether a lower or a higher `best_metric` is better."""
+    patience: int | None = None
+    """Stop when `best_metric` was measured so many times in a row without being better than ever
+    before; None: never."""
     check_finite: Literal["sample", "all", "off"] = "sample"
     """How closely gradients are searched for NaN and infinity on CPUs; see docs/run.md. On GPUs,
     and with `clip_norm`, all of them are, because it costs next to nothing there."""
@@ -121,6 +127,12 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_whole("checkpoint_every", self.checkpoint_every, 0, or_none=True)
+        check_whole("patience", self.patience, or_none=True)
+        if self.patience is not None and self.best_metric is None:
+            raise UsageError(
+                f"patience is {self.patience}, and nobody says with what.",
+                advice='Pass best_metric="loss", or another name that run.evaluate() returns.',
+            )
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
         for name, least in (least_by_name | {"trace_step": 0}).items():
             check_whole(name, getattr(self, name), least)

@@ -31,6 +31,7 @@ from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.plan import Plan, Position, check_batch
 from paceline.run.precision import Precision
+from paceline.run.rating import Rating
 from paceline.run.sinks import FolderSink, Sink, Sinks, TerminalSink
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
@@ -98,7 +99,8 @@ class StepContext:
             finite=finite,
             average=self.average,
         )
-        self.state = RunState(module, self.update, config.state or {})
+        self.rating = Rating(options, config.scheduler, self.update)
+        self.state = RunState(module, self.update, self.rating, config.state or {})
         folder = config.open_folder(world.rank)
         self.saving = Saving(folder, config, members)
         state, before = self.saving.find() or (None, None)
@@ -135,7 +137,7 @@ class StepContext:
         """How far the run is."""
         self.agreed = agreed
         self.stopping = 0
-        """The signal that the workers have agreed to stop for."""
+        """What the workers have agreed to stop for: a signal, `BY_SCRIPT` or `BY_RATING`."""
         self.has_left = False
         """Whether this worker alone has stopped, and the others continue."""
         self.info = config.describe(folder, plan, module, self.facts)

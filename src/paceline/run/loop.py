@@ -22,6 +22,7 @@ from paceline.comm.world import World
 from paceline.ddp import DDPOptions
 from paceline.errors import CheckpointError, PeerError, UsageError
 from paceline.observe import stopwatch
+from paceline.run import stop
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.context import StepContext
 from paceline.run.evaluation import Score, evaluate
@@ -29,7 +30,6 @@ from paceline.run.metrics import means
 from paceline.run.plan import Position
 from paceline.run.sinks import ALL_APPLIED, Message, Sink, StepReport, Summary
 from paceline.run.step import Step
-from paceline.run.stop import name_signal
 
 DEFAULT_OPTIONS = RunOptions()
 
@@ -173,6 +173,14 @@ class Run:
         context.sinks.tell("evaluation", summary)
         return scores
 
+    def stop(self) -> None:
+        """End the run after this step, with a checkpoint and without an error.
+
+        One worker is enough to end it on all of them, after the same step: they agree about ten
+        times a second. Started again, the run continues.
+        """
+        self._context.stop.is_asked = True
+
     def save(self) -> None:
         """Save now, besides what the options say; every worker calls it, between two steps."""
         self._refuse_inside_step("save")
@@ -193,6 +201,7 @@ class Run:
         context, members = self._context, self.membership
         continuity = context.continuity
         status, reason, number, lost = "failed", "an error", 0, ""
+        is_complete = False
         context.saving.begin()
         self._is_running = True
         self._epoch_s = time.perf_counter()
@@ -208,21 +217,17 @@ class Run:
             context.sinks.tell("start", context.info, self.step, context.lines)
             done = context.position.step_of_epoch
             self._epoch_samples = done * context.config.global_batch
+        if context.rating.is_over:  # it was when the last start ended
+            context.stopping = stop.BY_RATING
         try:
-            while (portion := continuity.next_portion()) is not None:
+            while not context.stopping and (portion := continuity.next_portion()) is not None:
                 if self.options.handle_signals and not context.stop.before:
                     context.stop.listen()
                 step = self._open = Step(portion, context, self._on_step_end)
                 yield step
                 self._open = None
                 if step.state == "applied":
-                    if number := self._after(step):
-                        status, reason = "stopped", f"stopped by {name_signal(number)}"
-                        if context.has_left:
-                            reason = "this worker was asked to leave; the others continue"
-                        else:  # a launcher that sees one worker go would end the one that writes
-                            lost = self._leave_together()
-                        break
+                    self._after(step)
                 elif step.state == "lost":
                     continuity.regroup()
                 elif step.state == "failed":
@@ -234,10 +239,12 @@ class Run:
                         "the loop.",
                     )
                 continuity.deal_to_members()
-            else:
+            if not context.stopping:
                 context.update.finish()
+            if not context.has_left:  # a launcher that sees one go would end the one that writes
                 lost = self._leave_together()
-                status, reason = "finished", ALL_APPLIED
+            status, reason, number = self._why_over()
+            is_complete = True
             if lost:
                 reason = f"{status}, but {lost}"
         except GeneratorExit:
@@ -250,12 +257,29 @@ class Run:
             raise
         finally:
             self._is_running, self._open = False, None
+            context.stopping, context.stop.is_asked = 0, False
             if not sys.is_finalizing():  # a loop that outlives the program has nothing to say
-                self._end(status, reason, is_complete=status == "finished" or number > 0)
+                self._end(status, reason, is_complete=is_complete)
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
         if lost:
             raise _not_saved(reason)
+
+    def _why_over(self) -> tuple[str, str, int]:
+        """The status of a run whose loop is over, the reason, and the signal, if it was one."""
+        context, number = self._context, self._context.stopping
+        if context.has_left:
+            return "stopped", "this worker was asked to leave; the others continue", number
+        if number >= stop.BY_SCRIPT and self.step == self.steps:
+            number = 0
+        match number:
+            case 0:
+                return "finished", ALL_APPLIED, 0
+            case stop.BY_SCRIPT:
+                return "stopped", "stopped by run.stop()", 0
+            case stop.BY_RATING:
+                return "stopped", context.rating.reason, 0
+        return "stopped", f"stopped by {stop.name_signal(number)}", number
 
     def _leave_together(self) -> str:
         """Wait for the last checkpoint; what to say of steps that no checkpoint holds.
@@ -296,10 +320,14 @@ class Run:
             done = self._context.position.step_of_epoch + 1
             self._context.position = Position(step.number, step.epoch, done)
 
-    def _after(self, step: Step) -> int:
-        """The loop's body is over and the step applied; returns a signal to stop for, or 0."""
+    def _after(self, step: Step) -> None:
+        """The loop's body is over and the step applied."""
         context, saving = self._context, self._context.saving
         self._report(step)
+        if self._scores:
+            context.rating.note(step.number, self._scores)
+            if context.rating.is_over:
+                context.stopping = stop.BY_RATING
         is_time_to_change = False
         if context.vote.pending is not None or context.size == 1:
             is_time_to_change = self._count_votes(step.number)
@@ -315,7 +343,6 @@ class Run:
                 context.has_left, context.stopping = True, signal.SIGTERM
             else:
                 context.continuity.regroup()  # last: who is new begins with the next step
-        return context.stopping
 
     def _count_votes(self, step: int) -> bool:
         """Do what the workers want; whether they want to change to another generation."""
@@ -332,6 +359,8 @@ class Run:
         if requests.terminate or requests.interrupt:
             number = signal.SIGTERM if requests.terminate else signal.SIGINT
             context.stopping = context.stop.signal or number
+        elif requests.stop:
+            context.stopping = context.stopping or stop.BY_SCRIPT
         if requests.record and not requests.generation:
             context.watching.record_as_asked(step + 1, self.membership)
         return requests.generation == context.size
@@ -346,6 +375,8 @@ class Run:
         self._report_step(step)
         if step.ends_epoch:
             self._end_epoch(step)
+            if mistake := self._context.rating.find_mistake(self._scores):
+                self.message(mistake, "warning")
 
     def _report_step(self, step: Step) -> None:
         if step.number == self._reported:
@@ -392,6 +423,7 @@ class Run:
     def _save(self) -> None:
         """Save where the run stands; every worker calls it."""
         context = self._context
+        context.rating.note(self.step, self._scores)
         context.update.finish()
         context.metrics.flush(wait=True)
         context.saving.save(

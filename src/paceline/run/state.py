@@ -26,6 +26,7 @@ from paceline.observe.run_folder import RunFolder, find_info
 from paceline.run.config import RunConfig
 from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
+from paceline.run.rating import Rating
 from paceline.update import Update, find_exchanged
 
 MUST_BE_EQUAL = (
@@ -40,7 +41,9 @@ _DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance
 class RunState:
     """Everything a step depends on, gathered from the objects of a run and given back to them."""
 
-    def __init__(self, module: nn.Module, update: Update, others: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, update: Update, rating: Rating, others: Mapping[str, Any]
+    ) -> None:
         for name, each in others.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise UsageError(
@@ -49,7 +52,7 @@ class RunState:
                     advice="Give it both, so that it can be saved and loaded.",
                 )
         self._module = module
-        self._parts = update.parts
+        self._parts, self._rating = update.parts, rating
         self._others = dict(others)
 
     def gather(self, position: Position, epoch_sums: Sums) -> dict[str, Any]:
@@ -59,6 +62,7 @@ class RunState:
             "state": {name: each.state_dict() for name, each in self._others.items()},
             "position": [position.step, position.epoch, position.step_of_epoch],
             "metrics": epoch_sums,
+            "rating": self._rating.state_dict(),
         }
 
     def take_part(self) -> None:
@@ -80,6 +84,8 @@ class RunState:
             _load(part, state[name], f"the {name}")
         for name, each in self._others.items() if with_objects else ():
             _load(each, state["state"][name], f"state[{name!r}]")
+        if "rating" in state:
+            _load(self._rating, state["rating"], "the rating")
         return position_in(state), dict(state["metrics"])
 
     def check_savable(self) -> None:
@@ -87,7 +93,7 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = {"model", "state", "position", "metrics"}
+        kept = {"model", "state", "position", "metrics", "rating"}
         there = (set(state) - kept) | {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:

@@ -32,6 +32,8 @@ from paceline.run.buffers import Buffers
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_PRESS_S = 0.5
 """A terminal and a launcher may both pass one Ctrl-C on; so soon after the first it is the same."""
+BY_SCRIPT, BY_RATING = 1000, 1001
+"""What a run may stop for besides signals, whose numbers are lower."""
 PERIOD_S = 0.1
 MOST_STEPS = 1000
 
@@ -46,6 +48,8 @@ class StopRequest:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal = 0
+        self.is_asked = False
+        """Whether the script has asked, on this worker."""
         self.is_leaving = False
         """Whether this worker alone was asked, and the others can continue without it."""
         self.leave: Callable[[], bool] = lambda: False
@@ -114,6 +118,8 @@ class Requests(NamedTuple):
     """How many have heard of a generation that begins between two steps."""
     record: float = 0.0
     """How many were asked to record the next step."""
+    stop: float = 0.0
+    """How many were asked to stop by their script."""
 
 
 class Vote:
@@ -181,6 +187,7 @@ class Vote:
             float(has_news),
             float(self.is_due()),
             float(self._membership.leads and self.is_asked_to_record()),
+            float(self._request.is_asked),
         )
 
     def _begin_anew(self) -> None:

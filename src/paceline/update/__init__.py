@@ -10,7 +10,7 @@ from paceline.update.exchange import find_exchanged
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
 from paceline.update.pieces import step_in_pieces
 from paceline.update.sharded import shard_update
-from paceline.update.whole import Update, make_update
+from paceline.update.whole import Update, make_update, needs_metric
 
 __all__ = [
     "FiniteCheck",
@@ -23,6 +23,7 @@ __all__ = [
     "find_exchanged",
     "is_worth_gathering",
     "make_update",
+    "needs_metric",
     "shard_update",
     "step_in_pieces",
 ]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.update.average import WeightAverage
@@ -41,6 +40,9 @@ class Update(Protocol):
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
         """Check, clip and apply the gradients; returns their length where it was computed."""
+
+    def rate(self, metric: float) -> None:
+        """Tell a scheduler that waits for a metric, between two steps."""
 
     def abandon(self) -> None:
         """Forget the gradients of a step that has failed."""
@@ -84,6 +86,7 @@ class WholeUpdate:
         self._refusal: Any = None
         self._noted: tuple[Parameter, int, int] | None = None
         self._schedule_at: Any = None
+        self._needs_metric = needs_metric(scheduler)
 
     @property
     def loss_scale(self) -> float:
@@ -95,7 +98,8 @@ class WholeUpdate:
             self._schedule_at = self._scheduler.last_epoch
             raise UsageError(
                 "The scheduler was stepped between two steps.",
-                advice="A run steps it itself, once per step: leave scheduler.step() out.",
+                advice="A run steps it itself, once per step or when its metric is measured: leave "
+                "scheduler.step() out.",
             )
         for param in self._params:
             param.grad = None
@@ -132,12 +136,19 @@ class WholeUpdate:
         if norm is not None and self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
         self._step_optimizer()
-        if self._scheduler is not None:
-            self._scheduler.step()
-            self._schedule_at = getattr(self._scheduler, "last_epoch", None)
+        if self._scheduler is not None and not self._needs_metric:
+            self._step_scheduler()
         if self._average is not None:
             self._average.update(self._step)
         return norm
+
+    def rate(self, metric: float) -> None:
+        if self._needs_metric:
+            self._step_scheduler(metric)
+
+    def _step_scheduler(self, *metric: float) -> None:
+        self._scheduler.step(*metric)
+        self._schedule_at = getattr(self._scheduler, "last_epoch", None)
 
     def abandon(self) -> None:
         self._refusal.remove()
@@ -218,12 +229,6 @@ def make_update(
 ) -> Update:
     """The update that these objects need; raises where they do not fit together."""
     _check_optimizer(params, optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "A ReduceLROnPlateau scheduler needs a metric, and schedulers are stepped here once "
-            "per step without one.",
-            advice='Pass it as state={"plateau": scheduler} and step it after run.evaluate().',
-        )
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
     rest: Any = {"scheduler": scheduler, "clip_norm": clip_norm, "finite": finite}
@@ -231,6 +236,11 @@ def make_update(
     if scaler is not None and scaler.is_enabled():
         return ScaledUpdate(params, optimizer, scaler, **rest)
     return WholeUpdate(params, optimizer, **rest)
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether it steps on a metric, as `ReduceLROnPlateau` does, and not once per step."""
+    return scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
 
 
 def _refuse_foreign_step(*_: Any) -> None:
