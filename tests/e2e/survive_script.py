@@ -43,6 +43,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--folder")
 parser.add_argument("--stream", action="store_true")
 parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--update", default="whole")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -72,6 +73,7 @@ run = paceline.Run(
         best_metric="hits",
         better="higher",
         patience=100,
+        update=args.update,
     ),
 )
 

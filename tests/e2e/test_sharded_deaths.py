@@ -2,62 +2,67 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import runpy
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-from paceline.testing import run_ranks
+import pytest
 
-SCRIPT = """
-import os, torch
-from pathlib import Path
-from paceline import Run, RunOptions
-from paceline.testing import seeded
-from torch.utils.data import TensorDataset
+from paceline.testing import Faults, Training, assert_survived, run_training
 
-def fit(world=None, folder=None, update="whole"):
-    net = seeded(torch.nn.Sequential(torch.nn.Linear(4, 90), torch.nn.Linear(90, 1)))
-    data = TensorDataset(torch.linspace(-1, 1, 48 * 4).view(48, 4))
-    options = RunOptions(update=update, checkpoint_every=3, progress="plain", handle_signals=False)
-    run = Run(net, torch.optim.AdamW(net.parameters()), data, global_batch=4, epochs=1,
-              folder=folder, world=world, options=options)
-    for step in run:
-        if step.number == 8 and run.world.rank == 1 and Path("kill").exists():
-            Path("kill").unlink()
-            os.kill(os.getpid(), 9)
-        with step:
-            for (x,) in step.batches():
-                step.backward(run.model(x).square().mean())
-    return str([param.tolist() for param in net.parameters()])
-
-if __name__ == "__main__":
-    weights = fit(folder="run", update="sharded")
-    Path("weights" + os.environ["RANK"]).write_text(weights)
-"""
+SCRIPT = Path(__file__).with_name("survive_script.py")
+EPOCHS = ("--epochs", 2)
+LAST_STEP = 16
+DEATHS = {
+    "shared_memory": Faults()
+    .kill(rank=1, step=3, where="before the gather")
+    .kill(rank=2, step=8, where="while evaluating")
+    .kill(rank=None, step=8, where="while healing")
+    .kill(rank=1, step=LAST_STEP, where="in the commit"),
+    "c10d": Faults()
+    .kill(rank=0, step=5, where="while saving")
+    .kill(rank=2, step=LAST_STEP, where="before the gather"),
+}
 
 
-def test_after_a_death_all_start_again_from_the_newest_checkpoint_and_train_the_same(
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Path]:
+    """The training on one worker, and its folder."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return run_training(SCRIPT, "--folder", folder, *EPOCHS, workers=1), folder
+
+
+def epochs_in(folder: Path) -> dict[Any, str]:
+    """What was last written of every epoch and every evaluation."""
+    found = {}
+    for path in sorted((folder / "events").glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] in ("epoch", "evaluation"):
+                names = ("loss", "hits")
+                metrics = {n: f"{event['metrics'][n]:.5g}" for n in names if n in event["metrics"]}
+                found[event["kind"], event["step"]] = str(metrics)
+    return found
+
+
+@pytest.mark.parametrize("transport", DEATHS)
+def test_after_a_death_the_others_go_back_to_a_checkpoint_and_train_the_same(
+    transport: str,
+    alone: tuple[Training, Path],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "kill").touch()
-    flags = ["--workers", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "run", *flags, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    monkeypatch.setenv("PACELINE_TRANSPORT", transport)
+    done = run_training(
+        *(SCRIPT, "--folder", tmp_path / "run", "--update", "sharded", *EPOCHS),
+        workers=3,
+        faults=DEATHS[transport],
+        timeout_s=100,
     )
-    assert done.returncode == 0, done.stderr
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "A worker that dies takes its share along, so its death ends the run" in said
-    # Checkpoints are written in the background: that of step 6 is there, or that of step 3.
-    assert re.search("Step 7 is done again|Steps 4 to 7 are done again", said), said
-    expected = run_ranks(2, runpy.run_path(str(tmp_path / "script.py"))["fit"])
-    assert [(tmp_path / f"weights{rank}").read_text() for rank in (0, 1)] == expected
+    assert_survived(done, alone[0])
+    assert epochs_in(tmp_path / "run") == epochs_in(alone[1])
+    said = " ".join(done.output.split())
+    assert "the others go back to the newest checkpoint" in said
+    assert re.search(r"go back to the checkpoint of step \d+: (steps? .*? done again|none)", said)
+    assert "from the newest checkpoint." in said

@@ -221,7 +221,7 @@ class Generations(Workers):
                 if was_new and not self.roster.is_new(seat):
                     self._welcome(seat, number)
                 self._carry_out(orders)
-                self._tell_of_recovery(seat, number)
+                self._tell_of_recovery(number, loses=bool(message.get("loses")))
             case {"said": "building", "survives": bool(survives)}:
                 self.is_run = survives
             case {"said": "ready"}:
@@ -444,14 +444,15 @@ class Generations(Workers):
         told = {**message, "is_welcome": True}
         self._order(seat, {"do": "tell", "seat": seat, "generation": told})
 
-    def _tell_of_recovery(self, seat: int, number: int) -> None:
+    def _tell_of_recovery(self, number: int, *, loses: bool) -> None:
         if not self.roster.is_formed:
             return
         size = len(self.roster.members)
         if self._died_s:
             ms = 1000 * (time.monotonic() - self._died_s)
             self._died_s = 0.0
-            self.say(f"the others continue after {ms:.0f} ms; no step was lost.")
+            how = ", from the newest checkpoint" if loses else "; no step was lost"
+            self.say(f"the others continue after {ms:.0f} ms{how}.")
         elif number and size == self.roster.size > self._training:
             self.say(f"all {size} workers train again.")
         self._training = size

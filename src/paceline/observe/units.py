@@ -17,6 +17,11 @@ def count_text(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def name_steps(first: int, last: int) -> str:
+    """`step 4 is`, `steps 4 to 7 are`."""
+    return f"step {first} is" if first == last else f"steps {first} to {last} are"
+
+
 def bytes_text(number: float) -> str:
     """`400 B`, `4.0 kB`, `97.7 MB`: powers of ten."""
     for unit in ("B", "kB", "MB", "GB"):

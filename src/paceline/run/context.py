@@ -23,6 +23,7 @@ from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import DesyncError, UsageError
 from paceline.observe.run_folder import RunFolder, last_recorded_step
+from paceline.observe.units import name_steps
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
@@ -69,7 +70,7 @@ class StepContext:
             options.update, config.optimizer, size=members.size, can_survive=can_survive
         )
         if (found := Link.find()) is not None:
-            link = found if can_survive and not shares_out else None
+            link = found if can_survive and (config.is_saved or not shares_out) else None
             found.tell("building", survives=link is not None)
         self.is_replacement = link is not None and link.is_replacement
         """Whether this worker joins a training that is under way."""
@@ -175,8 +176,11 @@ class StepContext:
         self.watching.note_progress(position.step, None if plan is None else plan.steps)
         self.lines = config.opening_lines(world, device, shards, plan, position)
         """What is said when the loop begins."""
+        self.shares_out = shares_out
         if shares_out:
-            self.lines += describe_sharing(config.optimizer, world.size, can_survive)
+            self.lines += describe_sharing(
+                config.optimizer, world.size, can_survive=can_survive, is_saved=config.is_saved
+            )
         self.lines += self.watching.lines
         self.lines += _lines_on_repeated_steps(folder, position.step)
         members.follow(self.on_generation)
@@ -273,9 +277,8 @@ def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
     """Which steps are done again, because the run ended before they were in a checkpoint."""
     last = 0 if folder is None else last_recorded_step(folder)
     if last > step:
-        which, they = f"Steps {step + 1} to {last} are", "they were"
-        if last == step + 1:
-            which, they = f"Step {last} is", "it was"
+        they = "it was" if last == step + 1 else "they were"
+        which = name_steps(step + 1, last).capitalize()
         return [f"{which} done again: the last start ended before {they} saved."]
     if folder is None and env.read_attempt() > 0:
         return ["All steps are done again: without a folder nothing was saved before the restart."]

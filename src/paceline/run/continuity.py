@@ -8,11 +8,12 @@ have more, so that nothing is done twice and nobody waits for something that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline import comm
-from paceline.errors import PeerError
-from paceline.observe.units import count_text
+from paceline.errors import CheckpointError, PeerError
+from paceline.observe.units import count_text, name_steps
 from paceline.run.metrics import Sums, merge
 from paceline.run.plan import Portion
 from paceline.run.sinks import Message
@@ -33,9 +34,14 @@ class Continuity:
         """What the workers have told each other since the last step, in order."""
         self._asked = 0
         self._portions: Iterator[Portion] = iter(())
-        self._ahead: Portion | None = None
         self._dealt_in = -1
         """The generation to whose members the steps are dealt."""
+        self.must_go_back = False
+        """Whether a part of the state is gone: the same on all workers. Parameters are whole, so
+        what follows a step runs as ever; the next step begins at a checkpoint."""
+        self.is_apart = False
+        """Whether this worker's step was given up, while others may be done with the one before:
+        until it goes back, it exchanges nothing with them."""
 
     def begin(self) -> None:
         """Hand out steps from where the run is."""
@@ -55,7 +61,6 @@ class Continuity:
 
     def deal(self) -> None:
         """Hand out the steps that are not applied, to the workers that are there now."""
-        self._ahead = None
         self._dealt_in = self._context.membership.generation
         self._portions = self._context.loader.portions(self._context.position)
 
@@ -66,15 +71,15 @@ class Continuity:
 
     def next_portion(self) -> Portion | None:
         """This worker's part of the next step; None after the last."""
-        ahead, self._ahead = self._ahead, None
-        while ahead is None:
+        while True:
             try:
+                if self.must_go_back:
+                    self.go_back()
                 return next(self._portions, None)
             except PeerError:
                 if self._context.survival is None:
                     raise
                 self.regroup()
-        return ahead
 
     def regroup(self) -> None:
         """Continue in the newest generation."""
@@ -83,14 +88,45 @@ class Continuity:
         context.survival.regroup()
         self.deal()
 
+    def hand_in(self) -> None:
+        """Let everybody have all of the state, before somebody goes or comes."""
+        with suppress(PeerError):  # whoever has it by then hands it to the others
+            self._context.state.make_whole()
+
     def deal_anew(self, step: int) -> Portion | None:
-        """This worker's part of a step that was lost; None if that is applied already."""
+        """This worker's part of a step that was lost; None if that is applied, or given up."""
         self.regroup()
-        portion = self.next_portion()
-        if portion is not None and portion.step == step:
-            return portion
-        self._ahead = portion
+        while self._context.position.step < step and not self.must_go_back:
+            try:
+                return next(self._portions, None)
+            except PeerError:
+                self.regroup()
+        self.is_apart = self._context.position.step < step
         return None
+
+    def go_back(self) -> None:
+        """Begin again at the newest checkpoint; all workers do so, between two steps."""
+        context, reached = self._context, self._context.position.step
+        found = context.saving.find()
+        if found is None:
+            raise CheckpointError(
+                "A worker died with its share of the optimizer's state, and no checkpoint is left.",
+                advice="See why none was written, and begin again.",
+            )
+        context.state.forget()
+        context.position, sums = context.state.give_back(found[0])
+        step = context.position.step
+        context.generators.seed(context.config.seed, "between", step)
+        context.metrics.begin_at(context.position.epoch, sums if context.membership.leads else {})
+        self.must_go_back = self.is_apart = False
+        self._results, self._asked = [], 0
+        self.leave_word()
+        self.deal()
+        again = f"{name_steps(step + 1, reached)} done again" if reached > step else "none is lost"
+        text = "A share of the optimizer's state is gone with its worker, so all go back to the "
+        text += f"checkpoint of step {step}: {again}."
+        facts = {"step": step, "reached": reached}
+        context.sinks.tell("message", Message(text, "warning", "went back", facts))
 
     def on_step_end(self) -> None:
         self._results, self._asked = [], 0
@@ -102,6 +138,8 @@ class Continuity:
         somebody has all of them.
         """
         members = self._context.membership
+        if self.is_apart:
+            return [compute()]
         while self._asked >= len(self._results):
             try:
                 mine = compute()
@@ -155,8 +193,12 @@ class Continuity:
         if not context.survival.ledger.write(word):
             context.survival.ledger.write({**word, "sums": None, "next": None})
 
-    def heal(self, inherited: dict[str, Any]) -> None:
-        """Make everybody's state that of the worker which has come furthest."""
+    def heal(self, inherited: dict[str, Any]) -> bool:
+        """Make everybody's state that of the worker which has come furthest.
+
+        Returns whether the optimizer's is not to be had any more, since parts of it were with the
+        dead only: then all must go back.
+        """
         context, members = self._context, self._context.membership
         metrics, saving, buffers = context.metrics, context.saving, context.buffers
         assert context.survival is not None
@@ -164,6 +206,7 @@ class Continuity:
         mine = {
             "worker": context.world.rank,
             "step": -1 if is_new else context.position.step,
+            "is_whole": context.state.is_whole and not self.must_go_back,
             "results": self._results,
             "epochs": metrics.epochs,
             "saved": saving.saved_step if self._led else None,
@@ -177,14 +220,22 @@ class Continuity:
         if best < 0:
             raise PeerError("Nobody is left who knows the state of the run.")
         furthest = [each for each in everyone if each["step"] == best]
-        leader = everyone.index(furthest[0])
-        if any(each["step"] < best for each in everyone):
-            state = context.state.gather(context.position, {}) if members.rank == leader else None
+        whole = [each for each in furthest if each["is_whole"]]
+        self.must_go_back = not whole
+        leader = everyone.index((whole or furthest)[0])
+        if any(each["step"] < best or (whole and not each["is_whole"]) for each in everyone):
+            state = None
+            if members.rank == leader:
+                state = context.state.gather(context.position, {}, with_parts=bool(whole))
             state = hand_over(members, state, leader, "Healing")
-            if mine["step"] < best:
+            if mine["step"] < best or (whole and not mine["is_whole"]):
                 # Who missed the end of a step still runs the code that follows it in the loop, and
                 # so does to the state objects what the others have done to theirs.
-                context.position, _ = context.state.give_back(state, with_objects=is_new)
+                context.state.forget()
+                context.position, _ = context.state.give_back(
+                    state, with_objects=is_new, with_parts=bool(whole)
+                )
+            if mine["step"] < best:
                 context.generators.seed(context.config.seed, "between", best)
                 metrics.epochs = furthest[0]["epochs"]
                 self._asked = 0
@@ -213,6 +264,7 @@ class Continuity:
         self._led = members.leads
         if members.leads:
             self._tell(inherited, [each["worker"] for each in everyone if each["step"] < 0])
+        return self.must_go_back
 
     def _tell(self, inherited: dict[str, Any], joined: list[int]) -> None:
         """Keep in the run folder who is gone and who is new; the launcher says it on the spot."""

@@ -165,6 +165,8 @@ class Run:
         total = context.continuity.add_up(task, "Adding up the evaluation")
         samples = int(max((count for _, count in total.values()), default=0))
         scores = means(total)
+        if context.continuity.is_apart:
+            return scores  # of a step that is done again, and then for all to see
         self._scores |= scores
         # After the last step of an epoch the next one has begun, but has nothing to show yet.
         epoch = max(position.epoch - (position.step_of_epoch == 0), 0)
@@ -200,7 +202,8 @@ class Run:
     def _walk(self) -> Iterator[Step]:
         context, members = self._context, self.membership
         continuity = context.continuity
-        status, reason, number, lost = "failed", "an error", 0, ""
+        status, reason, number = "failed", "an error", 0
+        lost: str | None = None
         is_complete = False
         context.saving.begin()
         self._is_running = True
@@ -220,7 +223,22 @@ class Run:
         if context.rating.is_over:  # it was when the last start ended
             context.stopping = stop.BY_RATING
         try:
-            while not context.stopping and (portion := continuity.next_portion()) is not None:
+            if is_first and context.survival is not None and context.shares_out:
+                self._save()  # something to go back to
+                self._find_lost()
+            while True:
+                portion = None if context.stopping else continuity.next_portion()
+                if portion is None:
+                    if not context.stopping:
+                        context.update.finish()
+                    # A launcher that sees one go would end the one that writes.
+                    lost = "" if context.has_left else self._leave_together()
+                    if lost is not None:
+                        break
+                    context.stopping, context.stop.is_asked = 0, False
+                    continue
+                if portion.step <= self._reported:
+                    self._go_back()
                 if self.options.handle_signals and not context.stop.before:
                     context.stop.listen()
                 step = self._open = Step(portion, context, self._on_step_end)
@@ -230,8 +248,8 @@ class Run:
                     self._after(step)
                 elif step.state == "lost":
                     continuity.regroup()
-                elif step.state == "failed":
-                    continuity.deal()  # the same step comes again
+                elif step.state in ("failed", "undone"):
+                    continuity.deal()  # the same step comes again, or one before it
                 else:
                     raise UsageError(
                         f"Step {step.number} was not run.",
@@ -239,10 +257,6 @@ class Run:
                         "the loop.",
                     )
                 continuity.deal_to_members()
-            if not context.stopping:
-                context.update.finish()
-            if not context.has_left:  # a launcher that sees one go would end the one that writes
-                lost = self._leave_together()
             status, reason, number = self._why_over()
             is_complete = True
             if lost:
@@ -281,14 +295,19 @@ class Run:
                 return "stopped", context.rating.reason, 0
         return "stopped", f"stopped by {stop.name_signal(number)}", number
 
-    def _leave_together(self) -> str:
+    def _leave_together(self) -> str | None:
         """Wait for the last checkpoint; what to say of steps that no checkpoint holds.
 
-        Nobody goes before: who writes it may die, and then another one does.
+        Nobody goes before: who writes it may die, and then another one does. None where the state
+        died with it, so that there are steps to do again.
         """
         context, saving = self._context, self._context.saving
         lost, generation = "", -1
         while generation != self.membership.generation:
+            if context.continuity.must_go_back:
+                if not 0 < context.stopping < stop.BY_SCRIPT:
+                    return None
+                context.continuity.next_portion()  # a signal ends the run at what is saved
             generation = self.membership.generation
             if context.survival is not None and saving.is_on and saving.saved_step != self.step:
                 self._save()
@@ -307,7 +326,7 @@ class Run:
         return lost
 
     def _on_step_end(self, step: Step) -> None:
-        if step.state == "lost":
+        if step.state in ("lost", "undone"):
             return
         self._context.continuity.on_step_end()
         if step.state == "failed":
@@ -337,6 +356,7 @@ class Run:
             self._report_checkpoints()
         if is_time_to_change and not context.stopping:
             assert context.survival is not None
+            context.continuity.hand_in()
             if context.survival.is_leaving:
                 self._report_checkpoints(wait=True)
                 context.continuity.leave()
@@ -426,14 +446,26 @@ class Run:
         context.rating.note(self.step, self._scores)
         context.update.finish()
         context.metrics.flush(wait=True)
-        context.saving.save(
-            context.state,
-            self._context.position,
-            facts=context.facts,
-            add_up=context.continuity.add_up,
-            metrics=context.metrics,
-            scores=self._scores,
-        )
+        try:
+            context.saving.save(
+                context.state,
+                self._context.position,
+                facts=context.facts,
+                add_up=context.continuity.add_up,
+                metrics=context.metrics,
+                scores=self._scores,
+                can_save=lambda: not context.continuity.must_go_back,
+            )
+        except PeerError:  # while the state was gathered
+            if context.survival is None:
+                raise
+            context.continuity.regroup()
+
+    def _go_back(self) -> None:
+        """Steps that were reported are done again."""
+        context = self._context
+        self._reported, self._scores = context.position.step, {}
+        self._epoch_samples = context.position.step_of_epoch * context.config.global_batch
 
     def _report_checkpoints(self, *, wait: bool = False) -> None:
         for written in self._context.saving.take_finished(wait=wait):

@@ -125,6 +125,12 @@ class Metrics:
         self.flush(wait=True)
         return self.epoch
 
+    def begin_at(self, epochs: int, sums: Sums) -> None:
+        """Begin again where so many epochs are over, and the next has these sums."""
+        self.forget()
+        self.flush(wait=True)
+        self.epoch, self.epochs = sums, epochs
+
     def end_epoch(self) -> None:
         """The epoch is over, and the next has no sums yet."""
         self.epoch, self.epochs = {}, self.epochs + 1

@@ -27,7 +27,7 @@ from paceline.run.config import RunConfig
 from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
 from paceline.run.rating import Rating
-from paceline.update import Update, find_exchanged
+from paceline.update import ExchangedStep, Update, find_exchanged
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "order", "drop_last", "dataset_size"),
@@ -52,14 +52,18 @@ class RunState:
                     advice="Give it both, so that it can be saved and loaded.",
                 )
         self._module = module
-        self._parts, self._rating = update.parts, rating
+        self._update, self._parts, self._rating = update, update.parts, rating
         self._others = dict(others)
 
-    def gather(self, position: Position, epoch_sums: Sums) -> dict[str, Any]:
+    def gather(
+        self, position: Position, epoch_sums: Sums, *, with_parts: bool = True
+    ) -> dict[str, Any]:
+        """The state as it is saved; without parts, that of the model and how far it is."""
+        parts, others = (self._parts, self._others) if with_parts else ({}, {})
         return {
             "model": self._module.state_dict(),
-            **{name: part.state_dict() for name, part in self._parts.items()},
-            "state": {name: each.state_dict() for name, each in self._others.items()},
+            **{name: part.state_dict() for name, part in parts.items()},
+            "state": {name: each.state_dict() for name, each in others.items()},
             "position": [position.step, position.epoch, position.step_of_epoch],
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
@@ -67,22 +71,42 @@ class RunState:
 
     def take_part(self) -> None:
         """Bring this worker's share of the state to the one that gathers it."""
-        exchanged = find_exchanged(self._parts["optimizer"])
-        if exchanged is not None:
+        if (exchanged := self._exchanged) is not None:
             exchanged.take_part_in_saving()
 
+    @property
+    def _exchanged(self) -> ExchangedStep | None:
+        return find_exchanged(self._parts["optimizer"])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has all of it, and the others no part that would be lost."""
+        return (exchanged := self._exchanged) is None or exchanged.is_whole
+
+    def make_whole(self) -> None:
+        """Have all of it on every worker, until the next step; all of them call this."""
+        if (exchanged := self._exchanged) is not None:
+            exchanged.make_whole()
+
+    def forget(self) -> None:
+        """Another state is about to be loaded, whatever has become of this one."""
+        if (exchanged := self._exchanged) is not None:
+            exchanged.forget()
+        self._update.abandon()
+
     def give_back(
-        self, state: Mapping[str, Any], *, with_objects: bool = True
+        self, state: Mapping[str, Any], *, with_objects: bool = True, with_parts: bool = True
     ) -> tuple[Position, Sums]:
         """Load the state; how far it is, and the sums of its epoch.
 
-        Without objects, those of `state=` stay as they are.
+        Without objects, those of `state=` stay as they are, and without parts all but the model.
         """
-        self._check_parts(state)
+        if with_parts:
+            self._check_parts(state)
         self._module.load_state_dict(state["model"])
-        for name, part in self._parts.items():
+        for name, part in self._parts.items() if with_parts else ():
             _load(part, state[name], f"the {name}")
-        for name, each in self._others.items() if with_objects else ():
+        for name, each in self._others.items() if with_objects and with_parts else ():
             _load(each, state["state"][name], f"state[{name!r}]")
         if "rating" in state:
             _load(self._rating, state["rating"], "the rating")
@@ -231,14 +255,20 @@ class Saving:
         add_up: Callable[[Callable[[], Sums], str], Sums],
         metrics: Metrics,
         scores: Mapping[str, float],
+        can_save: Callable[[], bool],
     ) -> None:
-        """Save, unless this very step has been; a collective: every worker calls it."""
+        """Save, unless this very step has been; a collective: every worker calls it.
+
+        `can_save` is asked when they have met: without a worker that died there may be no state.
+        """
         best = self._options.best_metric
         metric = scores.get(best) if best is not None else None
         is_news = metric is not None and not self._has_metric
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
         sums = add_up(metrics.sums_of_epoch, "Adding up the epoch so far")
+        if not can_save():
+            return
         self.saved_step, self._has_metric = position.step, metric is not None
         if self._checkpoints is not None and self._membership.leads:
             self._checkpoints.save(

@@ -31,7 +31,8 @@ class Step:
     """One step of a run, on one worker.
 
         new --with--> open --(end of the block)--> applied
-                      ^  └─────────(an error)────> failed: all is as before
+                      ^  ├─────────(an error)────> failed: all is as before
+                      │  └──(state died, too)────> undone: the run goes back to a checkpoint
                       └ a worker died: the survivors begin anew, inside `batches()`
 
     Invariant: parameters, buffers, optimizer, scheduler and scaler change at the end of the block,
@@ -64,7 +65,7 @@ class Step:
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
-        self._is_lost = self._is_healed = False
+        self._is_lost = self._is_healed = self._is_undone = False
         self._passes: Generator[Any] | None = None
         self._deal(portion)
 
@@ -175,23 +176,32 @@ class Step:
         return not self._is_lost
 
     def _begin_anew(self) -> bool:
-        """A worker has died: deal the batch to those who are left; True if it is applied already.
+        """A worker has died: deal the batch to those who are left; False if they compute it now."""
+        portion = self._recover()
+        if portion is None:
+            return True
+        self._deal(portion)
+        self._begin()
+        return False
 
-        That is so where others had all of the sum when it was lost here.
+    def _recover(self) -> Portion | None:
+        """Go on without a worker that has died; this one's part of the step, computed anew.
+
+        None where the step is over: it is applied where others had all of the sum when it was
+        lost here, and undone where the dead took a part of the state along.
         """
         context = self._context
         self._undo()
         losses = context.metrics.put_aside()
         portion = context.continuity.deal_anew(self.number)
         self._is_lost = False
-        if portion is None:
+        if portion is None and context.position.step >= self.number:
             context.metrics.take_back(losses)
             context.continuity.leave_word()
             self._is_healed = True
-            return True
-        self._deal(portion)
-        self._begin()
-        return False
+        else:
+            self._is_undone = portion is None
+        return portion
 
     def _end_shard(self) -> None:
         """The loop continues with the next batch, or is over."""
@@ -282,7 +292,7 @@ class Step:
             if kind is None:
                 with self._around:
                     self._finish()
-                    self.state = "applied"
+                    self.state = "undone" if self._is_undone else "applied"
             else:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
@@ -294,7 +304,9 @@ class Step:
                 raise
             is_lost = True
         finally:
-            if self.state != "applied":
+            if self.state == "undone":
+                self._context.metrics.forget()
+            elif self.state != "applied":
                 self._put_back()
             self.seconds = time.perf_counter() - self._begin_s
             self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
@@ -306,7 +318,7 @@ class Step:
         return is_lost
 
     def _finish(self) -> None:
-        if self._is_healed:
+        if self._is_healed or self._is_undone:
             return
         context, shards = self._context, self._shards
         if self._is_lost:
@@ -326,7 +338,13 @@ class Step:
         if context.noise is not None and context.noise.is_measuring:
             context.noise.end(scale=context.update.loss_scale)
         self._clock_s = time.perf_counter()
-        norm = context.update.commit(self._losses)
+        try:
+            norm = context.update.commit(self._losses)
+        except PeerError:  # an update that is shared out was applied by some, or by nobody
+            if context.survival is None:
+                raise
+            self._is_undone = self._recover() is not None or self._is_undone
+            return
         if norm is not None:
             # All have the same one, and together they count as one.
             context.metrics.add("grad_norm", norm, 1.0 / context.size)

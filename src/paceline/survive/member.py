@@ -42,11 +42,12 @@ class Survival:
         link: Link,
         membership: Membership,
         groups: Groups,
-        heal: Callable[[dict[str, Any]], None],
+        heal: Callable[[dict[str, Any]], bool],
     ) -> None:
         """`heal` makes the state of all members equal; called by all of them, in a new group.
 
-        It is given the ledgers of workers that died, by name, on one member only.
+        It is given the ledgers of workers that died, by name, on one member only, and returns
+        whether steps are lost.
         """
         self.number = -1 if link.is_replacement else 0
         """The generation that this worker is in."""
@@ -115,13 +116,14 @@ class Survival:
             self.number = generation.number
             try:
                 self._membership.move_on(self._form(generation))
-                self._heal({k: v for k, v in generation.inherited.items() if k not in self.taken})
+                inherited = generation.inherited.items()
+                loses = self._heal({k: v for k, v in inherited if k not in self.taken})
             except Overtaken:
                 continue
             except PeerError:
                 self.report_lost()
                 continue
-            self._link.tell("joined", generation=self.number, taken=list(self.taken))
+            self._link.tell("joined", generation=self.number, taken=list(self.taken), loses=loses)
             if self.number % COLLECT_EVERY == 0:
                 gc.collect()
             if not self.is_new or self._is_welcome():

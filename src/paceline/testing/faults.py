@@ -29,6 +29,8 @@ OF_STEPS = (
 OF_RECOVERY = ("while a group is formed", "while healing", "while starting", "while joining")
 MOMENTS = (*OF_STEPS, *OF_RECOVERY)
 """The points of a training with `Run`. Starting and joining are what replacements do."""
+OF_SHARING = ("before the gather",)
+"""Those that only an update which is shared out passes."""
 
 
 class PlannedFault(Exception):

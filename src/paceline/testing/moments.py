@@ -25,12 +25,14 @@ from paceline.comm.codec import encode
 from paceline.gradients.reducer import Reducer
 from paceline.launcher.worker import run_script
 from paceline.run import continuity, loop
+from paceline.run.continuity import Continuity
 from paceline.run.loop import Run
 from paceline.run.step import Step
 from paceline.survive.groups import Groups
 from paceline.survive.member import Survival
-from paceline.testing.faults import OF_STEPS, Fault
+from paceline.testing.faults import OF_SHARING, OF_STEPS, Fault
 from paceline.testing.trainings import ENDED, STEP, STRUCK, WROTE, read_plan
+from paceline.update.shares import FlatShares
 from paceline.update.whole import ScaledUpdate, WholeUpdate
 
 
@@ -65,6 +67,8 @@ class Moments:
         _call_before(Reducer, "_settle", lambda *_: self.on("after the last bucket"))
         for update in (WholeUpdate, ScaledUpdate):
             _call_after(update, "_step_optimizer", lambda *_: self.on("in the commit"))
+        _call_before(FlatShares, "gather", lambda *_: self.on("before the gather"))
+        _call_after(Continuity, "go_back", lambda *_: self._on_going_back())
         _call_after(loop, "evaluate", lambda *_: self.on("while evaluating"))
         _call_before(directory, "_rename", lambda *_: self.on("while saving"))
         _call_before(Groups, "meet", lambda *_: self.on("while joining") if self.is_joining else 0)
@@ -82,7 +86,7 @@ class Moments:
 
     def on(self, where: str | None) -> None:
         """This worker passes a moment: do what is planned for it."""
-        if where in OF_STEPS and self._size < int(os.environ["WORLD_SIZE"]):
+        if where in (*OF_STEPS, *OF_SHARING) and self._size < int(os.environ["WORLD_SIZE"]):
             return
         for number, fault in list(self._due.get(where or "", ())):
             if self.step >= fault.step:
@@ -129,13 +133,19 @@ class Moments:
 
     def _on_backward(self, step: Step, *_: Any) -> None:
         if step._shard is step._shards[-1]:
-            self._write("computed", step, [i for shard in step._shards for i in shard.indices])
+            samples = [index for shard in step._shards for index in shard.indices]
+            self._write("computed", step.number, epoch=step.epoch, samples=samples)
 
     def _on_step_end(self, _run: Run, step: Step) -> None:
         if step.state == "applied" and not step._is_healed:
             is_first = self._generation != self._measured
             self._measured = self._generation
-            self._write("applied", step, [], footprint=self._footprint() if is_first else None)
+            footprint = self._footprint() if is_first else None
+            self._write("applied", step.number, epoch=step.epoch, footprint=footprint)
+
+    def _on_going_back(self) -> None:
+        if self._run is not None:
+            self._write("went back", self._run.step)
 
     def _footprint(self) -> dict[str, list[int]]:
         """Of this worker and of its launcher what they hold, and the number of keys in the store.
@@ -156,15 +166,13 @@ class Moments:
             found["store"] = [self._groups._store.num_keys()]
         return found
 
-    def _write(self, kind: str, step: Step, samples: list[int], **more: Any) -> None:
+    def _write(self, kind: str, step: int, **more: Any) -> None:
         record = {
             "kind": kind,
             "time_s": time.monotonic(),
             "attempt": env.read_attempt(),
             "generation": self._generation,
-            "step": step.number,
-            "epoch": step.epoch,
-            "samples": samples,
+            "step": step,
             **more,
         }
         os.write(self._file, json.dumps(record).encode() + b"\n")

@@ -23,7 +23,7 @@ import torch
 
 from paceline.comm.codec import decode, take_apart
 from paceline.errors import UsageError
-from paceline.testing.faults import MOMENTS, Fault, Faults
+from paceline.testing.faults import MOMENTS, OF_SHARING, Fault, Faults
 from paceline.testing.models import assert_replicas_equal
 
 PLAN, STEP = "plan.json", "step"
@@ -120,7 +120,7 @@ def run_training(
     launcher's.
     """
     for fault in faults.planned:
-        if fault.where not in MOMENTS:
+        if fault.where not in (*MOMENTS, *OF_SHARING):
             close = difflib.get_close_matches(fault.where, MOMENTS, n=1)
             hint = f"Did you mean {close[0]!r}? " if close else ""
             raise UsageError(
@@ -197,7 +197,7 @@ def applied_steps(records: Sequence[dict[str, Any]]) -> list[AppliedStep]:
 
     A worker writes its samples before the sum, so that they are there even if it dies as soon as
     its part is in. What counts is the generation in which somebody applied the step. All workers
-    may have started again from a checkpoint, and then the last time counts.
+    may have started again from a checkpoint, or gone back to one, and then the last time counts.
     """
     computed: dict[tuple[int, int, int], list[int]] = {}
     applied: dict[int, dict[str, Any]] = {}
@@ -205,6 +205,11 @@ def applied_steps(records: Sequence[dict[str, Any]]) -> list[AppliedStep]:
         key = record["attempt"], record["generation"], record["step"]
         if record["kind"] == "computed":
             computed.setdefault(key, []).extend(record["samples"])
+            continue
+        if record["kind"] == "went back":
+            for step, before in list(applied.items()):
+                if step > record["step"] and before["generation"] < record["generation"]:
+                    del applied[step]
             continue
         before = applied.setdefault(record["step"], record)
         if before["attempt"] < record["attempt"]:

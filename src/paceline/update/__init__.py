@@ -6,13 +6,14 @@ the parameters only; `finite` looks for NaN before anything changes, without wai
 
 from paceline.update.average import WeightAverage
 from paceline.update.choice import choose_update, describe_sharing, is_worth_gathering
-from paceline.update.exchange import find_exchanged
+from paceline.update.exchange import ExchangedStep, find_exchanged
 from paceline.update.finite import FiniteCheck, HostCopy, Loss
 from paceline.update.pieces import step_in_pieces
 from paceline.update.sharded import shard_update
 from paceline.update.whole import Update, make_update, needs_metric
 
 __all__ = [
+    "ExchangedStep",
     "FiniteCheck",
     "HostCopy",
     "Loss",

@@ -37,7 +37,9 @@ def is_worth_gathering(model: DistributedDataParallel) -> bool:
     return isinstance(model._reducer.transport, SharedMemory)
 
 
-def describe_sharing(optimizer: Optimizer, size: int, can_survive: bool) -> list[str]:
+def describe_sharing(
+    optimizer: Optimizer, size: int, *, can_survive: bool, is_saved: bool
+) -> list[str]:
     """What is said when a run begins."""
     if size == 1:
         return []
@@ -45,9 +47,14 @@ def describe_sharing(optimizer: Optimizer, size: int, can_survive: bool) -> list
         f"The update is shared out: each of {size} workers steps its share of the parameters, and "
         f"keeps the state of {type(optimizer).__name__} for it."
     )
-    if can_survive:
+    if can_survive and is_saved:
         line += (
-            " A worker that dies takes its share along, so its death ends the run; with "
-            "--max-restarts all start again from the newest checkpoint."
+            " A worker that dies takes its share along: the others go back to the newest "
+            "checkpoint, of which checkpoint_every= makes more."
+        )
+    elif can_survive:
+        line += (
+            " A worker that dies takes its share along, and without a folder there is no "
+            "checkpoint to go back to: its death ends the run."
         )
     return [line]

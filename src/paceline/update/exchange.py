@@ -81,6 +81,24 @@ class ExchangedStep(ABC):
         return
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the optimizer steps its parameters as they are, for now."""
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process alone has all of the optimizer's state."""
+        return True
+
+    def make_whole(self) -> None:
+        """Have all of the state in every process, until the next step; all of them call this."""
+        return
+
+    def forget(self) -> None:
+        """Leave the state that there is, of which others had a part: another one is loaded."""
+        return
+
+    @property
     def optimizer(self) -> Any:
         optimizer = self._get()
         assert optimizer is not None  # its hooks are what calls this
@@ -92,11 +110,11 @@ class ExchangedStep(ABC):
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.put_back()
         self.refuse()
+        if self.is_idle:
+            return None
         args, kwargs = _without_closure(args, kwargs)
         if self._shares is None or not self.is_current():
-            states = self.optimizer.state
-            if self._shares is not None:
-                states = self._shares.collect(states)
+            states = self.optimizer.state if self._shares is None else self.collect(self._shares)
             self._shares, self._groups = self.make_shares(states), self._groups_now()
             self.optimizer.state = self._shares.states
         self._shares.begin()
@@ -108,7 +126,8 @@ class ExchangedStep(ABC):
 
     def _after_step(self, *_: Any) -> None:
         self.put_back()
-        assert self._shares is not None  # made before the step
+        if self._shares is None:
+            return
         if not self._has_stepped:
             self._shares.describe(self.optimizer.state)
             self._has_stepped = True
@@ -125,10 +144,16 @@ class ExchangedStep(ABC):
             self._shares.drop_grads()
         self.optimizer.state = self._shares.states
 
+    def collect(self, shares: Shares) -> States:
+        """The state of whole parameters, in their order."""
+        whole = shares.collect(shares.states)
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return {**{param: whole[param] for param in params if param in whole}, **whole}
+
     def _before_saving(self, _: Any) -> None:
         self.put_back()
         if self._shares is not None:
-            self.optimizer.state = self._shares.collect(self._shares.states)
+            self.optimizer.state = self.collect(self._shares)
 
     def _after_saving(self, *_: Any) -> None:
         self.put_back()

@@ -10,6 +10,7 @@ that it keeps state for that alone.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import Any
 
 from torch import nn
@@ -51,15 +52,15 @@ def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
         _refuse_differences(model, optimizer, problem)
     elif problem is not None:
         raise problem
-    if reducer.size > 1:
-        reducer.align()
-        _by_reducer[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
+    reducer.align()
+    _by_reducer[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
 
 
 class ShardedUpdate(ExchangedStep):
     """Shares the steps of one optimizer out among the ranks that train one model.
 
-    Invariant: outside of `step()` parameters are whole and equal on all ranks.
+    Invariant: outside of `step()` parameters are whole and equal on all ranks. Alone, or until the
+    first step among others, the optimizer works as any other does.
     """
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, kind: Kind) -> None:
@@ -67,11 +68,12 @@ class ShardedUpdate(ExchangedStep):
         self.reducer = reducer
         self._make = ElementShares if kind is Kind.ELEMENT else TensorShares
         self._buckets: Any = None
-        self._generation = reducer.membership.generation
+        self._generation = -1
 
     def make_shares(self, states: States) -> FlatShares:
         """All ranks do so at one point."""
         self._buckets = self.reducer.buckets
+        self._generation = self.reducer.membership.generation
         return self._make(self.reducer, self.optimizer, states)
 
     def is_current(self) -> bool:
@@ -84,11 +86,29 @@ class ShardedUpdate(ExchangedStep):
                 advice="Do not use join() with an update that is shared out: give every rank as "
                 "many batches.",
             )
-        if self._generation != self.reducer.membership.generation:
+        if self._shares is not None and self._generation != self.reducer.membership.generation:
             raise UsageError(
                 "The ranks have changed, and the optimizer's state of those that left is gone.",
                 advice="Begin again from a checkpoint, or do not share the update out.",
             )
+
+    @property
+    def is_idle(self) -> bool:
+        return self.reducer.size == 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self._shares is None
+
+    def make_whole(self) -> None:
+        if self._shares is not None:
+            whole = self.collect(self._shares)
+            self._shares, self.optimizer.state = None, defaultdict(dict, whole)
+
+    def forget(self) -> None:
+        self.put_back()
+        if self._shares is not None:
+            self._shares, self.optimizer.state = None, defaultdict(dict)
 
 
 _by_reducer: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedUpdate]] = (

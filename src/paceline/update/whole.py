@@ -151,7 +151,8 @@ class WholeUpdate:
         self._schedule_at = getattr(self._scheduler, "last_epoch", None)
 
     def abandon(self) -> None:
-        self._refusal.remove()
+        if self._refusal is not None:
+            self._refusal.remove()
         self._schedule_at = None  # the state of a worker that is further may be loaded now
         for param in self._params:
             param.grad = None
@@ -202,6 +203,10 @@ class ScaledUpdate(WholeUpdate):
     @property
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._scaler._per_optimizer_states.clear()  # as its update() does after every step
 
     def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None: ...
 
