@@ -20,7 +20,9 @@ from torch.utils.data import IterableDataset, default_collate
 import paceline
 from paceline import env
 from paceline.comm.world import World
+from paceline.data.files import Files
 from paceline.data.foreign import check_seed
+from paceline.data.lanes import Lanes
 from paceline.data.order import OrderName, choose_order
 from paceline.ddp import DDPOptions
 from paceline.errors import UsageError, check_choice, check_whole
@@ -237,6 +239,24 @@ class RunConfig:
         samples = len(dataset)
         if options.order != "auto":
             order = options.order
+        lanes = None
+        if isinstance(dataset, Files):
+            if options.order != "auto":
+                raise UsageError(
+                    f"order is {options.order!r}, and files are read one after the other.",
+                    advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
+                )
+            lanes = Lanes(
+                counts=dataset.counts,
+                shards=shards,
+                global_batch=self.global_batch,
+                lanes=dataset.lanes,
+                window=dataset.window,
+                seed=self.seed,
+                shuffle=options.shuffle,
+                drop_last=options.drop_last,
+            )
+            order = None
         return Plan(
             samples=samples,
             global_batch=self.global_batch,
@@ -245,6 +265,7 @@ class RunConfig:
             seed=self.seed,
             shuffle=options.shuffle,
             order=order or choose_order(samples),
+            lanes=lanes,
             drop_last=options.drop_last,
             merge_shards=options.merge_shards,
         )
@@ -259,7 +280,7 @@ class RunConfig:
             "global_batch": self.global_batch,
             "shards": shards,
             "shuffle": self.options.shuffle,
-            "order": None if plan is None or not plan.shuffle else plan.order,
+            "order": self._describe_order(plan),
             "drop_last": self.options.drop_last,
             "precision": self.options.precision,
             "dataset_size": None if plan is None else plan.samples,
@@ -272,6 +293,12 @@ class RunConfig:
                 "python": platform.python_version(),
             },
         }
+
+    def _describe_order(self, plan: Plan | None) -> str | None:
+        """What decides about the order of the samples, besides the seed."""
+        if isinstance(self.dataset, Files):
+            return self.dataset.describe()
+        return None if plan is None or not plan.shuffle else plan.order
 
     def to_agree_on(self) -> dict[str, Any]:
         """What all workers must be given alike, besides the facts, by words for it."""
@@ -322,6 +349,12 @@ class RunConfig:
     ) -> list[str]:
         """What is said when the loop begins."""
         lines = [STREAM] if plan is None else []
+        if isinstance(self.dataset, Files) and (files := len(self.dataset.files)) < shards:
+            lines.append(
+                f"{count_text(files, 'file')} for {count_text(shards, 'shard')}: each is opened by "
+                f"several workers, who skip what is not theirs. With {shards} files or more every "
+                "worker reads its own."
+            )
         if (idle := world.size - shards) > 0:
             lines.append(
                 f"{world.size} workers share {count_text(shards, 'shard')}: {idle} of them have "

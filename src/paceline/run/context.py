@@ -18,6 +18,7 @@ from paceline.comm import tree
 from paceline.comm.membership import Membership, NoGroup
 from paceline.comm.sockets import CONNECTIONS
 from paceline.comm.world import World, connect, current_world, init_process_group
+from paceline.data.files import Files
 from paceline.data.foreign import Generators
 from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
@@ -108,6 +109,8 @@ class StepContext:
         known = (before or {}) if link is None or not link.is_replacement else link.facts
         self.shards = shards = config.shards or known.get("shards") or world.size
         check_batch(config.global_batch, shards)
+        if isinstance(config.dataset, Files) and not self.is_replacement:
+            _count_together(config.dataset, members)
         plan = config.plan(shards, known.get("order"))
         workers = known["workers"] if self.is_replacement else world.size
         _check_batch_norm(model, workers, shards, plan)
@@ -306,6 +309,29 @@ def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | Non
             "few.",
             advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
         )
+
+
+def _count_together(dataset: Files, members: Membership) -> None:
+    """Every worker counts the samples of some files, and tells the others."""
+    if dataset.is_counted or members.size == 1:
+        return
+    mine, problem = [], None
+    try:
+        mine = dataset.count(range(members.rank, len(dataset.files), members.size))
+    except Exception as error:
+        problem = error
+    word = [mine, None if problem is None else str(problem)]
+    sent = comm.gather_bytes(
+        members.group, json.dumps(word).encode(), members.word_device, "Counting samples"
+    )
+    everyone = [json.loads(each) for each in sent]
+    for rank, (_, why) in enumerate(everyone):
+        if why is not None:
+            raise problem or UsageError(f"Rank {rank} could not count its files: {why}")
+    counts = [0] * len(dataset.files)
+    for rank, (theirs, _) in enumerate(everyone):
+        counts[rank :: members.size] = theirs
+    dataset.counts = tuple(counts)
 
 
 def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:

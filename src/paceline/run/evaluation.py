@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.data.files import Files
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.run.config import Collate
 from paceline.run.context import StepContext
@@ -77,7 +78,11 @@ def _load(
 ) -> Iterator[tuple[int, int, Any]]:
     """One worker's batches of the dataset in its own order: number, samples, batch."""
     total = len(dataset)
-    numbers = range(context.membership.rank, -(-total // batch), context.size)
+    rank, size, batches = context.membership.rank, context.size, -(-total // batch)
+    numbers = range(rank, batches, size)
+    if isinstance(dataset, Files):  # neighbours, so that nobody skips what others read
+        numbers = range(batches * rank // size, batches * (rank + 1) // size)
+        workers = min(workers, 1)
 
     def cut(number: int) -> range:
         return range(number * batch, min((number + 1) * batch, total))

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline import comm
 from paceline.comm.membership import Membership
 from paceline.data.foreign import Generators
+from paceline.data.lanes import DealtFiles
 from paceline.errors import DesyncError, UsageError
 from paceline.run.config import Collate, RunConfig
 from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
@@ -34,7 +35,10 @@ class MapLoader:
     ) -> None:
         """`loading` is handed on to the `DataLoader`."""
         self._plan, self._membership, self._loading = plan, membership, loading
-        self._fetcher = ShardFetcher(config.dataset, config.seed)
+        dataset, lanes = config.dataset, plan.lanes
+        self._fetcher = ShardFetcher(
+            dataset if lanes is None else DealtFiles(dataset, lanes), config.seed
+        )
         self._collate = config.collate_fn
         self._batches: Iterator[Any] | None = None
 
@@ -45,7 +49,14 @@ class MapLoader:
         # The loader runs ahead of the steps, by as much as its processes prefetch.
         ahead, now = tee(portions)
         shards = (shard for portion in ahead for shard in portion.shards)
-        self._batches = iter(make_loader(self._fetcher, self._loading, self._collate, shards))
+        loading, plan = self._loading, self._plan
+        if plan.lanes is not None:
+            mine = len(shards_of(members.rank, members.size, plan.shards))
+            workers = plan.lanes.processes(
+                loading["num_workers"], mine, is_merged=plan.merge_shards
+            )
+            loading = {**loading, "num_workers": workers}
+        self._batches = iter(make_loader(self._fetcher, loading, self._collate, shards))
         return now
 
     def load(self, shard: Shard) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.data.lanes import EpochOfFiles, Lanes
 from paceline.data.order import KeyedOrder, OrderName, TorchOrder, draw_order
 from paceline.errors import UsageError
 
@@ -64,6 +65,8 @@ class Plan:
     seed: int = 0
     shuffle: bool = True
     order: OrderName = "torch"
+    lanes: Lanes | None = None
+    """Where the samples are in files: these decide about the order."""
     drop_last: bool = False
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
     merge_shards: bool = False
@@ -118,8 +121,10 @@ class Plan:
                 shards = [Shard(step, epoch, shards[0].number, together)]
             yield Portion(step, epoch, len(batch), shards, step % per_epoch == 0)
 
-    def _order(self, epoch: int) -> TorchOrder | KeyedOrder | None:
+    def _order(self, epoch: int) -> TorchOrder | KeyedOrder | EpochOfFiles | None:
         """The order of the samples in an epoch; None: as they stand."""
+        if self.lanes is not None:
+            return self.lanes.epoch(epoch)
         return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
 
 
