@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline import comm, env
 from paceline.comm import tree
+from paceline.comm.collectives import gather_bytes
 from paceline.comm.membership import Membership, NoGroup
 from paceline.comm.sockets import CONNECTIONS
 from paceline.comm.world import World, connect, current_world, init_process_group
@@ -321,7 +322,7 @@ def _count_together(dataset: Files, members: Membership) -> None:
     except Exception as error:
         problem = error
     word = [mine, None if problem is None else str(problem)]
-    sent = comm.gather_bytes(
+    sent = gather_bytes(
         members.group, json.dumps(word).encode(), members.word_device, "Counting samples"
     )
     everyone = [json.loads(each) for each in sent]
