@@ -87,10 +87,15 @@ NAMES_BY_MODULE = {
     "paceline.explain.report": ["write"],
     "paceline.run": ["Message", "Run", "RunOptions", "Sink", "Step", "StepReport", "Summary"],
     "paceline.data": [
+        "Arrow",
         "DistributedBatchSampler",
         "DistributedSampler",
         "EpochNotSetWarning",
+        "Files",
+        "Format",
         "PaddedDistributedSampler",
+        "Parquet",
+        "Tar",
     ],
     "paceline.explain.trace": ["draw", "observe", "trace_prediction"],
     "paceline.testing": [

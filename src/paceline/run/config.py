@@ -51,7 +51,8 @@ _AGREED_OPTIONS = (
 STREAM = (
     "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
     "which it comes. Exact resuming and equal results at other worker counts hold only if it "
-    "yields the same samples in the same order every time."
+    "yields the same samples in the same order every time. Files in paceline.data are read by one "
+    "worker each."
 )
 NO_NOISE = (
     "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
