@@ -169,6 +169,28 @@ def test_a_group_that_broke_without_a_death_is_formed_anew_after_a_moment() -> N
     assert roster.due_s is None
 
 
+def test_a_group_that_broke_is_left_by_all_although_a_newcomer_waits_to_be_let_in() -> None:
+    for is_lost_first in (True, False):
+        roster = formed(3)
+        die(roster, 2)
+        for seat in (0, 1):
+            roster.on_joined(seat, 1)
+        if is_lost_first:
+            roster.on_lost(0, 1, NOW_S)
+            assert roster.on_ready(2) == []  # not now
+            number = 2
+        else:
+            assert roster.on_ready(2) == [Announce(2, (0, 1, 2), is_urgent=False)]
+            roster.on_lost(0, 1, NOW_S)  # 1 may wait for it in the middle of a step
+            number = 3
+        assert roster.due_s is not None
+        assert roster.on_time(roster.due_s) == [Announce(number, (0, 1), is_urgent=True)]
+        roster.on_lost(1, number - 2, NOW_S)  # as everybody knows
+        assert roster.due_s is None
+        roster.on_joined(0, number)
+        assert roster.on_joined(1, number) == [Announce(number + 1, (0, 1, 2), is_urgent=False)]
+
+
 def test_news_of_a_death_overtakes_a_broken_group() -> None:
     roster = formed(3)
     roster.on_lost(0, 0, NOW_S)

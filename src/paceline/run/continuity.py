@@ -81,11 +81,11 @@ class Continuity:
                     raise
                 self.regroup()
 
-    def regroup(self) -> None:
-        """Continue in the newest generation."""
+    def regroup(self, *, is_lost: bool = True) -> None:
+        """Continue in the newest generation, after a failure unless all want to change."""
         context = self._context
         assert context.survival is not None
-        context.survival.regroup()
+        context.survival.regroup(is_lost=is_lost)
         self.deal()
 
     def hand_in(self) -> None:

@@ -362,7 +362,8 @@ class Run:
                 context.continuity.leave()
                 context.has_left, context.stopping = True, signal.SIGTERM
             else:
-                context.continuity.regroup()  # last: who is new begins with the next step
+                # Last: who is new begins with the next step.
+                context.continuity.regroup(is_lost=False)
 
     def _count_votes(self, step: int) -> bool:
         """Do what the workers want; whether they want to change to another generation."""

@@ -87,7 +87,7 @@ class Groups:
     def make(self, meeting: Meeting) -> Any:
         """The group of all who have met; every time that this fails it is tried for longer."""
         _spare_children()
-        generation, self._tries = meeting.generation, self._tries + 1
+        generation, self._tries, self.is_broken = meeting.generation, self._tries + 1, False
         way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:
             with way, self._connections.recorded():
@@ -105,7 +105,7 @@ class Groups:
             raise PeerError(f"Generation {generation.number} could not form a group.") from error
         group = dist.group.WORLD
         assert group is not None
-        self.is_broken, self._tries = False, 0
+        self._tries = 0
         dist.distributed_c10d._set_pg_timeout(self._timeout, group)
         if generation.rank == 0:
             self._forget_before(generation.number)

@@ -142,8 +142,6 @@ class Link:
         """Of its group."""
         self.is_replacement = is_replacement
         """Whether the others are training already."""
-        self.newest: Generation | None = None
-        """What was last announced."""
         self._line = line
 
     @classmethod
@@ -168,5 +166,4 @@ class Link:
     def announcements(self) -> Iterator[Generation]:
         """Every generation that is announced, as it is; ends with the launcher."""
         while (message := receive(self._line)) is not None:
-            self.newest = Generation(**message)
-            yield self.newest
+            yield Generation(**message)

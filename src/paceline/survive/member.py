@@ -60,6 +60,10 @@ class Survival:
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
         collectives.ask_nobody()
+        self._newest: Generation | None = None
+        """What was last announced, once what it breaks is interrupted."""
+        self._broken_before = -1
+        """The newest generation whose forerunners are broken."""
         self._heard = threading.Condition()
         self._listener = threading.Thread(target=self._listen, name="paceline-link", daemon=True)
         self._listener.start()
@@ -67,23 +71,22 @@ class Survival:
     @property
     def is_due(self) -> bool:
         """Whether a generation waits to be joined between two steps."""
-        newest = self._link.newest
+        newest = self._newest
         return newest is not None and newest.number > self.number
 
     @property
     def is_over(self) -> bool:
         """Whether the generation of this worker is broken."""
-        newest = self._link.newest
-        return newest is not None and newest.number > self.number and newest.is_urgent
+        return self._broken_before > self.number
 
     @property
     def is_leaving(self) -> bool:
         """Whether this worker goes with the generation that waits to be joined."""
-        return self.is_due and self._link.newest is not None and self._link.newest.leaves
+        return self.is_due and self._newest is not None and self._newest.leaves
 
     def ask_to_leave(self) -> bool:
         """Somebody wants this worker to go, and not the others; False if there are no others."""
-        newest = self._link.newest
+        newest = self._newest
         if (self._membership.size if newest is None else newest.size) == 1:
             return False
         self._link.tell("leaving")
@@ -99,15 +102,18 @@ class Survival:
         """Take part for the first time: a replacement asks to be let in."""
         if self.number < 0:
             self._link.tell("ready")
-            self.regroup()
+            self.regroup(is_lost=False)
         else:
             self._link.tell(
                 "joined", generation=self.number, facts={**facts, "backend": self._groups.backend}
             )
 
-    def regroup(self) -> None:
-        """Leave the current group, and return as a member of the newest generation."""
-        if self.number >= 0:
+    def regroup(self, *, is_lost: bool) -> None:
+        """Leave the current group, and return as a member of the newest generation.
+
+        `is_lost` if the group is broken, as far as this worker can tell; otherwise all leave it.
+        """
+        if is_lost:
             self.report_lost()
         while True:
             self._membership.move_on(NoGroup())
@@ -154,7 +160,10 @@ class Survival:
             if self._newest_number() > generation.number:
                 raise Overtaken
             time.sleep(LOOK_S)
-        return self._groups.make(meeting)
+        group = self._groups.make(meeting)
+        if self.is_over:  # it was interrupted in vain, if it was not there yet
+            raise Overtaken
+        return group
 
     def _is_welcome(self) -> bool:
         """Wait for the launcher's word: that this newcomer is in, or of a generation without it.
@@ -168,7 +177,7 @@ class Survival:
         return self._welcomed == self.number
 
     def _newest_number(self) -> int:
-        newest = self._link.newest
+        newest = self._newest
         return -1 if newest is None else newest.number
 
     def _wait_for_newer(self) -> Generation:
@@ -178,14 +187,16 @@ class Survival:
                     f"The launcher announced no new generation for {ANNOUNCE_TIMEOUT_S:.0f} s.",
                     advice="See what it printed.",
                 )
-            assert self._link.newest is not None
-            return self._link.newest
+            assert self._newest is not None
+            return self._newest
 
     def _listen(self) -> None:
         for generation in self._link.announcements():
             if generation.is_urgent:
+                self._broken_before = generation.number
                 self._groups.interrupt()
             with self._heard:
+                self._newest = generation  # not before, or its group might be the interrupted one
                 if generation.is_welcome:
                     self._welcomed = generation.number
                 self._heard.notify_all()

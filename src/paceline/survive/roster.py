@@ -131,6 +131,8 @@ class Roster:
     """A member has done all there was to do, and nobody finishes before all have: no more joins."""
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _lost_at_s: float | None = None
+    _is_urgent: bool = True
+    """Whether members were told to leave the generation before this one at once."""
     _deaths: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _counted: set[tuple[int, int]] = field(default_factory=set)
 
@@ -216,8 +218,13 @@ class Roster:
         return [RestartAll(f"machine {machine}, the last one with workers, was lost")]
 
     def on_lost(self, seat: int, generation: int, now_s: float) -> list[Order]:
-        """A member's group is broken; who died, if anybody did, will be heard of soon."""
-        if generation == self.generation and seat in self.members:
+        """A member's group is broken; who died, if anybody did, will be heard of soon.
+
+        Where the next generation waits for the end of a step, others may wait in this one for what
+        will not come.
+        """
+        is_awaited = generation == self.generation - 1 and not self._is_urgent
+        if (generation == self.generation or is_awaited) and seat in self.members:
             self._lost_at_s = min(now_s, self._lost_at_s or now_s)
         return []
 
@@ -310,7 +317,7 @@ class Roster:
         Not while somebody is on the way to another generation. Who is new knows nothing yet, so
         nobody goes unless another member stays.
         """
-        if self.is_held or not self.is_formed:
+        if self.is_held or not self.is_formed or self._lost_at_s is not None:
             return []
         leaving = tuple(seat for seat in self.members if self._seats[seat].is_leaving)
         staying = len(self.members) - len(leaving)
@@ -348,7 +355,7 @@ class Roster:
             members = tuple(seat for seat in members if not self._seats[seat].is_new)
         self.generation += 1
         self.members = members
-        self._lost_at_s = None
+        self._lost_at_s, self._is_urgent = None, is_urgent
         for seat in members:
             if self._seats[seat].state is _State.WAITING:
                 self._seats[seat].state = _State.MEMBER
