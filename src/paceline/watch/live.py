@@ -11,7 +11,6 @@ from typing import Any
 
 from paceline.errors import WireError
 from paceline.explain.report import sentences
-from paceline.explain.report.bounds import amount
 from paceline.explain.report.document import extremes, generations
 from paceline.explain.report.run_data import RECENT_STEPS, RankTotals, RecentStep, RunData
 from paceline.observe.phases import OWN, Phase
@@ -22,6 +21,8 @@ MESSAGES_LIMIT = 50
 LOG_FILES, LOG_LINES, LOG_BYTES = 8, 20, 4096
 """The newest files, and of each the last lines in so many bytes."""
 LOOKED_AT = 1000
+LEAST_BLAME_S, LEAST_BLAME = 1e-3, 0.15
+"""By how much more own work, in seconds and as a share of the others', a worker holds them up."""
 ORDER = (*OWN, Phase.WAIT, Phase.TRANSFER)
 
 Json = dict[str, Any]
@@ -83,27 +84,35 @@ def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
 
 
 def _blame(data: RunData, ranks: list[RankTotals]) -> str:
-    """Who holds the others up now: whom the run blamed last, if it is still slower than they."""
-    own = {rank.rank: _own_s(rank) for rank in ranks}
-    newest = data.events["blame"][-1] if data.events["blame"] else None
-    if newest is not None and len(own) > 1 and newest.get("slow_rank") in own:
-        slow = newest["slow_rank"]
-        others_s = statistics.median(own[rank] for rank in own if rank != slow)
-        if own[slow] - others_s > amount(newest.get("slower_by_s")) / 2:
-            return sentences.who_waited(data, newest["step"] - 1)
+    """Who holds the others up in the last steps: by their medians, so that a pause is no reason."""
+    usual = {rank.rank: _usual_s(rank) for rank in ranks}
+    own = {rank: sum(phases.values()) for rank, phases in usual.items()}
     if len(own) < 2:
         return sentences.who_waited(data)
+    slow = max(own, key=own.__getitem__)
+    others = [rank for rank in own if rank != slow]
+    others_s = statistics.median(own[rank] for rank in others)
+    if own[slow] - others_s > max(LEAST_BLAME_S, LEAST_BLAME * others_s):
+        more = {
+            phase: usual[slow][phase] - statistics.median(usual[rank][phase] for rank in others)
+            for phase in OWN
+        }
+        phase = max(more, key=more.__getitem__)
+        return (
+            f"Worker {slow} holds the others up: in the last steps its own work takes "
+            f"{seconds_text(own[slow] - others_s)} longer than that of the others; {phase} "
+            f"({phase.meaning}) makes the difference."
+        )
     spread = seconds_text(max(own.values()) - min(own.values()))
-    return (
-        "No worker holds the others up: in the last steps their own work differs by "
-        f"{spread} on average."
-    )
+    return f"No worker holds the others up: in the last steps their own work differs by {spread}."
 
 
-def _own_s(rank: RankTotals) -> float:
-    """A worker's own work in its last steps, on average."""
-    spent = [sum(recent.phases.get(phase, 0.0) for phase in OWN) for recent in rank.recent]
-    return statistics.fmean(spent)
+def _usual_s(rank: RankTotals) -> dict[Phase, float]:
+    """The phases of a worker's own work in its last steps, each by its median."""
+    return {
+        phase: statistics.median(recent.phases.get(phase, 0.0) for recent in rank.recent)
+        for phase in OWN
+    }
 
 
 def _common_step(ranks: list[RankTotals]) -> int:
@@ -126,8 +135,11 @@ def _workers(ranks: list[RankTotals], status: str) -> list[Json]:
         if recent.step == common
     ]
     least_s, last = min(waits, default=(0.0, -1))
+    are_several = len(waits) > 1
     return [
-        _worker(rank, recent, last, least_s if recent.step == common else None, status)
+        _worker(
+            rank, recent, last, least_s if are_several and recent.step == common else None, status
+        )
         for rank, recent in zip(ranks, recents, strict=True)
     ]
 
@@ -135,19 +147,25 @@ def _workers(ranks: list[RankTotals], status: str) -> list[Json]:
 def _worker(
     rank: RankTotals, recent: RecentStep, last: int, least_s: float | None, status: str
 ) -> Json:
-    """One worker; `last` came last in its step, and waited `least_s`."""
-    is_alive = _is_alive(rank, status)
-    waits = least_s is not None and last not in (-1, rank.rank)
+    """One worker; `last` came last in its step and waited `least_s`, for the sums alone.
+
+    So long, the others waited for the sums too, and the rest of the time for it.
+    """
+    is_alive, phases = _is_alive(rank, status), dict(recent.phases)
+    waits = least_s is not None and last != rank.rank
+    waited_s = max(0.0, phases.get(Phase.WAIT, 0.0) - (least_s or 0.0)) if waits else 0.0
+    if least_s and Phase.TRANSFER not in phases:
+        phases |= {Phase.WAIT: waited_s, Phase.TRANSFER: least_s}
     return {
         "worker": rank.rank,
         "pid": rank.pid,
         "where": " on ".join(filter(None, (rank.device, rank.host))),
         "is_alive": is_alive,
         "step": recent.step,
-        "phases": [[phase, recent.phases[phase]] for phase in ORDER if phase in recent.phases],
+        "phases": [[phase, phases[phase]] for phase in ORDER if phases.get(phase)],
         "seconds": sum(recent.phases.values()),
         "waits_for": last if waits else None,
-        "waited_s": recent.phases.get(Phase.WAIT, 0.0) - (least_s or 0.0) if waits else 0.0,
+        "waited_s": waited_s,
         "memory_bytes": _memory_bytes(rank) if is_alive else None,
         "queued": recent.queued,
     }

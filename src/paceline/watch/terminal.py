@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PERIOD_S, LINE_PERIOD_S = 0.5, 5.0
-BAR_WIDTH = 30
+LEAST_BAR, MOST_BAR, BESIDE_BAR = 8, 40, 58
+"""Columns of a bar, and of what is beside it."""
 STYLES = ("cyan", "blue", "magenta", "green", "white", "yellow", "red")
 """Of the phases, in their order."""
 
@@ -29,11 +30,12 @@ def show(run: Followed) -> int:
     if not console.is_terminal:
         return _write_lines(run)
     run.read()
-    with Live(draw(run.build_live()), console=console, auto_refresh=False) as shown:
+    first = draw(run.build_live(), console.width)
+    with Live(first, console=console, auto_refresh=False) as shown:
         while run.state == "running":
             time.sleep(PERIOD_S)
             run.read()
-            shown.update(draw(run.build_live()), refresh=True)
+            shown.update(draw(run.build_live(), console.width), refresh=True)
     return 0
 
 
@@ -65,22 +67,26 @@ def head(live: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def draw(live: dict[str, Any]) -> Group:
-    """The head line, a row for each worker and who holds the others up."""
+def draw(live: dict[str, Any], width: int) -> Group:
+    """The head line, a row for each worker and who holds the others up, in `width` columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for name in ("worker", "step", "last step", "", "waits", "memory"):
-        table.add_column(name, justify="left" if name in ("", "waits") else "right")
+    for name in ("worker", "step", "last step", "", "waits for", "memory", "queue"):
+        is_left = name in ("", "waits for")
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
+    bar_width = max(LEAST_BAR, min(MOST_BAR, width - BESIDE_BAR))
     longest_s = max((each["seconds"] for each in live["workers"]), default=0.0) or 1.0
     style_by_phase = dict(zip(live["phases"], STYLES, strict=False))
     for worker in live["workers"]:
-        bar = Text()
+        bar, passed_s = Text(), 0.0
         for phase, seconds in worker["phases"]:
-            bar.append("█" * round(BAR_WIDTH * seconds / longest_s), style_by_phase.get(phase, ""))
-        waits = "" if worker["waits_for"] is None else f"for {worker['waits_for']}, "
+            passed_s += seconds
+            cells = round(bar_width * passed_s / longest_s) - len(bar)
+            bar.append("█" * cells, style_by_phase.get(phase, ""))
+        waits = "" if worker["waits_for"] is None else f"{worker['waits_for']}, "
         memory = worker["memory_bytes"]
         is_gone = live["state"] == "running" and worker["is_alive"] is False
         table.add_row(
@@ -90,6 +96,10 @@ def draw(live: dict[str, Any]) -> Group:
             bar,
             waits and waits + seconds_text(worker["waited_s"]),
             "" if memory is None else bytes_text(memory),
+            "" if worker["queued"] is None else str(worker["queued"]),
         )
-    legend = Text(" ").join(Text(f"█ {phase}", style_by_phase[phase]) for phase in live["phases"])
+    used = {phase for worker in live["workers"] for phase, _ in worker["phases"]}
+    legend = Text(" ").join(
+        Text(f"█ {phase}", style) for phase, style in style_by_phase.items() if phase in used
+    )
     return Group(Text(head(live), "bold"), table, legend, Text(live["blame"]))

@@ -105,40 +105,25 @@ function LiveHead({ data }) {
 
 const timeOf = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en", { hour12: false });
 
-// A worker knows only how long it waited. Who came last waited for nobody, only for the sums; so
-// long, the others did too.
-function phasesOf({ worker, phases, waits_for: last, waited_s: waited }, workers) {
-  const wait = phases.find(([name]) => name === "wait"),
-    isLast = workers.some((each) => each.waits_for === worker);
-  if (!wait || phases.some(([name]) => name === "transfer")) return phases;
-  const others = isNumber(last) ? waited : isLast ? 0 : wait[1];
-  return [
-    ...phases.filter((each) => each !== wait),
-    ["wait", others],
-    ["transfer", wait[1] - others],
-  ].filter(([, seconds]) => seconds > 0);
-}
-
 // What every worker did in its last step.
 function Now({ data: { workers, phases, inAll, state } }) {
   const longest = Math.max(1e-9, ...workers.map((each) => each.seconds)),
-    shown = workers.map((each) => phasesOf(each, workers)),
     used = Object.keys(phases).filter((phase) =>
-      shown.some((each) => each.some(([name]) => name === phase)),
+      workers.some((each) => each.phases.some(([name]) => name === phase)),
     ),
     isOver = ENDED.includes(state);
-  const head = ["", "phases of its last step", "step", "waits for", "memory", "queue"];
-  const rows = workers.map((each, i) => {
+  const head = ["", "phases of its last step", "step", isOver ? "waited for" : "waits for"];
+  const rows = workers.map((each) => {
     const { worker, waits_for: last, waited_s: waited } = each,
       isGone = !each.is_alive && !isOver;
     const waits =
       isGone || last === null || last === undefined
-        ? NOTHING
-        : html`<span class="words">waits for </span>worker ${last}, <b>${duration(waited)}</b>`;
+        ? html`<span class="wide">${NOTHING}</span><span class="words">came last</span>`
+        : html`<span class="words">${head[3]} </span>worker ${last}, <b>${duration(waited)}</b>`;
     return html`<li key=${worker} class=${isGone ? "gone" : ""} title=${"process " + each.pid}>
       <span class="bar-label">worker ${worker}${isGone && html`<em> gone</em>`}</span>
       <${Bar}
-        pieces=${shown[i].map(([name, seconds]) => [
+        pieces=${each.phases.map(([name, seconds]) => [
           name,
           seconds / longest,
           name + ": " + duration(seconds),
@@ -146,22 +131,28 @@ function Now({ data: { workers, phases, inAll, state } }) {
       />
       <span class="bar-value">${duration(each.seconds)}</span>
       <span class="waits">${waits}</span>
-      <span class="bar-value memory">${bytes(each.memory_bytes)}</span>
-      <span class="bar-value queue"><span class="words">queue </span>${figure(each.queued)}</span>
+      ${
+        !isOver &&
+        html`<span class="bar-value memory">${bytes(each.memory_bytes)}</span>
+          <span class="bar-value queue"
+            ><span class="words">queue </span>${figure(each.queued)}</span
+          >`
+      }
     </li>`;
   });
-  return html`<ul class="bars now-rows">
+  if (!isOver) head.push("memory", "queue");
+  return html`<ul class=${"bars now-rows" + (isOver ? " over" : "")}>
       <li class="now-head" aria-hidden="true">${head.map((each) => html`<span>${each}</span>`)}</li>
       ${rows}
     </ul>
     <${Legend} entries=${used.map((phase) => [phase, phase, phases[phase]])} />
-    <${Note}>
+    ${!isOver && html`<${Note}>
       ${
         workers.some((each) => isNumber(each.queued))
           ? "Queue: the batches that a worker's loader has ready. At 0 the worker waits for data."
           : "No queue: every worker loads its batches itself, and data is how long that takes."
       }
-    <//>
+    <//>`}
     ${inAll > workers.length && html`<${Note}>Shown are ${workers.length} of ${figure(inAll)}.<//>`}`;
 }
 
@@ -172,7 +163,7 @@ function Waits({ data: { blame, isSlow, steps, workers, ms, waited_ms: waited } 
     all = totals.flat().sort((a, b) => a - b),
     usual = all[Math.floor(0.9 * (all.length - 1))],
     // A few long pauses are cut off, so that the other steps can be seen; the tip says how long.
-    range = [0, 1.08 * Math.max(0.001, Math.min(all[all.length - 1], 2.5 * usual)), null];
+    range = [0, 1.08 * Math.max(0.001, Math.min(all[all.length - 1], 1.7 * usual)), null];
   const say = (each) => (each ? duration(each / 1000) : "0");
   const line = (label, look, column, told) => ({
     label,
@@ -236,12 +227,16 @@ function Recorded({ data: { traces, recording, state } }) {
 }
 
 function Messages({ data: { messages, log, began } }) {
+  const box = useRef(null);
+  useEffect(() => {
+    if (box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [log[log.length - 1]]);
   return html`${messages.length > 0 && html`<${MessageList} ...${{ messages, began }} />`}
   ${messages.length === 0 && html`<${Note}>No message so far.<//>`}
   <h3>Log</h3>
   ${
     log.length > 0
-      ? html`<ul class="messages log" tabindex="0" aria-label="Log">
+      ? html`<ul class="messages log" ref=${box} tabindex="0" aria-label="Log">
           ${log.map((line) => html`<li><span class="text">${line}</span></li>`)}
         </ul>`
       : html`<${Note}>
@@ -344,9 +339,10 @@ function Compared({ compared }) {
             caption="Settings that differ"
             head=${["", ...compared.map((each) => each.name)]}
             rows=${settings.map((key) => [
-              key.replaceAll("_", " "),
+              { command: "started by" }[key] || key.replaceAll("_", " "),
               ...infos.map((info) => figure(info[key], 6)),
             ])}
+            words=${[0, ...compared.keys()].map((_, i) => i)}
           />`
         : html`<${Note}>Their settings are the same.<//>`
     }`;
@@ -392,13 +388,13 @@ function useDocuments(names) {
 // The page, section by section: what is live first, then what the report has.
 const BATCH = SECTIONS.find(([name]) => name === "pipeline");
 const LIVE_SECTIONS = [
-  ["now", Now, "Now", "The last step of every worker.", ""],
-  ["waits", Waits, "Who waits", "The last 100 steps of every worker, all on one scale.", ""],
   ["runs", Runs, "These runs side by side", "", ""],
+  ["now", Now, ({ state }) => (ENDED.includes(state) ? "The last step" : "Now"), "", ""],
+  ["waits", Waits, "Who waits", "The last 100 steps of every worker, all on one scale.", ""],
   ...SECTIONS.filter(([name]) => name === "learning" || name === "generations"),
   ["batch", Recorded, ...BATCH.slice(2)],
   ...SECTIONS.filter(([name]) => ["checkpoints", "workers", "timeline", "scaling"].includes(name)),
-  ["messages", Messages, "What it said", "Newest first.", ""],
+  ["messages", Messages, "What it said", "Messages, the newest first, and what workers printed.", ""],
   ["details", Details, "Settings", "", ""],
 ];
 

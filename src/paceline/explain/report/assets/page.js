@@ -100,7 +100,7 @@ function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overv
       ${shown.slice(0, drawn).map(
         ([name, Panel, title, lead]) =>
           html`<section key=${name} id=${name} aria-labelledby=${name + "-title"}>
-            <h2 id=${name + "-title"}>${title}</h2>
+            <h2 id=${name + "-title"}>${title instanceof Function ? title(data[name]) : title}</h2>
             ${lead && html`<p class="lead">${lead}</p>`}
             <${Safe} Panel=${Panel} data=${data[name]} />
           </section>`,

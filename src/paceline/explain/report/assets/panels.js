@@ -344,7 +344,7 @@ function Checkpoints({ data: { saved, command } }) {
   const cells = rows.map((row) => [
     html`<span class="keep">${figure(row.name)}</span
       >${marksOf(row).map((mark) => html` <span class=${"mark " + mark}>${mark}</span>`)}`,
-    row.is_there ? "there" : "deleted since",
+    row.is_there ? "there" : "deleted",
     figure(row.step),
     bytes(row.bytes),
     duration(row.seconds),
@@ -381,7 +381,6 @@ function Settings({
     ["updated", moment(updated)],
     ...Object.entries(numbers).map(([key, value]) => [key.replaceAll("_", " "), value]),
     ...Object.entries(versions).slice(0, 8),
-    ...(command ? [["started by", command]] : []),
   ];
   return html`<dl class="settings">
       ${items.map(
@@ -392,6 +391,11 @@ function Settings({
           </div>`,
       )}
     </dl>
+    ${
+      command &&
+      html`<h3>How it was started</h3>
+        <p><code>${command}</code></p>`
+    }
     ${
       policy.length > 0 &&
       html`<h3>What was decided, and why</h3>
