@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import Belongings
+
+from tests.conftest import Belongings
 
 
 def test_a_clean_test_leaves_nothing() -> None:

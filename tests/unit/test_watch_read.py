@@ -256,18 +256,20 @@ def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("pid", "host", "silent_s", "state", "alive"),
+    ("pid", "is_here", "silent_s", "state", "alive"),
     [
-        (os.getpid(), socket.gethostname(), 0, "running", 2),
-        (os.getpid(), socket.gethostname(), 900, "silent", 2),  # it hangs
-        (2**22 + 1, socket.gethostname(), 0, "killed", 0),
-        (1, "elsewhere", 0, "running", 2),
-        (1, "elsewhere", 900, "silent", None),  # nobody can know
+        (None, True, 0, "running", 2),
+        (None, True, 900, "silent", 2),  # it hangs
+        (2**22 + 1, True, 0, "killed", 0),
+        (1, False, 0, "running", 2),
+        (1, False, 900, "silent", None),  # nobody can know
     ],
 )
 def test_workers_are_alive_whose_processes_are_there(
-    pid: int, host: str, silent_s: float, state: str, alive: int | None, tmp_path: Path
+    pid: int | None, is_here: bool, silent_s: float, state: str, alive: int | None, tmp_path: Path
 ) -> None:
+    pid = pid or os.getpid()
+    host = socket.gethostname() if is_here else "elsewhere"
     folder = RunFolder(tmp_path / "run")
     folder.create()
     write_info(folder, RunInfo(name="run", created=0.0, updated=0.0, workers=2))
