@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit integrations docs bench clean
+.PHONY: help demo test lint types unit integrations docs package bench clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -45,6 +45,10 @@ integrations: $(VENV)/.installed-dev  ## the tests against other libraries, whic
 docs: $(VENV)/.installed-dev  ## build the documentation into build/site; a warning is an error
 	$(PIP) --no-build-isolation --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/
+	$(BIN)/python -m hatchling build --clean
+	@ls -l dist
 
 bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minutes, keep quiet
 	$(PIP) --no-build-isolation --editable '.[bench]'
