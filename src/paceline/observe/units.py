@@ -98,7 +98,7 @@ def metric_text(name: str, value: float) -> str:
     """A loss with four decimals, an accuracy in percent, anything else as short as it goes."""
     if not math.isfinite(value):
         return str(value)
-    if 0 <= value <= 1 and name.lower().split(" ")[-1] in SHARES:
+    if 0 <= value <= 1 and name.lower().split(" ")[-1].removeprefix("ema_") in SHARES:
         return f"{value:.1%}"
     if value != 0 and not 1e-4 <= abs(value) < 1e5:
         return f"{value:.2e}"

@@ -89,7 +89,7 @@ class Step:
         context = self._context
         self._begin_s = time.perf_counter()
         self._before = context.generators.state()
-        if context.watching.is_recorded(self.number):
+        if self.number in (context.watching.trace_step, context.watching.asked_step):
             indices = [index for shard in self._shards for index in shard.indices]
             recording = context.watching.recording(
                 self.number, context.model, indices, context.sinks

@@ -42,7 +42,8 @@ class Watching:
         """What is to be said about it when the loop begins."""
         self.trace_step = config.options.trace_step or env.read_observation().trace_step
         """The step to be recorded stage by stage; 0 for none."""
-        self._asked_step = 0
+        self.asked_step = 0
+        """The step that somebody who looks on wants recorded."""
         self._look_due_s = 0.0
         self._config, self._folder = config, folder
         self._dataset: Any = None
@@ -79,7 +80,7 @@ class Watching:
 
     def record_as_asked(self, step: int, membership: Membership) -> None:
         """All workers have agreed to record `step`; whoever asked is answered."""
-        self._asked_step = step
+        self.asked_step = step
         self.forget_request(membership)
 
     def forget_request(self, membership: Membership) -> None:
@@ -90,11 +91,7 @@ class Watching:
 
     def on_generation(self) -> None:
         """Who is new has not agreed to anything."""
-        self._asked_step = 0
-
-    def is_recorded(self, step: int) -> bool:
-        """Whether this step is one to record stage by stage."""
-        return step in (self.trace_step, self._asked_step)
+        self.asked_step = 0
 
     def start_timeline(self, rank: int) -> None:
         """Record spans from now on; an engine that is alone looks only when it is made."""
