@@ -24,6 +24,7 @@ _HOME_BY_NAME = {
     "SyncBatchNorm": "paceline.ddp.sync_batch_norm",
     "World": "paceline.comm.world",
     "compare": "paceline.explain.compare",
+    "enable": "paceline.launcher.as_torch",
     "init_process_group": "paceline.comm.world",
     "launch": "paceline.launcher",
     "learn": "paceline.learn",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from paceline.explain.compare import compare as compare
     from paceline.explain.scaling import speedup as speedup
     from paceline.launcher import launch as launch
+    from paceline.launcher.as_torch import enable as enable
     from paceline.observe import spans as spans
     from paceline.record import record_step as record_step
     from paceline.run import Run as Run

@@ -1,4 +1,4 @@
-"""`paceline run --as-torch`: unmodified torch scripts on our classes."""
+"""`paceline run --as-torch` and `paceline.enable()`: torch scripts on our classes."""
 
 from __future__ import annotations
 
@@ -127,3 +127,85 @@ def test_a_world_that_the_script_spawns_gets_our_classes_and_torchs_own_code_kee
     done = run(tmp_path, *(f"{module}:{name}" for module, name in OURS_BY_TORCHS), script=SPAWNS)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 of 1 paceline", "checked"]
+
+
+EARLY = """
+    import sys
+    import paceline
+    paceline.enable()
+    assert "torch" not in sys.modules
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DistributedSampler
+    paceline.enable()
+    assert DDP is paceline.DistributedDataParallel, DDP
+    assert issubclass(DistributedSampler, paceline.DistributedSampler)
+    print("early")
+"""
+
+LATE = """
+    import warnings
+    import library
+    import paceline
+    import torch.distributed as dist
+    from torch import nn, ones
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    class Own(DDP):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    def main():
+        from torch.nn import DataParallel
+        keep = library.wrap(nn.Linear(2, 1))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            paceline.enable()
+        [warning] = said
+        print(str(warning.message), warning.filename == __file__)
+        own = Own(nn.Linear(2, 1))
+        own(ones(1, 2)).sum().backward()
+        kinds = [DDP, type(library.wrap(nn.Linear(2, 1))), Own.__base__, library.Wrapper.__base__]
+        print([kind.__module__.partition(".")[0] for kind in kinds], own.module.weight.grad.sum())
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    main()
+    dist.destroy_process_group()
+"""
+
+LIBRARY = """
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data.distributed import DistributedSampler
+
+    class Wrapper(DistributedSampler):
+        pass
+
+    def wrap(model):
+        return DistributedDataParallel(model)
+"""
+
+
+def python(folder: Path, script: str) -> str:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_enable_before_torch_is_imported_imports_nothing_and_works_once(tmp_path: Path) -> None:
+    assert python(tmp_path, EARLY) == "early\n"
+
+
+def test_enable_reaches_classes_held_by_name_and_derived_ones_and_names_the_rest(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "library.py").write_text(textwrap.dedent(LIBRARY))
+    warning, kinds = python(tmp_path, LATE).splitlines()
+    assert warning.startswith(
+        "paceline.enable() was called too late for 1 model wrapped in torch's "
+        "DistributedDataParallel; the name DataParallel inside main(). What is named"
+    )
+    assert warning.endswith("True")
+    assert kinds == "['paceline', 'paceline', 'paceline', 'paceline'] tensor(2.)"

@@ -37,6 +37,7 @@ NAMES_BY_MODULE = {
         "World",
         "__version__",
         "compare",
+        "enable",
         "init_process_group",
         "launch",
         "learn",

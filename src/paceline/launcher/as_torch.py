@@ -1,9 +1,10 @@
-"""`paceline run --as-torch`: an unmodified torch script gets our classes under torch's names.
+"""`paceline run --as-torch` and `paceline.enable()`: our classes under torch's names.
 
 The names are exchanged right after torch has been imported and before the script continues, so
 `from torch.nn.parallel import DistributedDataParallel` finds ours everywhere: in the script, in
 its own modules and in the libraries it uses. torch's own code keeps torch's classes, because it
-relies on their insides.
+relies on their insides. Modules that got hold of torch's classes before `enable()` was called are
+given ours; what cannot be exchanged any more is named in a warning.
 
 Scripts that call `torch.multiprocessing.spawn` train in processes of their own, often with a
 MASTER_PORT of their own. So what a worker is prepared for here holds in what it spawns as well.
@@ -11,11 +12,14 @@ MASTER_PORT of their own. So what a worker is prepared for here holds in what it
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from paceline import env
@@ -36,6 +40,21 @@ OURS_BY_TORCHS = {
 
 _KEEP_TORCHS = {"torch", "paceline"}
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@cache
+def enable() -> None:
+    """Give this process Paceline's classes under torch's names, as `paceline run --as-torch` does.
+
+    Call it once, at the top of a script or notebook, before or after torch and the libraries that
+    use it are imported. `DistributedDataParallel`, `DataParallel`, `SyncBatchNorm` and
+    `DistributedSampler` of torch are then ours for everybody but torch itself: also where they were
+    imported by name or subclassed before, and in processes that multiprocessing spawns. A model
+    that is wrapped already stays as it is, and a warning says so.
+    """
+    store_port = env.read_int(os.environ, "MASTER_PORT", default=0)
+    when_imported("multiprocessing.spawn", lambda: prepare_spawning(store_port, True))
+    when_imported("torch", swap_classes)
 
 
 def prepare_spawned(store_port: int, as_torch: bool) -> None:
@@ -100,10 +119,73 @@ def join_group(*args: Any, **kwargs: Any) -> None:
     init_as_torch(*args, **kwargs)
 
 
+@cache
 def swap_classes() -> None:
-    """Exchange every name of the table. torch must be fully imported."""
+    """Exchange every name of the table, once. torch must be fully imported."""
+    ours_by_torchs: dict[type, type] = {}
     for (torch_module, name), (our_module, our_name) in OURS_BY_TORCHS.items():
-        swap(import_module(torch_module), name, getattr(import_module(our_module), our_name))
+        module, ours = import_module(torch_module), getattr(import_module(our_module), our_name)
+        ours_by_torchs[vars(module)[name]] = ours
+        swap(module, name, ours)
+    rebind(ours_by_torchs)
+    late = [
+        *(words for theirs, ours in ours_by_torchs.items() for words in rebase(theirs, ours)),
+        *find_locals(ours_by_torchs, sys._getframe()),
+    ]
+    if late:
+        warnings.warn(
+            f"paceline.enable() was called too late for {'; '.join(late)}. What is named here "
+            "stays torch's. Call enable() before it, best at the top of the script.",
+            stacklevel=4,  # past when_imported() and enable()
+        )
+
+
+def rebind(ours_by_torchs: dict[type, type]) -> None:
+    """Give ours to the modules that have torch's classes under names of their own."""
+    for module_name, module in list(sys.modules.items()):
+        if _keeps_torchs(module_name) or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and value in ours_by_torchs:
+                vars(module)[name] = ours_by_torchs[value]
+
+
+def rebase(theirs: type, ours: type) -> Iterator[str]:
+    """Let classes that derive from torch's derive from ours; what has to stay as it is, in words.
+
+    An object that exists has what torch's constructor gave it, which is of no use to our methods.
+    """
+    models = sum(type(each) is theirs for each in gc.get_referrers(theirs))
+    if models and not issubclass(ours, theirs):
+        yield f"{models} model{'s' * (models > 1)} wrapped in torch's {theirs.__name__}"
+    for derived in theirs.__subclasses__():
+        if _keeps_torchs(derived.__module__):
+            continue
+        name = f"{derived.__module__}.{derived.__qualname__}"
+        if any(isinstance(each, derived) for each in gc.get_referrers(derived)):
+            yield f"{name}, which derives from torch's {theirs.__name__} and is in use"
+            continue
+        bases = tuple(ours if base is theirs else base for base in derived.__bases__)
+        try:
+            derived.__bases__ = bases
+        except TypeError:  # the layout or the order of its bases does not allow it
+            yield f"{name}, which derives from torch's {theirs.__name__}"
+
+
+def find_locals(ours_by_torchs: dict[type, type], frame: FrameType | None) -> Iterator[str]:
+    """Names inside the functions being called that still mean torch's classes, in words."""
+    while frame is not None:
+        if frame.f_locals is not frame.f_globals and not _keeps_torchs(
+            frame.f_globals.get("__name__", "")
+        ):
+            for name, value in frame.f_locals.items():
+                if isinstance(value, type) and value in ours_by_torchs:
+                    yield f"the name {name} inside {frame.f_code.co_qualname}()"
+        frame = frame.f_back
+
+
+def _keeps_torchs(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _KEEP_TORCHS
 
 
 def swap(module: ModuleType, name: str, ours: Any) -> None:
@@ -116,7 +198,7 @@ def swap(module: ModuleType, name: str, ours: Any) -> None:
 
     def look_up(_: ModuleType) -> Any:
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        return originals[name] if asker.partition(".")[0] in _KEEP_TORCHS else ours
+        return originals[name] if _keeps_torchs(asker) else ours
 
     def assign(_: ModuleType, value: Any) -> None:
         nonlocal ours
