@@ -129,6 +129,32 @@ def test_a_bypassing_forward_under_no_sync_stays_local() -> None:
     assert run_ranks(2, body) == [False, False]
 
 
+class StepsItself(nn.Module):
+    """Its forward pass has the backward inside and returns nothing, as in Lightning's loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, rows: Tensor) -> None:
+        loss(self.inner, rows).backward()
+
+
+def test_a_backward_inside_the_forward_follows_that_forwards_wish() -> None:
+    rows = torch.arange(12)
+
+    def body(world: World) -> Any:
+        model = DistributedDataParallel(StepsItself(), process_group=world.group)
+        with model.no_sync():
+            model(rows[world.rank :: world.size])
+        model.zero_grad()
+        model(rows[world.rank :: world.size])
+        return copied(model.inner)
+
+    for got in run_ranks(2, body):
+        torch.testing.assert_close(got, whole_gradients(rows))
+
+
 def test_several_forwards_before_one_backward() -> None:
     def body(world: World) -> Any:
         model = wrap(world)

@@ -141,7 +141,11 @@ class Reducer(BackwardFollower):
             self.set_hook(*before._hook)
 
     def prepare_for_backward(self, _outputs: object = ()) -> None:
-        """Nothing to do; libraries call it on torch's reducer."""
+        """Nothing to do; libraries call it, and the two below, on torch's reducer."""
+
+    def _rebuild_buckets(self) -> None: ...
+
+    def _delay_all_reduce(self) -> None: ...
 
     def on_generation(self) -> None:
         """Continue among the ranks of another group: sums, memory and order are found anew."""
