@@ -5,7 +5,8 @@
     │   ├── SettingError         an environment variable or a flag has an impossible value
     │   ├── NotInitializedError  there is no process group yet
     │   ├── DeviceError          a device does not exist, or tensors lie on several
-    │   └── HookError            a communication hook returned the wrong thing
+    │   ├── HookError            a communication hook returned the wrong thing
+    │   └── MissingLibraryError  a library that one module of ours needs is not installed
     ├── DesyncError              the ranks disagree on what is being trained or reduced
     │   └── ReplicaError         parameters or buffers that should be equal are not
     ├── CheckpointError          a checkpoint or weights file is damaged, or not what it should be
@@ -53,6 +54,16 @@ class NotInitializedError(UsageError):
 
 class DeviceError(UsageError):
     """A device does not exist, or tensors that belong together lie on several devices."""
+
+
+class MissingLibraryError(UsageError, ImportError):
+    """A module of ours needs a library that is installed with an extra, and it is not there."""
+
+    def __init__(self, module: str, extra: str, error: ImportError) -> None:
+        super().__init__(
+            f"{module} cannot be imported: {error}.",
+            advice=f"Install what it needs: pip install 'paceline[{extra}]'",
+        )
 
 
 class HookError(UsageError, TypeError):

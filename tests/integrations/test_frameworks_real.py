@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
@@ -51,9 +54,11 @@ def run(folder: Path, *command: str | Path, **environ: str) -> str:
     return done.stdout
 
 
-def train_on_torch(name: str) -> None:
+def train_without_enable(name: str, *arguments: str) -> None:
     """On a worker: the example, as if the call to enable() were not there."""
-    sys.argv = [name]
+    if "paceline" in arguments:
+        importlib.import_module("paceline.lightning")
+    sys.argv = [name, *arguments]
     paceline.enable = lambda: None  # type: ignore[assignment]
     runpy.run_path(str(FOLDER / name), run_name="__main__")
 
@@ -74,10 +79,72 @@ def test_an_example_prints_the_losses_that_it_prints_on_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    paceline.launch(train_on_torch, name, workers=2, label=False)
+    paceline.launch(train_without_enable, name, workers=2, label=False)
     engine, expected = split(capsys.readouterr().out)
     assert (engine, len(expected)) == ("torch", EPOCHS[name])
 
-    # Lightning's start their own workers.
-    launcher = () if re.match("lightning|fabric", name) else LAUNCHER
-    assert split(run(tmp_path, *launcher, FOLDER / name)) == ("paceline", expected)
+    # Lightning's start their own workers, and know strategies by name.
+    starts_workers = re.match("lightning|fabric", name)
+    output = run(tmp_path, *(() if starts_workers else LAUNCHER), FOLDER / name)
+    assert split(output) == ("paceline", expected)
+    if starts_workers:
+        paceline.launch(train_without_enable, name, "paceline", workers=2, label=False)
+        assert split(capsys.readouterr().out) == ("paceline", expected)
+
+
+def train_two_optimizers(how: str, folder: str) -> tuple[str, list[float]]:
+    """On a worker: Lightning with a loop of its own; whose engine it was, and the weights."""
+    if how == "enable":
+        paceline.enable()
+    import lightning as L
+
+    if how == "paceline":
+        importlib.import_module("paceline.lightning")
+
+    class Module(L.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker, self.judge = nn.Linear(4, 3), nn.Linear(3, 1)
+            self.engine = ""
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+            self.engine = type(self.trainer.strategy.model).__module__.partition(".")[0]
+            made = self.maker(batch[0])
+            for number, inputs in enumerate((made, made.detach())):
+                optimizer = self.optimizers()[number]
+                self.toggle_optimizer(optimizer)
+                self.manual_backward((self.judge(inputs) - number).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(p.parameters(), 0.1) for p in (self.maker, self.judge)]
+
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="paceline" if how == "paceline" else "ddp_find_unused_parameters_true",
+        max_epochs=2,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
+    assert trainer.strategy.model is module
+    return module.engine, [p.sum().item() for p in module.parameters()]
+
+
+@pytest.mark.usefixtures("_imported")
+def test_a_lightning_module_that_steps_two_optimizers_itself_gets_the_weights_of_torch(
+    tmp_path: Path,
+) -> None:
+    (engine, expected), _ = paceline.launch(train_two_optimizers, "torch", str(tmp_path), workers=2)
+    assert engine == "torch"
+    for how in ("enable", "paceline"):
+        results = paceline.launch(train_two_optimizers, how, str(tmp_path), workers=2)
+        assert results == [("paceline", expected)] * 2, how

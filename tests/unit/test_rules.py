@@ -174,7 +174,9 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = TorchAlone()
 import paceline
 for found in pkgutil.walk_packages(paceline.__path__, "paceline."):
     if found.name != "paceline.__main__":
-        importlib.import_module(found.name)
+        try: importlib.import_module(found.name)
+        except paceline.errors.MissingLibraryError as error:
+            assert f"pip install 'paceline[{found.name.partition('.')[2]}]'" in str(error)
 print("numpy" in sys.modules, "pytest" in sys.modules, "paceline.ddp" in sys.modules)
 """
     done = run_python(code)
