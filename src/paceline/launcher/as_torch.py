@@ -158,7 +158,8 @@ def rebase(theirs: type, ours: type) -> Iterator[str]:
     models = sum(type(each) is theirs for each in gc.get_referrers(theirs))
     if models and not issubclass(ours, theirs):
         yield f"{models} model{'s' * (models > 1)} wrapped in torch's {theirs.__name__}"
-    for derived in theirs.__subclasses__():
+    subclasses: list[type] = theirs.__subclasses__()
+    for derived in subclasses:
         if _keeps_torchs(derived.__module__):
             continue
         name = f"{derived.__module__}.{derived.__qualname__}"
