@@ -57,13 +57,7 @@ class DeviceError(UsageError):
 
 
 class MissingLibraryError(UsageError, ImportError):
-    """A module of ours needs a library that is installed with an extra, and it is not there."""
-
-    def __init__(self, module: str, extra: str, error: ImportError) -> None:
-        super().__init__(
-            f"{module} cannot be imported: {error}.",
-            advice=f"Install what it needs: pip install 'paceline[{extra}]'",
-        )
+    """A module of ours needs a library that comes with an extra, and it is not installed."""
 
 
 class HookError(UsageError, TypeError):

@@ -20,7 +20,10 @@ try:
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.pytorch import strategies as trainer
 except ModuleNotFoundError as error:
-    raise MissingLibraryError("paceline.lightning", "lightning", error) from error
+    raise MissingLibraryError(
+        f"paceline.lightning needs Lightning: {error}.",
+        advice="Install it: pip install 'paceline[lightning]'",
+    ) from error
 
 __all__ = ["PacelineFabricStrategy", "PacelineStrategy"]
 

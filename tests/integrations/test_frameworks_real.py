@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from tests.docs_code import ROOT, blocks
 
 LIBRARIES = ("accelerate", "transformers", "lightning")
 MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 
-FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
+FOLDER = ROOT / "examples" / "frameworks"
 LAUNCHER = ("-m", "paceline", "run", "--workers", "2", "--no-label")
 EPOCHS = {
     "accelerate_loop.py": 3,
@@ -61,6 +62,37 @@ def train_without_enable(name: str, *arguments: str) -> None:
     sys.argv = [name, *arguments]
     paceline.enable = lambda: None  # type: ignore[assignment]
     runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def run_script(name: str) -> None:
+    runpy.run_path(name, run_name="__main__")
+
+
+PROGRAMS = [
+    pytest.param(*block.sides, id=f"{page}-{number}")
+    for page in ("from-accelerate", "from-hf-trainer", "from-lightning")
+    for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md"))
+    if block.language == "diff" and "loss" in block.code
+]
+
+
+@pytest.mark.usefixtures("_imported")
+@pytest.mark.parametrize(("old", "new"), PROGRAMS)
+def test_both_sides_of_a_page_print_the_same_losses(
+    old: str,
+    new: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for number, program in enumerate((old, new)):
+        Path(f"side{number}.py").write_text(program)
+        paceline.launch(run_script, f"side{number}.py", workers=2, label=False)
+        said.append(re.findall(r"^epoch \d: loss \d\.\d{6}$", capsys.readouterr().out, re.M))
+    assert said[0] == said[1]
+    assert len(said[0]) == 2
 
 
 def split(output: str) -> tuple[str, list[str]]:
