@@ -119,6 +119,7 @@ ERRORS = [
     "DesyncError",
     "DeviceError",
     "HookError",
+    "MissingLibraryError",
     "NotFiniteError",
     "NotInitializedError",
     "PacelineError",
