@@ -125,6 +125,17 @@ def test_in_16_bits_the_average_keeps_more_digits_than_the_weights() -> None:
     assert net.weight.item() == 2.0
 
 
+def test_a_buffer_that_changes_its_shape_is_averaged_from_then_on() -> None:
+    net = nn.BatchNorm1d(2)
+    average = WeightAverage(net, 0.5)
+    average.update(1)
+    net.running_mean = torch.full((3,), 4.0)
+    average.update(2)
+    net.running_mean.zero_()
+    average.update(3)
+    assert average.state_dict()["running_mean"].tolist() == [2.0, 2.0, 2.0]
+
+
 def test_a_weight_with_two_names_is_averaged_once() -> None:
     net = mlp()
     net.second = net[0]

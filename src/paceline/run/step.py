@@ -333,8 +333,10 @@ class Step:
         self._end_shard()  # the loop may have been left by `break` after the last batch
         if not self._is_summed and not self._sum_up():
             raise PeerError(f"Step {self.number}: a worker is gone.")
-        if context.size == 1 and self._is_weighted and (total := self._items * self._scale) != 1.0:
-            context.update.multiply_grads(mean_factor(1, total))
+        if context.size == 1 and self._is_weighted:
+            total = self._items * self._scale
+            if not math.isclose(total, 1.0, rel_tol=1e-15):  # which costs a pass over gradients
+                context.update.multiply_grads(mean_factor(1, total))
         if context.noise is not None and context.noise.is_measuring:
             context.noise.end(scale=context.update.loss_scale)
         self._clock_s = time.perf_counter()

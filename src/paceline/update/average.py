@@ -34,8 +34,11 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         weights = self._weights()
-        averages = [self._averages[name] for name in weights]
         now = [_wide(each) for each in weights.values()]
+        for name, each in zip(weights, now, strict=True):
+            if self._averages[name].shape != each.shape:  # a buffer that was made anew
+                self._averages[name] = each.clone()
+        averages = [self._averages[name] for name in weights]
         if step == 1:
             torch._foreach_copy_(averages, now)
         else:
