@@ -64,7 +64,7 @@ def train(
     weigh: bool = True,
     reduction: str = "sum",
     options: RunOptions = QUIET,
-    global_batch: int = 8,
+    global_batch: int | None = 8,
     epochs: int = 2,
     lr: float = 0.05,
     **arguments: Any,
@@ -76,7 +76,7 @@ def train(
     run = Run(
         net,
         optimizer,
-        dataset or Rows(),
+        None if "loader" in arguments else dataset or Rows(),
         global_batch=global_batch,
         epochs=epochs,
         scheduler=scheduler,

@@ -199,3 +199,68 @@ def test_a_damaged_file_is_named(kind: str, files: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match=f"broken.{kind}") as raised:
         len(Files(tmp_path / f"*.{kind}"))
     assert raised.value.advice
+
+
+STATEFUL = """
+import json, os, pathlib, signal, sys
+import torch, paceline
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+start, lost_in = map(int, sys.argv[1:])
+here = pathlib.Path(__file__).parent
+torch.set_num_threads(1)
+net = nn.Linear(4, 2)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+    def __getitem__(self, n):
+        return torch.randn(4, generator=torch.Generator().manual_seed(n)), n
+
+class Counted(StatefulDataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            print("read", file=ledger, flush=True)
+            yield batch
+
+def make(world):
+    sampler = paceline.DistributedSampler(Rows(), world.size, world.rank, pad=False)
+    return Counted(Rows(), batch_size=4, sampler=sampler, num_workers=2)
+
+ledger = open(here / f"ledger.{start}.{os.environ.get('RANK', 0)}", "w")
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), loader=make, epochs=2,
+                   folder=here / "run",
+                   options=paceline.RunOptions(progress="plain", checkpoint_every=5))
+for step in run:
+    with step:
+        for x, numbers in step.batches():
+            step.backward(run.model(x).square().mean())
+    print(json.dumps([step.epoch, step.number, numbers.tolist()]), file=ledger, flush=True)
+    if step.number == lost_in:
+        run.save()
+        break
+if lost_in:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_stateful_loader_continues_with_the_next_batch_and_reads_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(STATEFUL)
+    assert start(tmp_path, 2, 1, 9).returncode != 0
+    second = start(tmp_path, 2, 2, 0)
+    assert second.returncode == 0, second.stdout + second.stderr
+    seen: Counter[tuple[int, int]] = Counter()
+    read = 0
+    for path in tmp_path.glob("ledger.*"):
+        for line in path.read_text().splitlines():
+            if line == "read":
+                read += path.name.startswith("ledger.2")
+                continue
+            epoch, step, numbers = json.loads(line)
+            if path.name.startswith("ledger.2") or step <= 9:
+                seen.update((epoch, number) for number in numbers)
+    assert seen == Counter((epoch, n) for epoch in range(2) for n in range(50))
+    assert read == 2 * (14 - 9)  # 7 batches an epoch on each of two workers, 9 of them before

@@ -70,6 +70,8 @@ class RunOptions:
     """How an order is made: `torch`, as torch's DistributedSampler does, in 8 bytes per sample on
     every worker; `keyed`, another one in no memory and no time; `auto`, torch's up to 4,194,304
     samples, and what a run began with when it continues. See docs/data.md."""
+    steps_per_epoch: int | None = None
+    """How many batches of each worker are an epoch of `Run(loader=)`; None: the loader's length."""
     drop_last: bool = False
     """Whether samples that do not fill the last global batch of an epoch are left out of it."""
     clip_norm: float | None = None
@@ -136,6 +138,7 @@ class RunOptions:
                 f"patience is {self.patience}, and nobody says with what.",
                 advice='Pass best_metric="loss", or another name that run.evaluate() returns.',
             )
+        check_whole("steps_per_epoch", self.steps_per_epoch, or_none=True)
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
         for name, least in (least_by_name | {"trace_step": 0}).items():
             check_whole(name, getattr(self, name), least)
@@ -171,6 +174,7 @@ class RunConfig:
     ddp: DDPOptions | None
     sinks: Sequence[Sink]
     trackers: Sequence[str | Sink]
+    loader: Any
     options: RunOptions
 
     def __post_init__(self) -> None:
@@ -187,7 +191,8 @@ class RunConfig:
                     f"{name} is {value!r:.80}, which has no {missing[0]}.",
                     advice=f"Pass one of torch's kind, with {', '.join(members)}.",
                 )
-        check_whole("global_batch", self.global_batch)
+        self._check_loader()
+        check_whole("global_batch", self.global_batch, or_none=self.loader is not None)
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
         check_whole("workers", self.workers, 0)
@@ -196,6 +201,24 @@ class RunConfig:
         trackers = make_trackers(self.trackers, self.folder)
         check_sinks("trackers", trackers)
         self.sinks = [*self.sinks, *trackers]
+
+    def _check_loader(self) -> None:
+        """A run has either a dataset or a loader."""
+        if (self.loader is None) == (self.dataset is None):
+            what = "neither a dataset nor" if self.loader is None else "both a dataset and"
+            raise UsageError(f"There is {what} a loader.", advice="Pass one of them to Run.")
+        if self.loader is None and self.options.steps_per_epoch is not None:
+            raise UsageError(
+                "steps_per_epoch is for Run(loader=), and this run has a dataset.",
+                advice="Leave it out: an epoch is a pass over the dataset.",
+            )
+        given = {"shards": self.shards, "workers": self.workers or None}
+        for name, value in given.items():
+            if self.loader is not None and value is not None:
+                raise UsageError(
+                    f"{name} is {value!r}, and the run has a loader of its own.",
+                    advice=f"Leave {name} out: a worker's batch is a shard, and the loader loads.",
+                )
 
     @property
     def collate_fn(self) -> Collate:
@@ -225,6 +248,8 @@ class RunConfig:
         `order` is the one that the run began with, if it began before.
         """
         dataset, options = self.dataset, self.options
+        if self.loader is not None:
+            return None
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if not hasattr(dataset, "__iter__"):
                 raise UsageError(
@@ -279,7 +304,7 @@ class RunConfig:
             "model": describe_model(module),
             "seed": self.seed,
             "global_batch": self.global_batch,
-            "shards": shards,
+            "shards": shards if self.loader is None else None,
             "shuffle": self.options.shuffle,
             "order": self._describe_order(plan),
             "drop_last": self.options.drop_last,
@@ -299,6 +324,8 @@ class RunConfig:
         """What decides about the order of the samples, besides the seed."""
         if isinstance(self.dataset, Files):
             return self.dataset.describe()
+        if self.loader is not None:
+            return "the loader's"
         return None if plan is None or not plan.shuffle else plan.order
 
     def to_agree_on(self) -> dict[str, Any]:
@@ -322,10 +349,12 @@ class RunConfig:
         """What `run.json` says of the run."""
         now = time.time()
         before = None if folder is None else find_info(folder)
-        sentence = batch_sentence(self.global_batch, facts["workers"], facts["shards"])
-        same = ("seed", "global_batch", "shards", "workers", "dataset_size", "versions")
+        shards = facts["shards"] or facts["workers"]
+        sentence = batch_sentence(self.global_batch, facts["workers"], shards)
+        same = ("seed", "global_batch", "workers", "dataset_size", "versions")
         return RunInfo(
             **{name: facts[name] for name in same},
+            shards=shards,
             name=folder.name if folder else type(module).__name__,
             created=now if before is None else before.created,
             updated=now,
@@ -349,7 +378,7 @@ class RunConfig:
         position: Position,
     ) -> list[str]:
         """What is said when the loop begins."""
-        lines = [STREAM] if plan is None else []
+        lines = [STREAM] if plan is None and self.loader is None else []
         if isinstance(self.dataset, Files) and (files := len(self.dataset.files)) < shards:
             lines.append(
                 f"{count_text(files, 'file')} for {count_text(shards, 'shard')}: each is opened by "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +26,14 @@ from paceline.ddp import DDPOptions, DistributedDataParallel
 from paceline.ddp.wrapper import Wrapper, bare
 from paceline.errors import DesyncError, UsageError
 from paceline.observe.run_folder import RunFolder, last_recorded_step
-from paceline.observe.units import name_steps
+from paceline.observe.units import count_text, name_steps
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.continuity import Continuity
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
+from paceline.run.own_loader import OwnLoader, find_global_batch, length_of, make_own_loader
 from paceline.run.plan import Plan, Position, check_batch
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
@@ -53,6 +55,10 @@ from paceline.update import (
     step_in_pieces,
 )
 
+_REPEATED = (
+    "Epoch {} begins anew: its batches were those of the loaders of {}, so nobody knows which "
+    "samples the {} steps so far had. They are trained on again."
+)
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 
@@ -64,10 +70,18 @@ class StepContext:
         self.config, options = config, config.options
         self.world = world = config.world or find_world()
         self.membership = members = Membership.of(world.group)
+        if config.loader is not None:
+            config.loader = make_own_loader(config.loader, world)
+            if options.steps_per_epoch is None:
+                length_of(config.loader)
+            config.global_batch = config.global_batch or find_global_batch(
+                config.loader, world.size
+            )
         link = None
         is_formed_anew = members.group is dist.group.WORLD and can_form_anew(dist.get_backend())
         can_survive = is_formed_anew and env.read_survival() is not None
         can_survive = can_survive and not _has_sync_batch_norm(config.model)
+        can_survive = can_survive and config.loader is None  # which cannot be dealt anew
         shares_out = choose_update(
             options.update, config.optimizer, size=members.size, can_survive=can_survive
         )
@@ -138,6 +152,10 @@ class StepContext:
                 step_in_pieces(config.optimizer)
             position, sums = self.state.give_back(state) if state else (Position(), {})
             undo.pop_all()
+        other_size = config.loader is not None and (before or {}).get("workers") != world.size
+        repeated = position.step_of_epoch if other_size else 0
+        if repeated:
+            position, sums = replace(position, step_of_epoch=0), {}
         self.position = position
         """How far the run is."""
         self.agreed = agreed
@@ -162,11 +180,20 @@ class StepContext:
         self.generators.seed(config.seed, "between", position.step)
         self.loader_signals = LoaderSignals()
         loading = self.loading(config.workers)
-        self.loader: MapLoader | StreamLoader = (
-            StreamLoader(config, shards, members, loading)
-            if plan is None
-            else MapLoader(config, plan, members, loading)
-        )
+        self.loader: MapLoader | StreamLoader | OwnLoader
+        if config.loader is not None:
+            self.loader = OwnLoader(
+                config.loader,
+                members,
+                epochs=config.epochs,
+                seed=config.seed,
+                steps_per_epoch=options.steps_per_epoch,
+                states=(state or {}).get("loader"),
+            )
+        elif plan is None:
+            self.loader = StreamLoader(config, shards, members, loading)
+        else:
+            self.loader = MapLoader(config, plan, members, loading)
         has_buffers = next(module.buffers(), None) is not None
         self.buffers = Buffers(module, members) if has_buffers else None
         self.stop = StopRequest(self.sinks.say)
@@ -185,6 +212,9 @@ class StepContext:
             self.lines += describe_sharing(
                 config.optimizer, world.size, can_survive=can_survive, is_saved=config.is_saved
             )
+        if repeated:
+            epoch, workers = position.epoch + 1, (before or {})["workers"]
+            self.lines.append(_REPEATED.format(epoch, count_text(workers, "worker"), repeated))
         self.lines += self.watching.lines
         self.lines += _lines_on_repeated_steps(folder, position.step)
         members.follow(self.on_generation)

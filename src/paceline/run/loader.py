@@ -71,7 +71,7 @@ class MapLoader:
     @property
     def queued(self) -> int | None:
         """How many batches the loader's processes have ready; None where there are none."""
-        return _count_queued(self._batches)
+        return count_queued(self._batches)
 
     def close(self) -> None:
         """Let the loader's processes go."""
@@ -115,7 +115,7 @@ def make_loader(
     )
 
 
-def _count_queued(batches: Iterator[Any] | None) -> int | None:
+def count_queued(batches: Iterator[Any] | None) -> int | None:
     """How many batches wait in the queue of a `DataLoader` whose processes load them."""
     queue = getattr(batches, "_data_queue", None)
     try:
@@ -166,7 +166,7 @@ class StreamLoader:
 
     @property
     def queued(self) -> int | None:
-        return _count_queued(self._reading)
+        return count_queued(self._reading)
 
     def close(self) -> None:
         self._reading = None

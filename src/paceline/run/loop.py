@@ -27,6 +27,7 @@ from paceline.run.config import RunConfig, RunOptions
 from paceline.run.context import StepContext
 from paceline.run.evaluation import Score, evaluate
 from paceline.run.metrics import means
+from paceline.run.own_loader import OwnLoader
 from paceline.run.plan import Position
 from paceline.run.sinks import ALL_APPLIED, Message, Sink, StepReport, Summary
 from paceline.run.step import Step
@@ -47,7 +48,8 @@ class Run:
     is recorded there, and continues from its newest good checkpoint. `state` are further objects
     with `state_dict()` that belong to it, by name. `workers` are processes that load data. `ddp`
     are options of the engine, and `sinks` are told what happens, on rank 0; `trackers` are too, and
-    may be names: `"tensorboard"`, `"wandb:project"`.
+    may be names: `"tensorboard"`, `"wandb:project"`. Instead of a dataset, `loader` may give each
+    worker's batches: an iterable, or a function that makes one of a `World`; see docs/data.md.
 
     Invariant: the position moves with the commit of a step, so that a save at any time afterwards
     holds as many steps as the parameters do.
@@ -57,9 +59,9 @@ class Run:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        dataset: Any,
+        dataset: Any = None,
         *,
-        global_batch: int,
+        global_batch: int | None = None,
         epochs: int,
         seed: int = 0,
         folder: str | os.PathLike[str] | None = None,
@@ -72,6 +74,7 @@ class Run:
         ddp: DDPOptions | None = None,
         sinks: Sequence[Sink] = (),
         trackers: Sequence[str | Sink] = (),
+        loader: Any = None,
         options: RunOptions = DEFAULT_OPTIONS,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
@@ -92,7 +95,7 @@ class Run:
         self._is_running = False
         self._reported = 0
         self._epoch_s = time.perf_counter()
-        self._epoch_samples = self._context.position.step_of_epoch * global_batch
+        self._epoch_samples = self._context.position.step_of_epoch * config.global_batch
         self._phases: dict[str, float] = {}
 
     @property
@@ -150,6 +153,11 @@ class Run:
                 advice="Pass ema=0.999 in RunOptions.",
             )
         config, position = context.config, context.position
+        if dataset is None and config.dataset is None:
+            raise UsageError(
+                "There is no dataset to evaluate on: this run has a loader.",
+                advice="Pass one to run.evaluate(), of which every worker takes its share.",
+            )
         task = partial(
             evaluate,
             context,
@@ -447,6 +455,8 @@ class Run:
         context.rating.note(self.step, self._scores)
         context.update.finish()
         context.metrics.flush(wait=True)
+        if isinstance(context.loader, OwnLoader) and context.saving.is_on:
+            context.state.loaders = context.loader.gather_states(context.position)
         try:
             context.saving.save(
                 context.state,

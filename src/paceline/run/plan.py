@@ -43,6 +43,8 @@ class Portion:
     shards: list[Shard]
     """Without those that a short batch leaves empty."""
     ends_epoch: bool
+    busy: int | None = None
+    """How many shards of it have samples, on all workers; None: as many as there can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class RunState:
         self._module = module
         self._update, self._parts, self._rating = update, update.parts, rating
         self._others = dict(others)
+        self.loaders: list[Any] | None = None
+        """The states of all workers' loaders, where they have any."""
 
     def gather(
         self, position: Position, epoch_sums: Sums, *, with_parts: bool = True
@@ -67,6 +69,7 @@ class RunState:
             "position": [position.step, position.epoch, position.step_of_epoch],
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
+            **({} if self.loaders is None else {"loader": self.loaders}),
         }
 
     def take_part(self) -> None:
@@ -117,7 +120,7 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = {"model", "state", "position", "metrics", "rating"}
+        kept = {"loader", "model", "state", "position", "metrics", "rating"}
         there = (set(state) - kept) | {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:

@@ -71,6 +71,7 @@ class Step:
 
     def _deal(self, portion: Portion) -> None:
         """These shards of the batch are this worker's; none of them is computed yet."""
+        self._busy = portion.busy or min(self._context.shards, portion.samples)
         self._shards = portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
         self._shard: Shard | None = None
@@ -113,7 +114,7 @@ class Step:
         self._scale = context.size / self.samples
         if context.precision.is_short:
             self._scale, self._is_weighted = 1 / self.samples, True
-        self._has_idle_worker = min(context.shards, self.samples) < context.size
+        self._has_idle_worker = self._busy < context.size
         if context.noise is not None:
             context.noise.begin(self.number)
             if context.noise.is_measuring:
@@ -167,7 +168,7 @@ class Step:
                 if context.size > 1 and self.number >= context.vote.next_step:
                     context.vote.start(self.number)
                 if context.buffers is not None:
-                    context.buffers.settle(self.number, min(context.shards, self.samples))
+                    context.buffers.settle(self.number, self._busy)
                 self._is_summed = True
         except PeerError:
             if context.survival is None:
