@@ -41,6 +41,7 @@ unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a min
 integrations: $(VENV)/.installed-dev  ## the tests against other libraries, which it installs: 1 GB
 	$(PIP) --no-build-isolation --editable '.[datasets,docs,mlflow,parquet,tensorboard,torchdata,trackio,wandb,webdataset]'
 	$(PIP) --no-build-isolation --editable '.[accelerate,lightning,transformers]'
+	$(PIP) kubeflow-trainer-api
 	$(BIN)/pytest -q tests/integrations
 
 docs: $(VENV)/.installed-dev  ## build the documentation into build/site; a warning is an error

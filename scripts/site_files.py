@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-DATA = ("benchmarks/results/*.json", "examples/*.py", "examples/*.ipynb", "tests/data/*")
+DATA = ("benchmarks/results/*.json", "examples/**/*.*", "tests/data/*")
 
 
 def on_files(files: Any, config: Any) -> Any:
