@@ -40,7 +40,7 @@ unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a min
 
 integrations: $(VENV)/.installed-dev  ## the tests against other libraries, which it installs: 1 GB
 	$(PIP) --no-build-isolation --editable '.[datasets,docs,mlflow,parquet,tensorboard,torchdata,trackio,wandb,webdataset]'
-	$(PIP) --no-build-isolation --editable '.[accelerate,lightning,transformers]'
+	$(PIP) --no-build-isolation --editable '.[accelerate,lightning,ray,transformers]'
 	$(PIP) kubeflow-trainer-api
 	$(BIN)/pytest -q tests/integrations
 
