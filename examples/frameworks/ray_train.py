@@ -34,7 +34,7 @@ def train(config: dict) -> None:
 def main() -> None:
     storage = sys.argv[1] if len(sys.argv) > 1 else os.path.abspath("runs")
     # A cluster of this machine alone; ray.init() without arguments joins the one there is.
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+    ray.init(num_cpus=2, include_dashboard=False)
     trainer = TorchTrainer(
         train,
         scaling_config=ScalingConfig(num_workers=2),
