@@ -76,7 +76,7 @@ def train(
     run = Run(
         net,
         optimizer,
-        None if "loader" in arguments else dataset or Rows(),
+        Rows() if dataset is None and "loader" not in arguments else dataset,
         global_batch=global_batch,
         epochs=epochs,
         scheduler=scheduler,
