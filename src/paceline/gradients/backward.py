@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -61,10 +62,11 @@ class Arrivals:
         resting: each calls Python --(listen)--> only the awaited ones do --(rest)--> resting
 
     A hook of a few lines of Python takes longer than many a small layer, so while a backward is
-    followed most hooks are the `append` of a list, which runs no Python and forgets nothing.
+    followed most hooks are the `append` of a list, which runs no Python and forgets nothing. They
+    are all one object, a `partial`, so that one call changes what every one of them does.
 
     Invariant: at rest every parameter calls Python, so that no backward goes unnoticed, whichever
-    parameters it reaches. Holds hooks only while listening, and parameters never: see
+    parameters it reaches. Parameters own the hooks, which are held weakly here: see
     Note [Who keeps whom alive] in `reducer`.
     """
 
@@ -72,15 +74,27 @@ class Arrivals:
         self._handles: list[Any] = []
         self._places: list[tuple[int, Callable[[], _Hooks | None], int]] = []
         """Of each hook that need not be Python: its parameter's id, where it is kept, its key."""
-        self._replaced: list[tuple[_Hooks, int, _Hook]] = []
+        self._shared: Callable[[], Any] = _nothing
+        """The hook of all parameters that are not awaited."""
+        self._awaited: Container[int] = ()
 
     @property
     def is_hooked(self) -> bool:
         return bool(self._handles)
 
     def hook(self, param: Parameter, hook: _Hook, *, is_always_python: bool = False) -> None:
-        """Have this called whenever a gradient of the parameter is complete."""
-        handle: Any = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        """Have this called whenever a gradient of the parameter is complete.
+
+        All that need not be Python have the same one.
+        """
+        shared: Any = hook
+        if not is_always_python:
+            shared = self._shared()
+            if shared is None:
+                shared = partial(hook)
+                shared.reducer, shared.python = getattr(hook, "reducer", None), hook
+                self._shared = weakref.ref(shared)
+        handle: Any = param.register_post_accumulate_grad_hook(shared)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
         if not is_always_python:
             hooks: Any = param._post_accumulate_grad_hooks
@@ -92,24 +106,33 @@ class Arrivals:
         for handle in self._handles:
             handle.remove()
         self._handles, self._places = [], []
+        self._shared, self._awaited = _nothing, ()
 
     def listen(self, note: _Hook, awaited: Container[int]) -> None:
         """Until `rest`, have all but the parameters with these ids call `note` instead."""
-        self.rest()
-        self._replaced = [
-            (hooks, key, hooks[key])
-            for param, get, key in self._places
-            if param not in awaited and (hooks := get()) is not None and key in hooks
-        ]
-        for hooks, key, _ in self._replaced:
-            hooks[key] = note
+        shared = self._shared()
+        if shared is None:
+            return
+        if awaited is not self._awaited:
+            self._awaited = awaited
+            for param, get, key in self._places:
+                if (hooks := get()) is not None and key in hooks:
+                    hooks[key] = shared.python if param in awaited else shared
+        _redirect(shared, note)
 
     def rest(self) -> None:
         """Have every parameter call Python again."""
-        for hooks, key, hook in self._replaced:
-            if key in hooks:
-                hooks[key] = hook
-        self._replaced = []
+        if (shared := self._shared()) is not None:
+            _redirect(shared, shared.python)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _redirect(hook: Any, target: _Hook) -> None:
+    """Have a `partial` call another function from now on."""
+    hook.__setstate__((target, (), {}, vars(hook)))
 
 
 class BackwardFollower:
