@@ -416,10 +416,14 @@ def loopback_interface() -> str | None:
 
 
 def keep_gloo_on_loopback() -> None:
-    """Bind Gloo to loopback through the one variable it reads, unless the user chose another."""
-    loopback = loopback_interface()
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    """Bind Gloo to loopback, unless the user chose another interface."""
+    bind_gloo(loopback_interface())
+
+
+def bind_gloo(interface: str | None) -> None:
+    """Bind Gloo to an interface through the one variable it reads, unless the user has set it."""
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 @contextmanager

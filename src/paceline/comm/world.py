@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.quiet_exit import give_way_at_exit
-from paceline.comm.sockets import CONNECTIONS, is_served, listen
+from paceline.comm.sockets import CONNECTIONS, interface_towards, is_served, listen
 from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
 
@@ -127,6 +127,8 @@ def init_process_group(
         source = place.source
     if place is None or place.is_single_node:
         env.keep_gloo_on_loopback()
+    else:  # `paceline run` has done it already; torchrun and srun do not
+        env.bind_gloo(interface_towards(place.master_addr))
     with CONNECTIONS.recorded():
         dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
     return replace(current_world(), device=device, source=source, owns_group=True)
