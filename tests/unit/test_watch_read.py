@@ -297,6 +297,13 @@ def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -
     said = live.build(collect(folder.path))["log"]
     assert len(said) == 20
     assert said[-1] == "1/stderr: line 9999"
+    for place in (folder.logs, folder.events, folder.pipeline):
+        elsewhere = tmp_path / place.name
+        if place.exists():
+            place.rename(elsewhere)
+        place.symlink_to(elsewhere)
+    data = collect(folder.path)
+    assert (live.build(data)["log"], data.ranks, data.traces) == ([], {}, [])
 
 
 def test_blame_is_about_now(tmp_path: Path) -> None:

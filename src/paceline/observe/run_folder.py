@@ -89,11 +89,11 @@ class RunFolder:
 
     def event_ranks(self) -> list[int]:
         """The ranks that have written events, in order."""
-        return list(numbered_files(self.events, r"rank(\d{1,7})\.jsonl"))
+        return _numbers_in(self.events, r"rank(\d{1,7})\.jsonl")
 
     def pipeline_steps(self) -> list[int]:
         """The steps that were followed through the pipeline, in order."""
-        return list(numbered_files(self.pipeline, r"step(\d{1,15})\.json"))
+        return _numbers_in(self.pipeline, r"step(\d{1,15})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +328,11 @@ def sync_folder(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _numbers_in(folder: Path, pattern: str) -> list[int]:
+    """The numbers of the plain files in a folder that is one, and no link to somewhere else."""
+    return [] if folder.is_symlink() else list(numbered_files(folder, pattern))
 
 
 def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:

@@ -173,7 +173,7 @@ def _worker(
 
 def _log_lines(logs: Path) -> list[str]:
     """The last lines of the newest log files, each with the file's name: `0/stderr: ...`."""
-    found, folders = list[tuple[float, Path]](), [logs]
+    found, folders = list[tuple[float, Path]](), [] if logs.is_symlink() else [logs]
     while folders and len(found) < LOOKED_AT:
         with contextlib.suppress(OSError):
             for entry in islice(os.scandir(folders.pop()), LOOKED_AT):
