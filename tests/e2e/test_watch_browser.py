@@ -299,7 +299,11 @@ def test_a_server_that_is_gone_is_told_until_it_is_back_and_nothing_else_was_com
     assert page.locator("#learning .chart canvas").count() > 3
     address = urlsplit(page.url)
     token = parse_qs(address.query)["token"][0]
-    command = [sys.executable, "-c", AGAIN, "digits", token, str(address.port)]
+    command = [sys.executable, "-c", AGAIN, "digits", "x" * 43, str(address.port)]
     with subprocess.Popen(command, cwd=folder) as again:
-        gone.wait_for(state="detached")
+        page.locator("#overview .verdict.bad", has_text="has another token").wait_for()
+        again.kill()
+    command[-2] = token
+    with subprocess.Popen(command, cwd=folder) as again:
+        page.locator("#overview .verdict.bad").wait_for(state="detached")
         again.kill()

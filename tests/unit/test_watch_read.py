@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from synthetic_run import BEGAN, synthetic_run, synthetic_trace
 
 from paceline.explain.report import document
@@ -21,7 +23,7 @@ from paceline.observe.run_folder import EventTail, EventWriter, RunFolder, RunIn
 from paceline.record.schema import write as write_trace
 from paceline.watch import live
 from paceline.watch.follow import Watched
-from paceline.watch.terminal import head
+from paceline.watch.terminal import draw, head
 
 
 def shown(data: Any) -> dict[str, Any]:
@@ -233,6 +235,20 @@ def test_the_terminal_says_the_state_in_one_line(tmp_path: Path) -> None:
     run.read()
     said = head(run.build_live())
     assert said == "digits · finished · step 40 of 40 · epoch 5 of 5 · 2,667 samples/s"
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_terminal_has_a_row_for_each_worker_at_any_width(width: int, tmp_path: Path) -> None:
+    run = Watched([synthetic_run(tmp_path / "digits", steps=40, ranks=3, slow_rank=1).path]).first
+    run.read()
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(draw(run.build_live(), width))
+    lines = console.export_text().splitlines()
+    rows = [line for line in lines if "█" in line and "data" not in line]
+    assert [line.split()[:2] for line in rows] == [[str(rank), "40"] for rank in range(3)]
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    assert any(line.startswith("Worker 1 holds the others up") for line in lines)
 
 
 def test_a_folder_that_vanishes_leaves_the_page_as_it_was(tmp_path: Path) -> None:
