@@ -48,7 +48,7 @@ def run_on_files(world: Any = None, *, format: Any = None, **arguments: Any) -> 
 EVERY_ROW_ONCE = Counter((epoch, row) for epoch in range(2) for row in range(50))
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 def test_another_number_of_workers_continues_in_mid_epoch_with_the_same_training(
     before: int, after: int, tmp_path: Path
 ) -> None:

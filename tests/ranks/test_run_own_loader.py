@@ -107,8 +107,7 @@ def test_every_batch_of_every_worker_is_trained_on_and_uneven_ones_are_weighed(s
     assert_same(workers[0].parameters, by_hand(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("make", [Batches, Remembering])
+@pytest.mark.parametrize(("size", "make"), [(3, Batches), (1, Remembering), (3, Remembering)])
 def test_a_run_continues_in_mid_epoch_with_the_batch_that_would_have_come(
     size: int, make: type[Batches], tmp_path: Path
 ) -> None:
