@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import MissingLibraryError, UsageError
@@ -24,6 +24,7 @@ from paceline.run import Run
 from paceline.run.step import Step
 
 try:
+    import ray
     from ray import train
 except ModuleNotFoundError as error:
     raise MissingLibraryError(
@@ -45,7 +46,7 @@ class RayRun(Run):
     Ray is told after every epoch and every save: `step`, `epoch`, and the metrics since the last
     time by the names that trackers have, `epoch/loss` or `eval/accuracy`; with the checkpoint. A
     run that Ray starts again continues from the newest checkpoint that Ray has. Without a `folder`
-    there is a temporary one on each machine.
+    there is one in Ray's session folder on each machine.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class RayRun(Run):
                 advice="Make it in the function that TorchTrainer calls; elsewhere use "
                 "paceline.Run.",
             ) from error
-        if folder is None:
-            self._temporary = TemporaryDirectory(prefix="paceline-ray-")
-            folder = Path(self._temporary.name, context.get_experiment_name())
+        if (
+            folder is None
+        ):  # where Ray keeps what is temporary: it kills workers, which clean nothing
+            here = ray.get_runtime_context()
+            session = Path(here.get_temp_dir(), here.get_session_name())
+            folder = Path(mkdtemp(prefix="paceline-", dir=session), context.get_experiment_name())
         self._checkpoints = RunFolder(Path(folder)).checkpoints
         if context.get_world_rank() == 0:
             self._fetch()
