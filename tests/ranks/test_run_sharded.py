@@ -14,7 +14,7 @@ from paceline import World
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks
-from paceline.update.choice import choose_update
+from paceline.update.choice import choose_update, describe_sharing
 
 
 def options(update: str, **rest: Any) -> RunOptions:
@@ -82,6 +82,16 @@ def test_auto_shares_out_what_is_large_enough_where_nothing_is_lost() -> None:
     assert not choose(2**20 - 1)
     assert not choose(2**20, size=1)
     assert not choose(2**20, can_survive=True)
+
+
+@pytest.mark.parametrize(
+    ("is_saved", "words"),
+    [(True, "the others go back to the newest checkpoint"), (False, "its death ends the run")],
+)
+def test_a_run_that_could_survive_says_what_a_death_costs(is_saved: bool, words: str) -> None:
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    (line,) = describe_sharing(optimizer, 2, can_survive=True, is_saved=is_saved)
+    assert words in line
 
 
 def test_a_run_says_that_its_update_is_shared_out() -> None:
