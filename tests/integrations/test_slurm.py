@@ -202,6 +202,7 @@ def test_a_preempted_training_is_queued_again_and_ends_as_if_undisturbed(
         return info("status") == "finished"
 
     cluster.wait(is_finished)
+    cluster.wait(lambda: cluster.ask("squeue", "-h").strip() == "")  # nothing stays behind
     first, second = (read_state(cluster.folder / each)["model"] for each in (name, f"{name}-alone"))
     for key in first:
         torch.testing.assert_close(first[key], second[key], rtol=0, atol=1e-6)
