@@ -19,6 +19,7 @@ import paceline
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = (X.sum(1) * 2).long() % 3
 WORKERS = int(os.environ["WORLD_SIZE"])
+PATIENCE_S = 5.0
 
 
 class Stream(IterableDataset[Any]):
@@ -82,18 +83,28 @@ def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     return {"hits": (run.model(batch[0]).argmax(1) == batch[1]).double().mean()}
 
 
+def wait_for_replacements() -> None:
+    """Let them join before the training is over, and before the next fault strikes."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while run.membership.size < WORKERS and time.monotonic() < deadline_s:
+        survival = run._context.survival
+        if survival is None or survival.is_due:
+            return  # it can join after the next step
+        time.sleep(0.003)
+
+
 for step in run:
     with step:
         for x, y in step.batches():
             loss = cross_entropy(run.model(x), y)
             run.log("twice", 2 * loss.detach(), len(x))
             step.backward(loss)
-            # Give replacements time to join before the training is over.
-            time.sleep(0.003 if run.membership.size == WORKERS else 0.05)
+            time.sleep(0.003)
     average.steps += 1
     average.mean.lerp_(first.weight.detach(), 0.1)
     if step.ends_epoch:
         run.evaluate(score, ema=step.epoch % 2 == 0)
     elif step.number % 7 == 0:
         run.save()
+    wait_for_replacements()
 os.write(1, f"worker {os.environ['RANK']} is done\n".encode())

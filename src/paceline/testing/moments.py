@@ -40,8 +40,9 @@ class Moments:
     """The plan of faults in one worker, and the worker's own ledger.
 
     Every fault strikes once, when its worker first passes its moment at its step or a later one; at
-    those `OF_STEPS` only while all workers are there, so that faults do not pile up faster
-    than the dead are replaced. The step is that of the run: a replacement finds it in a file.
+    those `OF_STEPS` only while all workers are there, and not in a step in which one struck that
+    was planned for an earlier step, so that faults do not pile up faster than the dead are
+    replaced. The step is that of the run: a replacement finds it in a file.
     """
 
     def __init__(self, folder: Path, worker: int) -> None:
@@ -49,7 +50,8 @@ class Moments:
         """Whether this is a replacement that has not been let in yet."""
         self._folder, self._worker = folder, worker
         self._due: dict[str, list[tuple[int, Fault]]] = {}
-        for number, fault in enumerate(read_plan(folder).planned):
+        self._planned = read_plan(folder).planned
+        for number, fault in enumerate(self._planned):
             if fault.rank in (None, worker):
                 self._due.setdefault(fault.where, []).append((number, fault))
         path = folder / f"{WROTE}{worker}.{os.getpid()}.jsonl"
@@ -89,7 +91,7 @@ class Moments:
         if where in (*OF_STEPS, *OF_SHARING) and self._size < int(os.environ["WORLD_SIZE"]):
             return
         for number, fault in list(self._due.get(where or "", ())):
-            if self.step >= fault.step:
+            if self.step >= fault.step and (where not in OF_STEPS or self._is_turn_of(fault)):
                 self._due[fault.where].remove((number, fault))
                 if fault.action == "kill" and fault.seconds:
                     timer = threading.Timer(fault.seconds, self._strike, (number, fault))
@@ -97,6 +99,18 @@ class Moments:
                     timer.start()
                 else:
                     self._strike(number, fault)
+
+    def _is_turn_of(self, fault: Fault) -> bool:
+        """Whether those that were planned for earlier steps have struck, in steps before this."""
+        for number, other in enumerate(self._planned):
+            if other.where in OF_STEPS and other.step < fault.step:
+                try:
+                    struck = json.loads((self._folder / f"{STRUCK}{number}").read_bytes())
+                except (OSError, ValueError):  # not yet, or just now
+                    return False
+                if struck["step"] >= self.step:
+                    return False
+        return True
 
     @property
     def step(self) -> int:
