@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit integrations docs package bench clean
+.PHONY: help demo test lint types unit libraries integrations docs package bench clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -38,10 +38,12 @@ types: $(VENV)/.installed-dev  ## mypy --strict
 unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a minute
 	$(PYTEST) tests/unit
 
-integrations: $(VENV)/.installed-dev  ## the tests against other libraries, which it installs: 1 GB
+libraries: $(VENV)/.installed-dev  ## install the other libraries that tests use: 2 GB
 	$(PIP) --no-build-isolation --editable '.[datasets,docs,mlflow,parquet,tensorboard,torchdata,trackio,wandb,webdataset]'
 	$(PIP) --no-build-isolation --editable '.[accelerate,lightning,ray,transformers]'
 	$(PIP) kubeflow-trainer-api
+
+integrations: libraries  ## the tests against other libraries
 	$(BIN)/pytest -q tests/integrations
 
 docs: $(VENV)/.installed-dev  ## build the documentation into build/site; a warning is an error
