@@ -53,6 +53,12 @@ for step in run:
             path = pathlib.Path(f"run/tracker-{name}.json")
             while not path.exists() or "train" not in path.read_text():
                 time.sleep(0.1)
+        # W&B writes to its disk every 15 s; what it has not written is lost with the process.
+        files = pathlib.Path("run/wandb")
+        written = lambda: sum(path.stat().st_size for path in files.glob("o*/*.wandb"))
+        before = written()
+        while written() == before:
+            time.sleep(0.1)
         os._exit(3)
 """
 STEPS, EVALUATIONS = list(range(1, 17)), [4, 8, 12, 16]
