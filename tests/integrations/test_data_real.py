@@ -202,7 +202,7 @@ def test_a_damaged_file_is_named(kind: str, files: Path, tmp_path: Path) -> None
 
 
 STATEFUL = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, time
 import torch, paceline
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -241,6 +241,8 @@ for step in run:
         run.save()
         break
 if lost_in:
+    while not list((here / "run" / "checkpoints").glob(f"step-{lost_in:08}.*")):
+        time.sleep(0.02)  # it is written in the background
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
