@@ -25,7 +25,7 @@ PATIENCE_S = 2.0
 # Set on purpose by paceline itself, or by torch once it compiles: put back without complaint.
 OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_")
 OWN_FILES = {".hypothesis", ".pytest_cache", "__pycache__"}
-OWN_THREADS = ("pytest_timeout",)
+OWN_THREADS = ("pytest_timeout", "tqdm_monitor")  # torch.compile has a bar where tqdm is installed
 
 
 @dataclass(frozen=True)
