@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,3 +55,13 @@ def blocks(page: Path) -> list[Block]:
         reason = f"not installed: {', '.join(missing)}" if missing else said.get("not run", "")
         found.append(Block(language, code, said.get("given", ""), reason))
     return found
+
+
+def run_script(path: str | Path) -> None:
+    """On a worker: the script at `path`, which leaves the end of its group to the process.
+
+    torch 2.13 frees the reducer of a DDP with the GIL held. Where that ends the group, it joins
+    Gloo's threads, and one of them that still has a tensor to free waits for the GIL for ever.
+    """
+    dist.destroy_process_group = lambda *_: None
+    runpy.run_path(str(path), run_name="__main__")

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import paceline
-from tests.docs_code import PAGES, ROOT, Block, blocks
+from tests.docs_code import PAGES, ROOT, Block, blocks, run_script
 
 NAMES = """
 import os, torch, paceline
@@ -85,10 +84,6 @@ def test_the_fragments_of_a_page_run(page: Path) -> None:
 
 
 SCRIPTS = [(page, block.script) for page in PAGES for block in blocks(page) if block.script]
-
-
-def run_script(name: str) -> None:
-    runpy.run_path(name, run_name="__main__")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from tests.docs_code import ROOT, blocks
+from tests.docs_code import ROOT, blocks, run_script
 
 LIBRARIES = ("accelerate", "transformers", "lightning")
 MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
@@ -61,11 +60,7 @@ def train_without_enable(name: str, *arguments: str) -> None:
         importlib.import_module("paceline.lightning")
     sys.argv = [name, *arguments]
     paceline.enable = lambda: None  # type: ignore[assignment]
-    runpy.run_path(str(FOLDER / name), run_name="__main__")
-
-
-def run_script(name: str) -> None:
-    runpy.run_path(name, run_name="__main__")
+    run_script(FOLDER / name)
 
 
 PROGRAMS = [

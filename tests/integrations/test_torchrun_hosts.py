@@ -29,7 +29,8 @@ for _ in range({STEPS}):
     model(rows[world.rank :: world.size]).square().mean().backward()
     optimizer.step()
 place = [world.rank, world.size, world.local_rank, world.node]
-print("ended", json.dumps([place, model.bias.tolist()]), flush=True)
+# In one piece: two workers write to one file.
+print("ended " + json.dumps([place, model.bias.tolist()]) + "\\n", end="", flush=True)
 """
 
 
