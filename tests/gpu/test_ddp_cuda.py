@@ -132,7 +132,7 @@ def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
         assert "'2.weight' on rank 1" in str(error)
 
 
-def test_bucket_memory_is_freed_with_the_gradients() -> None:
+def test_a_forward_has_the_memory_of_gradients_that_were_freed() -> None:
     def peak_and_rest() -> tuple[int, int]:
         model = DistributedDataParallel(nn.Linear(2048, 2048, device="cuda"))
         model.register_comm_hook(None, _keep)
@@ -141,6 +141,8 @@ def test_bucket_memory_is_freed_with_the_gradients() -> None:
             model(torch.ones(1, 2048, device="cuda")).sum().backward()
         with_gradients = torch.cuda.memory_allocated()
         model.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(1, 2048, device="cuda"))
         return with_gradients, torch.cuda.memory_allocated()
 
     with init_process_group():

@@ -110,4 +110,4 @@ def test_by_default_there_are_at_least_four_buckets_unless_their_messages_would_
 
 def test_on_a_gpu_a_small_first_bucket_leaves_early() -> None:
     gradients = [Flat(10, torch.float32, torch.device("cuda"))]
-    assert default_capacities(gradients) == [MIB, 25 * MIB]
+    assert default_capacities(gradients) == [MIB, 32 * MIB]

@@ -446,7 +446,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, Joinable):
             self.check_in_sync()
 
     def _before_forward(self) -> None:
-        self._reducer.check_not_interrupted()
+        self._reducer.on_forward()
         self._reducer.unmarked_wish = None  # a backward inside this forward is not the last one's
         watched = self._reducer.observer
         is_joinable = self._reducer.is_joined = self._join_config.enable

@@ -56,6 +56,7 @@ class Bucket:
     """One flat buffer and the gradients in it.
 
         empty --(fill)--> local gradients --(reduced by the owner)--> averages --(hand_out)--> empty
+        empty --(lend)--> without memory, until the next fill
 
     `views[i]` is the place of the i-th gradient, with its parameter's own strides.
     With `always_views` even a gradient tensor that somebody else owns is replaced by its view.
@@ -84,6 +85,7 @@ class Bucket:
         self._storage_uses = 0
         self._geometry: list[Any] = []
         self._versions: list[int] | None = None
+        self._is_lent = False
         self._is_plain = False
         self._has_gaps = sum(slot.stop - slot.start for slot in plan.slots) < plan.numel
         """Between gradients, where zeros are."""
@@ -101,6 +103,7 @@ class Bucket:
     def fill(self) -> list[int]:
         """Bring every local gradient into the buffer, scaled; list the unused parameters."""
         grads = self._grads()
+        self._take_back()
         if not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
@@ -146,6 +149,7 @@ class Bucket:
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
+        self._take_back()
         if not self._is_intact() or self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
@@ -213,6 +217,23 @@ class Bucket:
         """Give the memory up to the gradients that are views of it."""
         self.buffer = self.flat = self.trailer = _NO_MEMORY
         self.views = []
+        self._is_lent = False
+
+    def lend(self) -> None:
+        """Let a forward pass have the memory, if nobody looks at it: see Note [Lent memory]."""
+        if self._is_lent or not self._is_intact() or not self._is_unwatched():
+            return
+        self.buffer.untyped_storage().resize_(0)
+        self._is_lent = True
+
+    def _take_back(self) -> None:
+        if not self._is_lent:
+            return
+        self._is_lent = False
+        self.buffer.untyped_storage().resize_(self.plan.nbytes)
+        if self._has_gaps:
+            self.buffer.zero_()
+        self._geometry = geometry(self.views)
 
     def is_average_added_to(self) -> bool:
         """Whether gradients were added onto averages, and nobody zeroed these in between."""
@@ -281,7 +302,8 @@ class Bucket:
         The views are what users have as `param.grad`, and `p.grad.data = ...`, `p.grad.set_(...)`
         or `module._apply(...)` make such a tensor another one, without a trace in the object.
         """
-        return self.buffer is not _NO_MEMORY and geometry(self.views) == self._geometry
+        has_memory = self.buffer is not _NO_MEMORY and not self._is_lent
+        return has_memory and geometry(self.views) == self._geometry
 
     def _is_unwatched(self) -> bool:
         """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
@@ -416,6 +438,12 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
 # a home (shared memory) comes back to it when its holders have let go.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.
+
+# Note [Lent memory]
+# On a GPU memory is dearer than on a host, and a forward pass needs the most when there are no
+# gradients. So when one begins and no gradient is alive, a bucket there gives its memory to the
+# allocator and gets some back when it is filled. The views stay, without memory: making new ones
+# takes longer than many a small layer.
 
 # Note [The first fill]
 # Before the first backward nobody knows how gradients come, so that all of them are there when the

@@ -48,7 +48,7 @@ def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = 
     they hide. On GPUs a small first bucket leaves early, and larger ones use the network well.
     """
     if any(gradient.device.type != "cpu" for gradient in gradients):
-        return [MIB, 25 * MIB]
+        return [MIB, 32 * MIB]
     total = sum(gradient.nbytes for gradient in gradients)
     return [max(min(4 * MIB, -(-total // 4)), MIB // 4 if messages_are_cheap else MIB)]
 

@@ -198,6 +198,14 @@ class Reducer(BackwardFollower):
     def _alive(self, refs: Sequence[ParamRef]) -> Iterator[Parameter]:
         return (param for param in (ref.get() for ref in refs) if param is not None)
 
+    def on_forward(self) -> None:
+        """A forward pass begins."""
+        self.check_not_interrupted()
+        if self.current is None:  # else it is one inside a backward
+            for bucket in self._layout.buckets:
+                if bucket.plan.device.type != "cpu":
+                    bucket.lend()
+
     def check_not_interrupted(self) -> None:
         """If the last backward broke off half-way on this rank, tell the others and raise."""
         if self.broken is not None:
@@ -434,9 +442,6 @@ class Reducer(BackwardFollower):
             self._share_sparse(current, factor)
         if votes:
             self._adopt(factor)
-        for bucket in self._layout.buckets:
-            if bucket.plan.device.type != "cpu":
-                bucket.release()
 
     def _share_sparse(self, current: Backward, factor: float | Tensor) -> None:
         for ref in self._sparse:
