@@ -87,7 +87,7 @@ class EpochOfFiles:
         self._lanes, self._epoch = lanes, epoch
         count = len(lanes.counts)
         key = lanes.seed, "files", epoch
-        order = KeyedOrder(count, *key).at(range(count)) if lanes.shuffle else torch.arange(count)
+        order = KeyedOrder(count, *key)[:] if lanes.shuffle else torch.arange(count)
         self.files: list[int] = order.tolist()
         """Which file is at which place of the row."""
         self.starts = [0, *accumulate(lanes.counts[file] for file in self.files)]
@@ -98,9 +98,9 @@ class EpochOfFiles:
         """Those of the windows that were asked for last, by lane."""
         self._place_by_file = {file: place for place, file in enumerate(self.files)}
 
-    def at(self, places: range) -> Tensor:
-        """The numbers of the samples of a shard of a batch: `places` of the order of an epoch."""
-        lanes = self._lanes
+    def __getitem__(self, where: slice) -> Tensor:
+        """The numbers of the samples of a shard of a batch, by its places in the order."""
+        lanes, places = self._lanes, range(where.start, where.stop, where.step)
         step, shard = divmod(places.start, lanes.global_batch)
         lane = shard * lanes.lanes + step % lanes.lanes
         done = step // lanes.lanes * lanes.share(shard)
@@ -110,8 +110,8 @@ class EpochOfFiles:
             window = self.window(lane, begin)
             part = range(begin, min(stop, window.stop))
             if lanes.shuffle:
-                inside = range(part.start - window.start, part.stop - window.start)
-                parts.append(self._shuffled(lane, window).at(inside) + window.start)
+                inside = slice(part.start - window.start, part.stop - window.start)
+                parts.append(self._shuffled(lane, window)[inside] + window.start)
             else:
                 parts.append(torch.arange(part.start, part.stop))
             begin = part.stop

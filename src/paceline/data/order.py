@@ -43,8 +43,9 @@ class KeyedOrder:
         self._block_number, self._block = -1, torch.empty(0, dtype=torch.int64, device="cpu")
         self._keys = [int.from_bytes(each, "little", signed=True) for each in numbers]
 
-    def at(self, positions: range) -> Tensor:
-        """The numbers at these positions."""
+    def __getitem__(self, where: slice) -> Tensor:
+        """The numbers at these positions, as a tensor of all of them would give them."""
+        positions = range(*where.indices(self.total))
         block = positions.start // _BLOCK
         if not positions or positions[-1] // _BLOCK != block:
             return self._compute(positions)
@@ -79,24 +80,14 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
     return mixed.bitwise_xor_(mixed >> 32).mul_(-0x4B47D0C5AD9F1D3B).bitwise_right_shift_(33)
 
 
-class TorchOrder:
-    """The order that torch's `DistributedSampler` draws: a list of all numbers, shuffled."""
-
-    def __init__(self, total: int, seed: int, epoch: int) -> None:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        self._numbers = torch.randperm(total, generator=generator, device="cpu")
-
-    def at(self, positions: range) -> Tensor:
-        return self._numbers[positions.start : positions.stop : positions.step]
-
-
 def choose_order(total: int) -> OrderName:
     """What a run takes where nobody says: torch's, until keeping it costs something."""
     return "torch" if total <= KEEPS_UP_TO else "keyed"
 
 
-def draw_order(name: OrderName, total: int, seed: int, epoch: int) -> TorchOrder | KeyedOrder:
-    """The order of one epoch."""
+def draw_order(name: OrderName, total: int, seed: int, epoch: int) -> Tensor | KeyedOrder:
+    """The order of one epoch; "torch" is the list that torch's `DistributedSampler` draws."""
     if name == "torch":
-        return TorchOrder(total, seed, epoch)
+        generator = torch.Generator().manual_seed(seed + epoch)
+        return torch.randperm(total, generator=generator, device="cpu")
     return KeyedOrder(total, seed, "epoch", epoch)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import foreign
 from paceline.data.deal import ResumableSampler, Tail, deal
-from paceline.data.order import KeyedOrder, OrderName, TorchOrder, draw_order
+from paceline.data.order import KeyedOrder, OrderName, draw_order
 from paceline.errors import UsageError, check_choice
 
 _AT_A_TIME = 2**14
@@ -124,14 +125,14 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
         return shuffled if self.shuffle else "sequential"
 
 
-def _look_up(order: TorchOrder | KeyedOrder, positions: range, total: int) -> Iterator[int]:
+def _look_up(order: Tensor | KeyedOrder, positions: range, total: int) -> Iterator[int]:
     """What is at these positions, the last of which may be past the end and mean the beginning."""
     for begin in range(0, len(positions), _AT_A_TIME):
         part = positions[begin : begin + _AT_A_TIME]
         inside = range(part.start, min(part.stop, total), part.step)
-        yield from order.at(inside).tolist()
+        yield from order[inside.start : inside.stop : inside.step].tolist()
         for position in part[len(inside) :]:
-            yield int(order.at(range(position % total, position % total + 1)))
+            yield int(order[position % total : position % total + 1])
 
 
 class PaddedDistributedSampler(DistributedSampler):

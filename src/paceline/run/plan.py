@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paceline.data.lanes import EpochOfFiles, Lanes
-from paceline.data.order import KeyedOrder, OrderName, TorchOrder, draw_order
+from paceline.data.order import KeyedOrder, OrderName, draw_order
 from paceline.errors import UsageError
 
 
@@ -116,14 +118,14 @@ class Plan:
                 if places := batch[number :: self.shards]:
                     indices = list(places)
                     if order is not None:
-                        indices = order.at(places).tolist()
+                        indices = order[places.start : places.stop : places.step].tolist()
                     shards.append(Shard(step, epoch, number, indices))
             if self.merge_shards and len(shards) > 1:
                 together = [index for shard in shards for index in shard.indices]
                 shards = [Shard(step, epoch, shards[0].number, together)]
             yield Portion(step, epoch, len(batch), shards, step % per_epoch == 0)
 
-    def _order(self, epoch: int) -> TorchOrder | KeyedOrder | EpochOfFiles | None:
+    def _order(self, epoch: int) -> Tensor | KeyedOrder | EpochOfFiles | None:
         """The order of the samples in an epoch; None: as they stand."""
         if self.lanes is not None:
             return self.lanes.epoch(epoch)
