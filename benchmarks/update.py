@@ -2,12 +2,14 @@
 
 As `step`, whose processes and turns these are, with another optimizer: fused, or as torch makes it
 by default, which on CPUs is a loop over tensors. The floor is no communication at all and the whole
-update. `ZeroRedundancyOptimizer` is torch's way to share an update out by whole tensors.
+update. torch's `ZeroRedundancyOptimizer` shares an update out by whole tensors. DeepSpeed's ZeRO-1
+takes part where it is installed: it cuts flat buffers, as we do.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from paceline.transport.select import keep_freed_memory
 FORMS = {"fused": {"fused": True}, "default": {}}
 """Of AdamW, with the arguments that choose them."""
 RATE = 1e-4
+DEEPSPEED = "DeepSpeed, ZeRO-1"
 TUNED: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "static_graph": True,
@@ -71,6 +74,18 @@ def _zero(module: nn.Module, form: dict[str, Any]) -> Trainer:
     return Trainer(wrapped, optimizer)
 
 
+def _deepspeed(module: nn.Module, form: dict[str, Any]) -> Trainer:
+    deepspeed: Any = importlib.import_module("deepspeed")
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=AdamW(module.parameters(), lr=RATE, **form),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}},
+        dist_init_required=False,
+    )
+    engine.optim = engine.optimizer.optimizer
+    return Trainer(engine, engine, engine.backward)
+
+
 BUILD: dict[str, Callable[[nn.Module, dict[str, Any]], Trainer]] = {
     FLOOR: _bare,
     KEPT_FLOOR: _kept,
@@ -81,6 +96,7 @@ BUILD: dict[str, Callable[[nn.Module, dict[str, Any]], Trainer]] = {
     "torch tuned, 5 MB": _torch(5),
     "torch tuned, 25 MB": _torch(25),
     "torch, ZeroRedundancyOptimizer": _zero,
+    DEEPSPEED: _deepspeed,
 }
 FLOORS = [FLOOR, KEPT_FLOOR]
 
@@ -138,6 +154,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     first = (FLOOR, "paceline", "paceline, shared out")
     names = [name for name in BUILD if name in first or args.only in name]
+    if importlib.util.find_spec("deepspeed") is None:
+        names = [name for name in names if name != DEEPSPEED]
     for model in read_names(args.model, MODELS):
         for form in args.form.split(","):
             title = f"{model}, AdamW {form}, {args.ranks} ranks"
