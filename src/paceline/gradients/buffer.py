@@ -103,9 +103,7 @@ class Bucket:
     def fill(self) -> list[int]:
         """Bring every local gradient into the buffer, scaled; list the unused parameters."""
         grads = self._grads()
-        self._take_back()
-        if not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
-            self._allocate()
+        self._make_ready()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views)
@@ -149,8 +147,8 @@ class Bucket:
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
-        self._take_back()
-        if not self._is_intact() or self._is_watched([None] * len(self.views)):
+        self._make_ready()
+        if self._is_watched([None] * len(self.views)):
             self._allocate()
         self.flat.zero_()
         self._is_plain = False
@@ -226,14 +224,16 @@ class Bucket:
         self.buffer.untyped_storage().resize_(0)
         self._is_lent = True
 
-    def _take_back(self) -> None:
-        if not self._is_lent:
-            return
-        self._is_lent = False
-        self.buffer.untyped_storage().resize_(self.plan.nbytes)
-        if self._has_gaps:
-            self.buffer.zero_()
-        self._geometry = geometry(self.views)
+    def _make_ready(self) -> None:
+        """See to it that there is memory, and that the views are views of it."""
+        if self._is_lent:
+            self._is_lent = False
+            self.buffer.untyped_storage().resize_(self.plan.nbytes)
+            if self._has_gaps:
+                self.buffer.zero_()
+            self._geometry = geometry(self.views)
+        elif not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
+            self._allocate()
 
     def is_average_added_to(self) -> bool:
         """Whether gradients were added onto averages, and nobody zeroed these in between."""

@@ -45,10 +45,11 @@ def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = 
     """How large buckets are unless the caller says: small enough to leave while backward runs.
 
     On CPUs 4 MiB, and at least four buckets; but not so many that their messages cost more than
-    they hide. On GPUs a small first bucket leaves early, and larger ones use the network well.
+    they hide. On GPUs a small first bucket leaves early, and the larger that follow keep the
+    network busy while backward runs: a host starts each of them, and has little time to spare.
     """
     if any(gradient.device.type != "cpu" for gradient in gradients):
-        return [MIB, 32 * MIB]
+        return [MIB, 25 * MIB, 50 * MIB]
     total = sum(gradient.nbytes for gradient in gradients)
     return [max(min(4 * MIB, -(-total // 4)), MIB // 4 if messages_are_cheap else MIB)]
 
@@ -63,9 +64,10 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Pack gradients into buckets in the order given, one dtype and device to a bucket.
 
-    The i-th bucket to be opened holds at most the i-th capacity, the last capacity repeating.
-    A gradient larger than that gets a bucket to itself: none is ever split. Buckets are listed
-    in the order in which their last gradient comes. The last bucket carries the trailer, or,
+    The i-th bucket to be opened is full once it holds the i-th capacity, the last one repeating;
+    no gradient is ever split. So even the first leaves with something to do for the network, and
+    the blocks of a model, a little larger than that as they may be, are not cut in two. Buckets
+    are listed in the order in which their last gradient comes. The last carries the trailer, or,
     where its dtype cannot count (or with `trailer_apart`), a bucket of its own does. With
     `is_aligned` gradients begin at multiples of `ALIGNMENT_BYTES`, with gaps between them.
     """
@@ -81,16 +83,14 @@ def plan_buckets(
     for param in order:
         gradient = gradients[param]
         kind = (gradient.dtype, gradient.device)
-        members = open_by_kind.get(kind)
-        if members and gradient.nbytes > room_by_kind[kind]:
-            closed.append(members)
-            members = None
-        if not members:
-            members = open_by_kind[kind] = []
+        if kind not in open_by_kind:
+            open_by_kind[kind] = []
             room_by_kind[kind] = capacities_bytes[min(opened, len(capacities_bytes) - 1)]
             opened += 1
-        members.append(param)
+        open_by_kind[kind].append(param)
         room_by_kind[kind] -= gradient.nbytes
+        if room_by_kind[kind] <= 0:
+            closed.append(open_by_kind.pop(kind))
     position_by_param = {param: position for position, param in enumerate(order)}
     groups = closed + list(open_by_kind.values())
     groups.sort(key=lambda members: position_by_param[members[-1]])
