@@ -45,14 +45,10 @@ def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = 
     """How large buckets are unless the caller says: small enough to leave while backward runs.
 
     On CPUs 4 MiB, and at least four buckets; but not so many that their messages cost more than
-    they hide. On GPUs a small first bucket leaves early, and nothing hides the last ones, so they
-    are small again; in between they are large, because a host that starts each of them has little
-    time to spare.
+    they hide. On GPUs a small first bucket leaves early, and larger ones use the network well.
     """
     if any(gradient.device.type != "cpu" for gradient in gradients):
-        small, large = 25 * MIB, 50 * MIB
-        middle = sum(g.nbytes for g in gradients if g.nbytes < large) - MIB - 3 * small
-        return [MIB, small, *[large] * (middle // large), small]
+        return [MIB, 25 * MIB]
     total = sum(gradient.nbytes for gradient in gradients)
     return [max(min(4 * MIB, -(-total // 4)), MIB // 4 if messages_are_cheap else MIB)]
 
