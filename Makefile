@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test lint types unit libraries integrations docs package bench clean
+.PHONY: help demo test tests lint types unit libraries integrations docs package bench clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -23,8 +23,10 @@ help:  ## show this list (the default)
 demo: $(VENV)/.installed  ## set up, then train a small model on two CPU workers
 	@$(BIN)/paceline demo
 
-test: $(VENV)/.installed-dev  ## set up, then lint, check types and run every test
-	@$(MAKE) --no-print-directory -j2 lint types
+test: lint  ## set up, then lint, check types and run every test
+	@$(MAKE) --no-print-directory -j2 types tests
+
+tests: $(VENV)/.installed-dev
 	$(PYTEST)
 
 lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
