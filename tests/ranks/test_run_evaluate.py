@@ -131,6 +131,8 @@ def test_scores_that_could_mean_anything_are_refused(scores: Any, message: str) 
     run = make(mlp())
     with pytest.raises(UsageError, match=message):
         run.evaluate(lambda _: scores)
+    with pytest.raises(UsageError, match="a function that scores a batch, not Rows"):
+        run.evaluate(Rows(), lambda _: scores)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="reduction is 'none'"):
         run.evaluate(lambda _: scores, reduction="none")  # type: ignore[arg-type]
 

@@ -62,7 +62,7 @@ def train(folder: Path, *trackers: Any, epochs: int = 2) -> paceline.Run:
         epochs=epochs,
         folder=folder,
         trackers=trackers,
-        options=paceline.RunOptions(progress="plain"),
+        options=paceline.RunOptions(progress="plain", ema=0.9),
     )
     for step in run:
         with step:
@@ -82,7 +82,9 @@ def test_a_tracker_gets_every_step_and_epoch_and_the_settings(tmp_path: Path) ->
     assert [p.step for p in memory.points if p.kind == "train"] == list(range(1, 9))
     assert [(p.step, p.epoch) for p in memory.points if p.kind == "epoch"] == [(4, 0), (8, 1)]
     assert memory.points[0].values.keys() == {"train/loss", "train/lr", "train/samples_per_s"}
-    assert memory.settings["global_batch"] == 8
+    wanted = {"global_batch": 8, "optimizer": "SGD", "ema": "0.9", "progress": "plain"}
+    assert {name: memory.settings[name] for name in wanted} == wanted
+    assert "precision" not in memory.settings, "it is as it comes"
     assert memory.status == "finished"
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -365,9 +365,20 @@ class RunConfig:
             parameters=sum(param.numel() for param in module.parameters()),
             device=str(next((param.device for param in module.parameters()), "cpu")),
             host=socket.gethostname(),
+            settings=self._settings(),
             policy=list(self.options.policy) or [sentence],
             command=env.read_command(sys.argv),
         )
+
+    def _settings(self) -> dict[str, str]:
+        found: dict[str, Any] = {"optimizer": type(self.optimizer).__name__}
+        found |= self.optimizer.defaults
+        for option in fields(self.options):
+            value = getattr(self.options, option.name)
+            if value != option.default and option.name != "policy":
+                found[option.name] = value
+        kinds = (str, int, float, tuple)
+        return {name: str(value) for name, value in found.items() if isinstance(value, kinds)}
 
     def opening_lines(
         self,

@@ -147,6 +147,11 @@ class Run:
         """
         self._refuse_inside_step("evaluate")
         context, begin_s = self._context, time.perf_counter()
+        if not callable(score):
+            raise UsageError(
+                f"run.evaluate() takes a function that scores a batch, not {type(score).__name__}.",
+                advice="Call run.evaluate(score, dataset).",
+            )
         if ema and context.average is None:
             raise UsageError(
                 "run.evaluate(ema=True) was called in a run that averages no weights.",

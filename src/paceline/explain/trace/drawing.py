@@ -169,7 +169,8 @@ def _stage(
         yield connect(lanes, len(boxes), width)
     yield from side_by_side(boxes, width, is_fed=lanes > 0)
     if trace.workers > len(boxes) > 0 and (len(boxes) > 1 or stage.parts[0].worker is not None):
-        others = count_text(trace.workers - len(boxes), "other worker")
+        kind = "replica" if trace.engine == "DataParallel" else "worker"
+        others = count_text(trace.workers - len(boxes), f"other {kind}")
         yield f"{' ' * MARGIN}and {others} in the same way"
 
 
