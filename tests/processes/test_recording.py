@@ -34,7 +34,7 @@ def train(world: World, folder: str) -> None:
         model = DistributedDataParallel(
             seeded(net),
             process_group=world.group,
-            bucket_cap_mb=0.002,
+            bucket_cap_mb=0.0004,
             options=DDPOptions(transport=transport),  # type: ignore[arg-type]
         )
         for _ in range(STEPS):
