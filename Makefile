@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-check \
 	--constraint constraints.txt
 
-# Test files are shared out to this many processes, each of which reads all of them first. Two more
+# Test files are shared out to this many processes, each of which reads all of them first. One more
 # than there are cores in a small machine, because many tests wait.
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 3
 # The tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

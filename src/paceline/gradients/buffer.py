@@ -102,13 +102,14 @@ class Bucket:
     @torch.no_grad()
     def fill(self) -> list[int]:
         """Bring every local gradient into the buffer, scaled; list the unused parameters."""
-        grads = self._grads()
+        params = self.params
+        grads: list[Any] = [None if param is None else param.grad for param in params]
         self._make_ready()
         self._is_plain = self._is_unwatched() and _are_unshared(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views)
             del grads
-            self._hand_out_all()
+            self._hand_out_all(params)
             if self._is_new:
                 self._is_new = False
                 give_back_freed_memory()
@@ -172,7 +173,7 @@ class Bucket:
         except RuntimeError as error:
             raise self._why_refused() from error
 
-    def _hand_out_all(self) -> None:
+    def _hand_out_all(self, params: Sequence[Parameter | None]) -> None:
         """Make the views the gradients as soon as they hold what the gradients held.
 
         That frees the gradients' own memory in the middle of backward, where the next layers
@@ -180,7 +181,7 @@ class Bucket:
         looks before.
         """
         try:
-            for param, view in zip(self.params, self.views, strict=True):
+            for param, view in zip(params, self.views, strict=True):
                 if param is not None:
                     param.grad = view
         except RuntimeError as error:

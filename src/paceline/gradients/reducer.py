@@ -7,7 +7,6 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -296,11 +295,11 @@ class Reducer(BackwardFollower):
 
     def _count(self, current: Backward) -> None:
         """Take the gradients that have come since the last time off what buckets wait for."""
-        came = current.arrived[current.counted :]
+        came, before = current.arrived[current.counted :], current.counted
         current.counted += len(came)
-        for bucket, times in Counter(map(self._layout.bucket_by_id.get, map(id, came))).items():
-            if bucket is None or not current.missing:
-                continue
+        if not current.missing:
+            return
+        for bucket, times in self._layout.count(before, came):
             current.missing[bucket] -= times
             if bucket < len(current.in_flight):
                 raise self._late_gradient(came, len(current.in_flight))

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import Host, two_hosts
+
+from tests.hosts import Host, two_hosts
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
