@@ -46,6 +46,28 @@ def test_workers_that_share_a_gpu_train_as_one_does(size: int) -> None:
         assert_same(parameters, expected, rtol=1e-3, atol=1e-5)
 
 
+def weigh_on_gpu(world: World | None, precision: Any) -> list[Tensor]:
+    """Losses over other items than samples, in shards of which the last are short."""
+    net = seeded(nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    options = RunOptions(progress="quiet", precision=precision)
+    how: dict[str, Any] = {"global_batch": 9, "epochs": 2, "shards": 4, "options": options}
+    run = Run(net, optimizer, Rows(19), world=world, **how)
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                items = 1 + int(y.sum())
+                step.backward(F.cross_entropy(run.model(x), y), items=items)
+    return [param.detach().cpu() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weighted_losses_on_a_gpu_do_not_depend_on_the_workers(precision: Any) -> None:
+    expected = weigh_on_gpu(None, precision)
+    for found in run_processes(2, weigh_on_gpu, precision):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_dropout_on_the_device_follows_the_step_and_the_shard(tmp_path: Path) -> None:
     def build() -> nn.Module:
         net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))

@@ -83,6 +83,11 @@ def test_a_bucket_is_full_once_it_holds_its_capacity() -> None:
     assert [[slot.param for slot in plan.slots] for plan in plans] == [[0, 1], [2, 3, 4], [5]]
 
 
+def test_nothing_waits_for_a_gradient_that_fills_a_bucket_alone() -> None:
+    plans = plan_buckets(floats(5, 1000, 7, 1000), range(4), [100])
+    assert [[slot.param for slot in plan.slots] for plan in plans] == [[0, 1], [2], [3]]
+
+
 @pytest.mark.parametrize("caps", [[], [0], [-1], [10, 0]])
 def test_impossible_capacities_are_refused(caps: list[int]) -> None:
     with pytest.raises(UsageError, match="positive"):

@@ -28,7 +28,8 @@ class GradBucket:
         self._bucket = bucket
         self._index = index
         self._is_last = is_last
-        self._buffer = bucket.flat
+        # Another tensor, so that memory which a hook keeps counts as looked at.
+        self._buffer = bucket.flat.detach()
 
     def index(self) -> int:
         return self._index

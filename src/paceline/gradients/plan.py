@@ -8,7 +8,7 @@ order they are expected to become ready, so that the first bucket can leave earl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,7 +44,7 @@ class BucketPlan(Flat):
 def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = True) -> list[int]:
     """How large buckets are unless the caller says: small enough to leave while backward runs.
 
-    On CPUs 4 MiB, and at least four buckets; but not so many that their messages cost more than
+    On CPUs 4 MiB, and about four buckets at least; but not so many that messages cost more than
     they hide. On GPUs a small first bucket leaves early, and larger ones use the network well.
     """
     if any(gradient.device.type != "cpu" for gradient in gradients):
@@ -65,7 +65,8 @@ def plan_buckets(
 
     The i-th bucket to be opened is full once it holds the i-th capacity, the last one repeating;
     no gradient is ever split. So even the first leaves with something to do for the network, and
-    the blocks of a model, a little larger than that as they may be, are not cut in two. Buckets
+    the blocks of a model, a little larger than that as they may be, are not cut in two. A gradient
+    that fills a bucket alone is not waited for, unless by less than a quarter of a bucket. Buckets
     are listed in the order in which their last gradient comes. The last carries the trailer, or,
     where its dtype cannot count (or with `trailer_apart`), a bucket of its own does. With
     `is_aligned` gradients begin at multiples of `ALIGNMENT_BYTES`, with gaps between them.
@@ -75,26 +76,38 @@ def plan_buckets(
             f"Bucket capacities must be positive, not {list(capacities_bytes)} bytes.",
             advice="Leave bucket_cap_mb out to get the default.",
         )
-    open_by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    room_by_kind: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_by_kind: dict[tuple[torch.dtype, torch.device], _Open] = {}
     opened = 0
     closed: list[list[int]] = []
     for param in order:
         gradient = gradients[param]
         kind = (gradient.dtype, gradient.device)
-        if kind not in open_by_kind:
-            open_by_kind[kind] = []
-            room_by_kind[kind] = capacities_bytes[min(opened, len(capacities_bytes) - 1)]
+        bucket = open_by_kind.get(kind)
+        if bucket is not None and gradient.nbytes >= bucket.capacity <= 4 * bucket.held:
+            closed.append(bucket.members)
+            bucket = None
+        if bucket is None:
+            bucket = _Open(capacities_bytes[min(opened, len(capacities_bytes) - 1)])
+            open_by_kind[kind] = bucket
             opened += 1
-        open_by_kind[kind].append(param)
-        room_by_kind[kind] -= gradient.nbytes
-        if room_by_kind[kind] <= 0:
-            closed.append(open_by_kind.pop(kind))
+        bucket.members.append(param)
+        bucket.held += gradient.nbytes
+        if bucket.held >= bucket.capacity:
+            closed.append(open_by_kind.pop(kind).members)
     position_by_param = {param: position for position, param in enumerate(order)}
-    groups = closed + list(open_by_kind.values())
+    groups = closed + [bucket.members for bucket in open_by_kind.values()]
     groups.sort(key=lambda members: position_by_param[members[-1]])
     plans = [_lay_out(gradients, members, is_aligned) for members in groups]
     return _with_trailer(plans, len(gradients), apart=trailer_apart)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bucket that is not full yet; all in bytes."""
+
+    capacity: int
+    held: int = 0
+    members: list[int] = field(default_factory=list)
 
 
 def _lay_out(gradients: Sequence[Flat], members: Sequence[int], is_aligned: bool) -> BucketPlan:

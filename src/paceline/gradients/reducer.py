@@ -99,8 +99,7 @@ class Reducer(BackwardFollower):
         self._layout = BucketLayout(dense, capacities_bytes, always_views)
         self._hook: tuple[Hook, Any] | None = None
         self.weight = LossWeight()
-        self._late_words: tuple[Tensor, torch.cuda.Event, bool] | None = None
-        """The last step's, when they arrive, and whether all losses were taken for unweighted."""
+        self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
         self._order_is_agreed = False
         membership.follow(self.on_generation)
 
@@ -409,13 +408,12 @@ class Reducer(BackwardFollower):
         trailer = self._layout.buckets[-1].trailer
         words = self._layout.trailer.words(trailer)
         votes = 0.0
-        is_weighted = self.weight.is_set or self.is_joined
         if trailer.is_cuda:
-            self._check_late_words(words, is_weighted)
+            self._check_late_words(words)
         factor: float | Tensor
         if trailer.is_cuda and not current.unused and not self._frozen:
             # Nothing here needs the host to know, so the host does not wait for the device.
-            factor = self.size / words[0] if is_weighted else 1.0
+            factor = self.size / words[0]
         else:
             total, votes, aborts, labels, *fingerprints = words.tolist()
             self._refuse_aborted(aborts)
@@ -580,28 +578,23 @@ class Reducer(BackwardFollower):
                 "and as many of them.",
             )
 
-    def _check_late_words(self, words: Tensor, is_weighted: bool) -> None:
+    def _check_late_words(self, words: Tensor) -> None:
         """Look at last step's words, which have reached the host by now, and send for these.
 
         Into pinned memory, because a copy into any other makes the host wait for the device.
         """
-        if self._late_words is not None:
-            host, arrived, was_weighted = self._late_words
+        late, self._late_words = self._late_words, None
+        if late is not None:
+            host, arrived = late
             arrived.synchronize()
-            total, _, aborts, _, *fingerprints = host.tolist()  # labels were another step's
+            _, _, aborts, _, *fingerprints = host.tolist()  # labels were already another step's
             self._refuse_aborted(aborts)
-            if not was_weighted and total != self.size:
-                raise DesyncError(
-                    f"Step {self.steps - 1}: another rank's loss was weighted, but not the one of "
-                    f"rank {self.membership.rank}.",
-                    advice="Use weighted() on every rank or on none.",
-                )
             self._refuse_difference(fingerprints)
         host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
         host.copy_(words, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self._late_words = host, arrived, is_weighted
+        self._late_words = host, arrived
 
     def _refuse_second_average(self, bucket: Bucket) -> None:
         if bucket.is_average_added_to():

@@ -372,7 +372,12 @@ class RunConfig:
 
     def _settings(self) -> dict[str, str]:
         found: dict[str, Any] = {"optimizer": type(self.optimizer).__name__}
-        found |= self.optimizer.defaults
+        first, *others = self.optimizer.param_groups
+        found |= first
+        for number, group in enumerate(others, start=1):
+            names = (name for name in group if name != "params")
+            differs = (name for name in names if repr(group[name]) != repr(first.get(name)))
+            found |= {f"{name} of group {number}": group[name] for name in differs}
         for option in fields(self.options):
             value = getattr(self.options, option.name)
             if value != option.default and option.name != "policy":

@@ -170,7 +170,7 @@ class Tracker:
             if self.rewinds:
                 self._last = {kind: min(last, step) for kind, last in self._last.items()}
             settings = {k: v for k, v in asdict(info).items() if k not in _VOLATILE}
-            settings |= settings.pop("settings")
+            settings = {**settings.pop("settings"), **settings}
             self.open(info, settings, step)
             self._keep_state()
             status, before = "", dict(self._last)
