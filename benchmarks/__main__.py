@@ -36,6 +36,7 @@ CPU_RESULTS = {
     "step-2-ranks": "step --ranks 2",
     "step-4-ranks": "step --ranks 4 --rounds 5",
     "update-2-ranks": "update --ranks 2 --model mlp-8.4M,gpt-17M,conv-0.1M",
+    "update-4-ranks": "update --ranks 4 --model mlp-8.4M,conv-0.1M --rounds 5",
     "update-small": "update --ranks 2 --model small-600,normed-150x48 --form default",
     "memory": "memory --ranks 2",
     "allreduce": "allreduce --ranks 2",
