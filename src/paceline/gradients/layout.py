@@ -50,7 +50,7 @@ class BucketLayout:
         self._order = list(reversed(range(len(params))))
         self._fires: Counter[int] | None = None
         self._seen: list[int] = []
-        self._counts: dict[int, tuple[list[int], Counter[int | None]]] = {}
+        self.counts: dict[int, tuple[list[int], Counter[int | None]]] = {}
         """What came after so many others in the last backward: ids, and how many by bucket."""
         self.is_learned = False
         """Whether it is known how often each gradient comes in one backward."""
@@ -75,7 +75,7 @@ class BucketLayout:
             for param in bucket.params
             if param is not None
         }
-        self._counts = {}
+        self.counts = {}
         self._count()
         return True
 
@@ -111,19 +111,6 @@ class BucketLayout:
         self._seen = list(dict.fromkeys(reversed(ready)))[::-1]
         self._count()
         return self._seen + [index for index in self._order if index not in self._fires]
-
-    def count(self, before: int, came: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
-        """How many of these gradients go into which bucket; `before` others came before them.
-
-        Mostly they are the same ones as in the last backward, and then nobody has to count.
-        """
-        ids = list(map(id, came))
-        known = self._counts.get(before)
-        if known is None or known[0] != ids:
-            if len(self._counts) > 2 * len(self.buckets):  # orders that change all the time
-                self._counts.clear()
-            known = self._counts[before] = ids, Counter(map(self.bucket_by_id.get, ids))
-        return ((bucket, times) for bucket, times in known[1].items() if bucket is not None)
 
     def expect(self, ready: Sequence[int]) -> None:
         """Await in each bucket what came last in this backward: the order has changed."""

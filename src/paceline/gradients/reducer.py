@@ -7,6 +7,7 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -293,12 +294,21 @@ class Reducer(BackwardFollower):
             self._finish(ended)
 
     def _count(self, current: Backward) -> None:
-        """Take the gradients that have come since the last time off what buckets wait for."""
+        """Take the gradients that have come since the last time off what buckets wait for.
+
+        Mostly they are the same ones as in the last backward, and need not be counted again.
+        """
         came, before = current.arrived[current.counted :], current.counted
         current.counted += len(came)
-        if not current.missing:
-            return
-        for bucket, times in self._layout.count(before, came):
+        layout, ids = self._layout, list(map(id, came))
+        known = layout.counts.get(before)
+        if known is None or known[0] != ids:
+            if len(layout.counts) > 2 * len(layout.buckets):  # orders that change all the time
+                layout.counts.clear()
+            known = layout.counts[before] = ids, Counter(map(layout.bucket_by_id.get, ids))
+        for bucket, times in known[1].items():
+            if bucket is None or not current.missing:
+                continue
             current.missing[bucket] -= times
             if bucket < len(current.in_flight):
                 raise self._late_gradient(came, len(current.in_flight))
