@@ -44,7 +44,7 @@ class KeyedOrder:
         self._keys = [int.from_bytes(each, "little", signed=True) for each in numbers]
 
     def __getitem__(self, where: slice) -> Tensor:
-        """The numbers at these positions, as a tensor of all of them would give them."""
+        """The numbers at these positions, as a tensor of all would give them."""
         positions = range(*where.indices(self.total))
         block = positions.start // _BLOCK
         if not positions or positions[-1] // _BLOCK != block:

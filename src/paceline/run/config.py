@@ -35,6 +35,7 @@ from paceline.trackers import make_trackers
 
 Collate = Callable[[list[Any]], Any]
 
+_GROUPS_SHOWN = 16
 _AGREED_OPTIONS = (
     "clip_norm",
     "ema",
@@ -371,10 +372,11 @@ class RunConfig:
         )
 
     def _settings(self) -> dict[str, str]:
+        """For readers, so only of the first groups and not at any length."""
         found: dict[str, Any] = {"optimizer": type(self.optimizer).__name__}
         first, *others = self.optimizer.param_groups
         found |= first
-        for number, group in enumerate(others, start=1):
+        for number, group in enumerate(others[:_GROUPS_SHOWN], start=1):
             names = (name for name in group if name != "params")
             differs = (name for name in names if repr(group[name]) != repr(first.get(name)))
             found |= {f"{name} of group {number}": group[name] for name in differs}
@@ -383,7 +385,7 @@ class RunConfig:
             if value != option.default and option.name != "policy":
                 found[option.name] = value
         kinds = (str, int, float, tuple)
-        return {name: str(value) for name, value in found.items() if isinstance(value, kinds)}
+        return {name: str(value)[:200] for name, value in found.items() if isinstance(value, kinds)}
 
     def opening_lines(
         self,
