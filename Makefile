@@ -4,17 +4,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
 PIP := $(BIN)/python -m pip install -qq --no-cache-dir --disable-pip-version-check \
-	--constraint constraints.txt
+	--constraint $(CONSTRAINTS)
 
-# Test files are shared out to this many processes, each of which reads all of them first. One more
-# than there are cores in a small machine, because many tests wait.
-TEST_PROCESSES ?= 3
+# Test files are shared out to this many processes, each of which reads all of them first. Twice as
+# many as a small machine has cores, because half of the time tests wait.
+TEST_PROCESSES ?= 4
 # The tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test tests lint types unit libraries integrations docs package bench clean
+# The version of axe-core that checks pages.
+AXE := 4.14.0
+
+# The ends of the range of torch that is supported; paceline.torch_private says so too.
+TORCH_oldest := 2.11
+TORCH_newest := 2.15
+
+.PHONY: help demo test tests lint types unit messages modules matrix oldest newest across \
+	libraries integrations docs package bench screens clean
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another one than python3:"
@@ -23,22 +32,44 @@ help:  ## show this list (the default)
 demo: $(VENV)/.installed  ## set up, then train a small model on two CPU workers
 	@$(BIN)/paceline demo
 
-test: lint  ## set up, then lint, check types and run every test
-	@$(MAKE) --no-print-directory -j2 types tests
+test:  ## set up, then lint, check types and run every test
+	@$(MAKE) --no-print-directory -j3 lint types tests
 
 tests: $(VENV)/.installed-dev
 	$(PYTEST)
 
-lint: $(VENV)/.installed-dev  ## ruff, and the import diagram of ARCHITECTURE.md
+lint: $(VENV)/.installed-dev  ## ruff, the import diagram of ARCHITECTURE.md, closed interfaces
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/check_interfaces.py
 
 types: $(VENV)/.installed-dev  ## mypy --strict
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-dev  ## the tests that need no second rank: about a minute
 	$(PYTEST) tests/unit
+
+messages: $(VENV)/.installed-dev  ## write the words of all errors to tests/data/messages.txt
+	$(BIN)/python scripts/site_parts.py > tests/data/messages.txt
+
+matrix: $(VENV)/.installed-dev  ## every option with every fault; can be stopped and continued
+	$(BIN)/python -m tests.matrix
+
+modules: $(VENV)/.installed-dev  ## write the list of modules to docs/modules.md
+	$(BIN)/python scripts/site_parts.py modules > docs/modules.md
+
+oldest:  ## the engines' and the launcher's tests with torch 2.11, in .venv-oldest
+newest:  ## the same with torch 2.15, in .venv-newest: up to 6 GB
+oldest newest: %: build/constraints-%.txt
+	@$(MAKE) --no-print-directory VENV=.venv-$@ CONSTRAINTS=$< across
+
+across: $(VENV)/.installed-dev
+	$(PYTEST) tests/unit/test_torch_private.py tests/ranks tests/processes tests/e2e
+
+build/constraints-%.txt: constraints.txt Makefile
+	@mkdir -p build
+	@sed 's/^torch==.*/torch==$(TORCH_$*).*/' $< > $@
 
 libraries: $(VENV)/.installed-dev  ## install the other libraries that tests use: 2 GB
 	$(PIP) --no-build-isolation --editable '.[datasets,docs,mlflow,parquet,tensorboard,torchdata,trackio,wandb,webdataset]'
@@ -60,8 +91,16 @@ bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minut
 	$(PIP) --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m benchmarks all --out build/benchmarks
 
+# axe-core checks them for people who cannot see them as we do; where it cannot be had, nothing does.
+screens: $(VENV)/.installed-dev  ## pictures of the live page and the report in build/screenshots
+	@mkdir -p build
+	@npm install --silent --no-audit --no-fund --prefix build/axe axe-core@$(AXE) >build/axe.log 2>&1 \
+		|| echo "axe-core could not be installed, so pages are not checked; see build/axe.log"
+	$(BIN)/python scripts/screenshots.py --out build/screenshots --site build/site \
+		--axe build/axe/node_modules/axe-core/axe.min.js
+
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems have pip but not the module that puts pip into new environments.
@@ -75,7 +114,7 @@ $(VENV)/.created:
 	@touch $@
 
 # The build tools are installed first and pinned, so that building fetches nothing by itself.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	@echo "Installing Paceline and torch into $(VENV) ..."
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation --editable '.[watch]'

@@ -31,6 +31,7 @@ MEASUREMENTS = [
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
+    "nccl",
 ]
 CPU_RESULTS = {
     "step-2-ranks": "step --ranks 2",
@@ -46,7 +47,11 @@ CPU_RESULTS = {
     "run-overhead": "run_overhead --ranks 2",
     "survive": "survive",
 }
-GPU_RESULTS = {"h200-single-gpu": "single_gpu", "h200-overlap": "gpu_overlap"}
+GPU_RESULTS = {
+    "h200-single-gpu": "single_gpu",
+    "h200-overlap": "gpu_overlap",
+    "h200-nccl": "nccl --ranks 2 --rounds 4 --steps 3",
+}
 
 
 def main(argv: list[str] | None = None) -> None:

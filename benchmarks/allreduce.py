@@ -17,8 +17,9 @@ import torch
 from benchmarks.contestants import has_transports
 from benchmarks.spread import ratio, rotated, slowest, spread
 from benchmarks.tables import print_table
-from paceline import World, comm
-from paceline.comm import Membership
+from paceline import World
+from paceline import group as comm
+from paceline.group import Membership
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, place
 from paceline.transport.flat import Flat

@@ -27,7 +27,7 @@ from torch import nn
 from benchmarks.models import MODELS, Model
 from benchmarks.spread import rotated
 from paceline import DistributedDataParallel, World
-from paceline.observe import spans
+from paceline.telemetry import spans
 from paceline.testing import run_processes
 
 TINY = "tiny"

@@ -20,7 +20,8 @@ from benchmarks.contestants import FLOOR, enter, load, present, wrap
 from benchmarks.models import MODELS
 from benchmarks.spread import ratio, rotated, slowest, spread
 from benchmarks.tables import print_table, read_names
-from paceline import World, comm, init_process_group
+from paceline import World, init_process_group
+from paceline import group as comm
 from paceline.testing import run_processes
 
 PARTS = ["group", "wrap", "first step"]

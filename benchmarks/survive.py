@@ -22,20 +22,23 @@ from typing import Any
 from benchmarks.spread import ratio, rotated
 from benchmarks.survive_training import BATCH, FINISHED, SAMPLES
 from benchmarks.tables import print_table, read_names
-from paceline.testing import Faults, Training, run_training
+from tests.faults import Training, TrainingFaults, run_training
 
 SCRIPT = Path(__file__).with_name("survive_training.py")
 STEPS_PER_EPOCH = SAMPLES // BATCH
-TRANSPORTS = ["shared_memory", "c10d"]
-REPLACED_S = 1.6
-"""So long a replacement takes at most on a busy machine: kills come no faster."""
+TRANSPORTS = ["shared_memory", "c10d", "nccl"]
+REPLACED_S = {"nccl": 5.0}
+"""So long a replacement takes at most on a busy machine, 1.6 s without NCCL: kills come no
+faster."""
 LONGEST_S = 60.0
 """A training that has finished no step for so long after a kill counts as not come back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", default="2,3,4", help="numbers of workers (default 2,3,4)")
-    parser.add_argument("--transport", default="all", help="shared_memory, c10d or all")
+    parser.add_argument(
+        "--transport", default="all", help="shared_memory, c10d or all of these, or nccl"
+    )
     parser.add_argument("--kills", type=int, default=20, help="for each number of workers")
     parser.add_argument("--restarts", type=int, default=4, help="kills under torchrun")
     parser.add_argument("--every", type=int, default=10, help="its steps between checkpoints")
@@ -53,7 +56,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
     for size in workers:
-        for transport in read_names(args.transport, TRANSPORTS):
+        for transport in read_names(
+            args.transport.replace("all", "shared_memory,c10d"), TRANSPORTS
+        ):
             done = kill_workers(size, transport, args.kills, pause_s, args.seed)
             cells = summary("next step", done.recoveries_s)
             cells |= summary("replacement's", done.replacements_s)
@@ -67,6 +72,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         rows.append({"workers": size, "training": name, **cells, "steps done again": again})
     title = f"A worker is killed, steps of {args.step_ms:g} ms, load {load:.1f} at the beginning"
     print_table(title, rows)
+    if not args.rounds:
+        return {title: rows}
     calm = in_calm(2, 5 if args.quick else 15, pause_s, args.rounds)
     calm_title = f"In calm, 2 workers, steps of {args.step_ms:g} ms"
     print_table(calm_title, calm)
@@ -87,17 +94,19 @@ def summary(what: str, seconds: list[float]) -> dict[str, Any]:
 def kill_workers(size: int, transport: str, kills: int, pause_s: float, seed: int) -> Training:
     """One training in which workers are killed, each when all are there again."""
     rng = random.Random(seed)
-    plan, apart = Faults(), int(REPLACED_S / pause_s)
+    plan, apart = TrainingFaults(), int(REPLACED_S.get(transport, 1.6) / pause_s)
     for number in range(kills):
         rank, seconds = rng.randrange(size), rng.uniform(0.001, 3 * pause_s)
-        plan = plan.kill(rank=rank, step=10 + apart * number, seconds=seconds)
+        plan = plan.kill_later(rank=rank, step=10 + apart * number, seconds=seconds)
     epochs = 1 + (1 + kills) * apart // STEPS_PER_EPOCH
     environment = os.environ.get("PACELINE_TRANSPORT")
-    os.environ["PACELINE_TRANSPORT"] = transport
+    arguments: list[Any] = [SCRIPT, "--epochs", epochs, "--pause", pause_s]
+    flags = list[str]()
+    if transport == "nccl":
+        arguments, flags = [*arguments, "--large"], ["--share-gpus"]
+    os.environ["PACELINE_TRANSPORT"] = "c10d" if transport == "nccl" else transport
     try:
-        done = run_training(
-            SCRIPT, "--epochs", epochs, "--pause", pause_s, workers=size, faults=plan, timeout_s=900
-        )
+        done = run_training(*arguments, workers=size, faults=plan, flags=flags, timeout_s=900)
     finally:
         del os.environ["PACELINE_TRANSPORT"]
         if environment is not None:

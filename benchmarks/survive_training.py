@@ -34,10 +34,31 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
 
 
+class Reader(nn.Module):
+    """A transformer of 13 million parameters that reads rows of numbers, in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.first, self.last = nn.Linear(1, 512), nn.Linear(512, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            answer: torch.Tensor = self.last(self.layers(self.first(x[:, :, None])).mean(1))
+        return answer.float()
+
+
+def make_reader() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Reader().cuda()
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+
+
 def train_with_run(args: argparse.Namespace) -> None:
     import paceline
 
-    net, optimizer = make_model()
+    net, optimizer = make_reader() if args.large else make_model()
     run = paceline.Run(
         net,
         optimizer,
@@ -96,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step takes")
+    parser.add_argument("--large", action="store_true", help="a larger model, on a GPU")
     parser.add_argument("--folder", type=Path, help="train with plain torch, and save here")
     parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
     args = parser.parse_args()

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import paceline
 from paceline import DistributedDataParallel
-from paceline.gradients.hooks import GradBucket, Hook
+from paceline.ddp.hooks import GradBucket, Hook
 
 
 class Traffic:

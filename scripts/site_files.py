@@ -44,4 +44,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         up = "../" * (len(Path(name).parts) - 1)
         return f"[{text}]({up}{below}{'#' if anchor else ''}{anchor})"
 
+    markdown = re.sub(r'(src|srcset)="docs/', r'\1="', markdown)
     return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", moved, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Take the one script of the theme's that lies elsewhere from the site itself."""
+    return _with_own_script(output, "../" * (len(Path(page.file.src_uri).parts) - 1))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The same for what is no page, such as the one of a wrong address."""
+    return _with_own_script(output_content, "")
+
+
+def _with_own_script(output: str, up: str) -> str:
+    return output.replace("https://unpkg.com/iframe-worker/shim", f"{up}vendor/iframe-worker.js")

@@ -1,7 +1,8 @@
 """Parts of pages that are made from the source: every message it raises, every public name.
 
 A value in a message is written `…`. The page of errors quotes messages by hand and explains them; a
-test compares the quotes with this list, and the site shows the whole list below them. The reference
+test compares the quotes with this list, and the site shows the whole list below them. Another test
+compares the list with tests/data/messages.txt, which `make messages` writes. The reference
 groups names by hand, and has those that nobody has grouped yet at its end.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,12 @@ def messages(source: Path = ROOT / "src" / "paceline") -> list[Message]:
     return sorted(found)
 
 
+def as_lines(found: list[Message]) -> str:
+    """One message on each line, as tests/data/messages.txt has them."""
+    lines = [f"{each.error}: {each.what} | {each.advice}".rstrip(" |") for each in found]
+    return "".join(line.replace("\n", " / ") + "\n" for line in lines)
+
+
 def _text(node: ast.expr | None) -> str:
     """A string as it will be read, with `…` for what is only known then."""
     match node:
@@ -54,18 +62,44 @@ def _text(node: ast.expr | None) -> str:
     return "…"
 
 
+def modules(source: Path = ROOT / "src" / "paceline") -> str:
+    """docs/modules.md: every module with the first sentence of its docstring, by package."""
+    lines = ["# Modules", "", "Made from the docstrings by `make modules`; a test compares.", ""]
+    for package in sorted({path.parent for path in source.rglob("*.py")}):
+        name = str(package.relative_to(source.parent)).replace("/", ".")
+        lines += [f"## {name}", "", "| module | is about |", "|---|---|"]
+        for path in sorted(package.glob("*.py")):
+            told = ast.get_docstring(ast.parse(path.read_text())) or ""
+            first = " ".join(told.partition("\n\n")[0].split())
+            lines.append(f"| `{path.stem}` | {_cell(first)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put the lists where a page wants them."""
     if NAMES in markdown:
-        markdown = markdown.replace(NAMES, other_names(markdown))
+        markdown = markdown.replace(NAMES, other_names(reference()))
     return markdown.replace(MESSAGES, _table()) if MESSAGES in markdown else markdown
+
+
+def interface_of(name: str) -> str:
+    """The package that a name of `paceline` comes from."""
+    stub = (ROOT / "src" / "paceline" / "__init__.pyi").read_text()
+    return str(re.search(rf"^from (\S+) import {name} as", stub, re.M)[1])  # type: ignore[index]
+
+
+def reference() -> str:
+    """All pages of the reference."""
+    pages = sorted((ROOT / "docs").glob("reference*.md"))
+    return "\n".join(page.read_text() for page in pages)
 
 
 def other_names(reference: str) -> str:
     """What `paceline` offers and the reference has not named, as it would name it."""
     import paceline
 
-    homes = {name: f"{home}.{name}" for name, home in paceline._HOME_BY_NAME.items()}
+    homes = {name: f"{interface_of(name)}.{name}" for name in paceline.__all__ if name[0] != "_"}
     listed = set(re.findall(r"^::: (\S+)", reference, re.M))
     missing = [home for name, home in homes.items() if not listed & {home, f"paceline.{name}"}]
     return "\n".join(f"::: {home}" for home in missing)
@@ -82,3 +116,7 @@ def _table() -> str:
 
 def _cell(text: str) -> str:
     return re.sub(r"([|<>*_`\[\]])", r"\\\1", text.replace("\n", " "))
+
+
+if __name__ == "__main__":
+    print(modules() if sys.argv[1:] == ["modules"] else as_lines(messages()), end="")

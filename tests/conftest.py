@@ -19,12 +19,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-PATIENCE_S = 2.0
+# A busy machine draws inputs slowly, which says nothing about the code.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
+PATIENCE_S = 20.0
 # Set on purpose by paceline itself, or by torch once it compiles: put back without complaint.
 OWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_")
-OWN_FILES = {".hypothesis", ".pytest_cache", "__pycache__"}
+OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 OWN_THREADS = ("pytest_timeout", "tqdm_monitor")  # torch.compile has a bar where tqdm is installed
 
 

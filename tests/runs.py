@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.checkpoint import Written
-from paceline.comm.world import World
-from paceline.observe.run_folder import Event, RunInfo
+from paceline.files.run_folder import Event, RunInfo
+from paceline.group.world import World
 from paceline.run import Message, Run, RunOptions, StepReport, Summary
 from paceline.testing import seeded
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.run_folder import (
+from paceline.files.run_folder import (
     EventWriter,
     RunFolder,
     RunInfo,

@@ -3,16 +3,16 @@
 paceline run --workers 2 examples/frameworks/accelerate_loop.py
 """
 
+import paceline
+
+paceline.enable()  # before libraries that use torch's classes are imported
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
-
-paceline.enable()
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 python examples/frameworks/fabric_loop.py
 """
 
+import paceline
+
+paceline.enable()  # before libraries that use torch's classes are imported
+
 import sys
 
 import torch
@@ -10,10 +14,6 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
-
-paceline.enable()
 
 
 def main() -> None:

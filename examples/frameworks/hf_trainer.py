@@ -3,6 +3,10 @@
 paceline run --workers 2 examples/frameworks/hf_trainer.py
 """
 
+import paceline
+
+paceline.enable()  # before libraries that use torch's classes are imported
+
 import sys
 
 import torch
@@ -14,10 +18,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-
-import paceline
-
-paceline.enable()
 
 
 class Sentences(Dataset):

@@ -3,6 +3,10 @@
 python examples/frameworks/lightning_trainer.py
 """
 
+import paceline
+
+paceline.enable()  # before libraries that use torch's classes are imported
+
 import sys
 
 import lightning as L
@@ -10,10 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import paceline
-
-paceline.enable()
 
 
 class Classifier(L.LightningModule):

@@ -7,7 +7,6 @@ costs no import, so `paceline --help` answers at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, did_you_mean
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -31,19 +30,19 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("demo", "train, resume and report a small model on two workers"),
-    "learn": Command("learn.command", "lessons that run the engine: predict, run, break it"),
+    "demo": Command("show.demo", "train, resume and report a small model on two workers"),
+    "learn": Command("show.learn.command", "lessons that run the engine: predict, run, break it"),
     "run": Command("launcher.run", "run a training script on several workers"),
     "ckpt": Command("checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("doctor", "describe this machine and check that training works"),
-    "timeline": Command("observe.timeline", "show where each worker's time went, step by step"),
-    "scale": Command("explain.scaling.command", "say where the speed-up of more workers went"),
-    "speedup": Command("explain.scaling.two_times", "say what two times of one job mean"),
+    "timeline": Command("telemetry.timeline", "show where each worker's time went, step by step"),
+    "scale": Command("show.scaling.command", "say where the speed-up of more workers went"),
+    "speedup": Command("show.scaling.two_times", "say what two times of one job mean"),
     "policy": Command("policy.command", "batch size and learning rate for several workers"),
-    "compare": Command("explain.compare", "time DataParallel and DistributedDataParallel here"),
-    "trace": Command("explain.trace.command", "follow one batch through a training step"),
-    "report": Command("explain.report.page", "write a run as one HTML file"),
-    "watch": Command("watch.command", "show a run on a live page, while it trains"),
+    "trace": Command("show.trace.command", "follow one batch through a training step"),
+    "report": Command("show.report.page", "write a run as one HTML file"),
+    "compare": Command("show.compare", "say whether two runs have the same bits"),
+    "watch": Command("show.watch.command", "show a run on a live page, while it trains"),
 }
 
 
@@ -116,17 +115,13 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("--") or name == "--" or name in self._option_string_actions:
                 continue
             known = [option for option in self._option_string_actions if "_" not in option]
-            spelled = name.replace("_", "-")
-            near = [option for option in known if option.startswith(spelled)]
-            near = near or difflib.get_close_matches(spelled, known, n=1, cutoff=0.6)
-            self.error(f"unknown flag {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            self.error(f"unknown flag {name!r}.{did_you_mean(name.replace('_', '-'), known)}")
 
     def error(self, message: str) -> NoReturn:
         message = message.removesuffix(", ...")  # how argparse calls a script's own arguments
         text = message[:1].upper() + message[1:]
-        raise UsageError(
-            text if text.endswith("?") else f"{text}.", advice=f"See `{self.prog} --help`."
-        )
+        text = text if text.endswith((".", "?")) else f"{text}."
+        raise UsageError(text, advice=f"See `{self.prog} --help`.")
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -140,9 +135,8 @@ def _dispatch(arguments: list[str]) -> int:
         top.print_help()
         return USAGE_ERROR
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UsageError(
-            f"There is no command {name!r}" + (f"; did you mean {near[0]}?" if near else "."),
+            f"There is no command {name!r}.{did_you_mean(name, COMMANDS)}",
             advice=f"The commands are {', '.join(COMMANDS)}.",
         )
     module = import_module(f"paceline.{COMMANDS[name].module}")

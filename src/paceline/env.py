@@ -7,13 +7,15 @@ which count only inside a job step, because a batch script sees them too.
 
 from __future__ import annotations
 
+import atexit
 import json
 import mmap
 import os
 import re
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +28,17 @@ FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 """Names a file that is there once a worker has failed, before the others are asked to end."""
 SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
-WATCH_VARIABLE = "PACELINE_WATCH_FILE"
+FOLDER_VARIABLE = "PACELINE_FOLDER_FILE"
+"""Names the file in which a training names its run folder to whoever started it."""
 COMMAND_VARIABLE = "PACELINE_COMMAND"
+SECRET_VARIABLE = "PACELINE_SECRET"
+"""What launchers of one run know and others do not."""
+HOST_VARIABLE = "PACELINE_HOST"
+"""A name that sets ranks of one machine apart, as if they were on several."""
+RUNS_VARIABLE = "PACELINE_RUNS"
+"""A folder for the run folders of a script, in the place of those that it names."""
+TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
+"""The transport to use where the code leaves the choice open."""
 
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "passwd", "credentials", "auth"}
 
@@ -56,8 +67,8 @@ class Placement:
     nodes: int = 1
     master_addr: str
     master_port: int
-    store_addr: str = ""
-    """Where the store is to be found from this machine, if there is a shorter way to it."""
+    store: str = ""
+    """Where the launcher serves what Paceline agrees on: the path of a socket, or host:port."""
     agent_has_store: bool = True
     """The launcher already serves the store, so no worker may."""
     source: str = "paceline run"
@@ -105,8 +116,13 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_has_store),
             "PACELINE_STORE_PORT": str(self.master_port),
-            "PACELINE_STORE_ADDR": self.store_addr,
+            "PACELINE_STORE": self.store,
         }
+
+
+def read(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A variable as it is; empty where it is not set."""
+    return environ.get(name, "")
 
 
 def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
@@ -124,11 +140,6 @@ def take_survival() -> dict[str, Any] | None:
     given = read_survival()
     os.environ.pop(SURVIVAL_VARIABLE, None)
     return given
-
-
-def read_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """What launchers of one run know and others do not, from PACELINE_SECRET; normally empty."""
-    return environ.get("PACELINE_SECRET", "")
 
 
 def joins_running() -> bool:
@@ -159,8 +170,8 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
     local_size = read_int(environ, "LOCAL_WORLD_SIZE", default=size if one_node else 1)
     default_node = 0 if one_node else rank // max(local_size, 1)
     # A script that has chosen a port of its own since serves a store of its own.
-    port = environ.get("MASTER_PORT")
-    is_launchers = port == environ.get("PACELINE_STORE_PORT", port)
+    port, ours = environ.get("MASTER_PORT"), environ.get("PACELINE_STORE_PORT")
+    is_launchers = ours in (port, None)
     source = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
     return Placement(
         rank=rank,
@@ -171,7 +182,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Placement:
         nodes=read_int(environ, "GROUP_WORLD_SIZE", default=-(-size // max(local_size, 1))),
         master_addr=master_addr,
         master_port=read_int(environ, "MASTER_PORT", default=29500),
-        store_addr=environ.get("PACELINE_STORE_ADDR", "") if is_launchers else "",
+        store=environ.get("PACELINE_STORE", "") if port == ours else "",
         agent_has_store=is_launchers and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source="paceline run" if "PACELINE_RUN_ID" in environ else source,
     )
@@ -286,13 +297,15 @@ class ScreenOffer:
     """Where to send what the live line should say; -1 if the launcher does not draw."""
     mark: str
     """What to put in front of a line on standard output that should be shown without its rank."""
+    columns: int
+    """How wide the launcher's terminal is; 0 if it has none."""
 
 
-def screen_environment(fd: int, stdout: int, mark: str) -> dict[str, str]:
+def screen_environment(fd: int, stdout: int, mark: str, columns: int = 0) -> dict[str, str]:
     """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
     known = [os.fstat(one) for one in (fd, stdout) if one >= 0]
     identity = ",".join(f"{status.st_dev}.{status.st_ino}" for status in known)
-    return {SCREEN_VARIABLE: f"{fd}:{identity}:{mark}"}
+    return {SCREEN_VARIABLE: f"{fd}:{identity}:{columns}:{mark}"}
 
 
 def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenOffer | None:
@@ -302,30 +315,55 @@ def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenO
     numbers mean something else there, or nothing.
     """
     try:
-        fd, _, mark = environ.get(SCREEN_VARIABLE, "").split(":", 2)
-        offer = screen_environment(int(fd), stdout, mark)
+        fd, _, columns, mark = environ.get(SCREEN_VARIABLE, "").split(":", 3)
+        offer = screen_environment(int(fd), stdout, mark, int(columns))
     except (OSError, ValueError, OverflowError):
         return None
     is_ours = stdout >= 0 and offer[SCREEN_VARIABLE] == environ[SCREEN_VARIABLE]
-    return ScreenOffer(int(fd), mark) if is_ours else None
-
-
-def note_failure(environ: Mapping[str, str]) -> None:
-    """As a launcher, let workers know that one of them has failed."""
-    with suppress(OSError), open(environ[FAILURE_VARIABLE], "wb"):
-        pass
+    return ScreenOffer(int(fd), mark, int(columns)) if is_ours else None
 
 
 def note_unsaved(is_unsaved: bool) -> None:
-    """As a worker, have this process end with a code that is not 0; or no longer."""
+    """Have this process end with a code that is not 0; or no longer.
+
+    A worker of a launcher looks at the variable. Elsewhere Python ends with 120 where a stream
+    cannot be flushed in the end, which it says; nothing else changes its exit code so late.
+    """
     os.environ.pop(UNSAVED_VARIABLE, None)
     if is_unsaved:
         os.environ[UNSAVED_VARIABLE] = str(os.getpid())
+        atexit.unregister(_spoil_output)
+        atexit.register(_spoil_output)
 
 
-def note_signal(environ: Mapping[str, str]) -> None:
-    """As a launcher, let workers know that the signal which they get next is for all of them."""
-    with suppress(OSError), open(_signal_file(environ), "wb"):
+def _spoil_output() -> None:
+    if os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
+        sys.stdout = _Unsaved(sys.stdout)
+
+
+class _Unsaved:
+    """The standard output of a process whose last save has failed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return "<the checkpoints of this run>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("the last steps of the run are not saved")
+
+
+def note_ending(environ: Mapping[str, str], *, by_signal: bool) -> None:
+    """As a launcher, tell workers why they are ended: a signal for all of them, or a failure."""
+    path = _signal_file(environ) if by_signal else environ[FAILURE_VARIABLE]
+    with suppress(OSError), open(path, "wb"):
         pass
 
 
@@ -337,11 +375,6 @@ def is_ending(environ: Mapping[str, str] = os.environ) -> bool:
 def _signal_file(environ: Mapping[str, str]) -> str:
     folder = os.path.dirname(environ.get(FAILURE_VARIABLE, ""))
     return folder and os.path.join(folder, "signalled")
-
-
-def read_announcement(environ: Mapping[str, str] = os.environ) -> str:
-    """The file in which a training that somebody watches names its run folder; none if empty."""
-    return environ.get(WATCH_VARIABLE, "")
 
 
 def offer_command(arguments: Sequence[str]) -> dict[str, str]:
@@ -376,13 +409,17 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def announce_folder(folder: str, environ: Mapping[str, str] = os.environ) -> None:
-    """As a worker, say where the run folder is, if anybody waits for it; whole or not at all."""
-    path = read_announcement(environ)
-    if path:
-        with suppress(OSError):
-            with open(f"{path}.new", "w") as file:
-                file.write(os.path.abspath(folder))
-            os.replace(f"{path}.new", path)
+    """As a worker, say where the run folder is, if anybody waits for it: one line of a file."""
+    if path := environ.get(FOLDER_VARIABLE, ""):
+        with suppress(OSError), open(path, "a") as file:
+            file.write(f"{os.path.abspath(folder)}\n")
+
+
+def find_announced(path: str) -> str:
+    """The run folder that a worker has named so; "" where none has."""
+    with suppress(OSError), open(path) as file:
+        return next((line.rstrip("\n") for line in list(file)[1:] if line.endswith("\n")), "")
+    return ""
 
 
 def hears_of_failures(environ: Mapping[str, str] = os.environ) -> bool:
@@ -415,11 +452,6 @@ def loopback_interface() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}), None)
 
 
-def keep_gloo_on_loopback() -> None:
-    """Bind Gloo to loopback, unless the user chose another interface."""
-    bind_gloo(loopback_interface())
-
-
 def bind_gloo(interface: str | None) -> None:
     """Bind Gloo to an interface through the one variable it reads, unless the user has set it."""
     if interface is not None:
@@ -440,12 +472,28 @@ def gloo_on_loopback() -> Iterator[None]:
             os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
-def leave_nccl_to_us() -> None:
-    """Keep torch's watchdog from ending this process when another one that uses NCCL dies.
+def leave_nccl_to_us(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Keep torch's watchdog from ending this process, or writing pages, when another one dies.
 
-    To be called before the group is made.
+    To be called before the group is made. What the user has set otherwise stays, and is returned.
     """
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    off = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT")
+    # A sum that a dead peer broke is complete, with anything in memory; only a wait on the host
+    # raises its error. A run that survives waits there in any case.
+    wanted = {f"TORCH_NCCL_{name}": "0" for name in off} | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    kept = [name for name, value in wanted.items() if environ.setdefault(name, value) != value]
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its old name, which torch 2.15 warns of
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # the flight recorder
+    return kept
+
+
+SOCKETS_OF_NCCL = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+"""With these NCCL talks over sockets alone, as it must between workers that share a GPU."""
+
+
+def may_share_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether NCCL takes this worker although others use its GPU, as with `--share-gpus`."""
+    return "NCCL_HOSTID" in environ or environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def read_attempt(environ: Mapping[str, str] = os.environ) -> int:
@@ -453,29 +501,11 @@ def read_attempt(environ: Mapping[str, str] = os.environ) -> int:
     return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
 
 
-def has_threads(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has said how many threads a process of torch's is to have."""
-    return bool(environ.get("OMP_NUM_THREADS"))
-
-
-def has_browser(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user has chosen a browser."""
-    return bool(environ.get("BROWSER"))
-
-
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has told glibc how to treat freed memory."""
-    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)
-
-
-def read_host_override(environ: Mapping[str, str] = os.environ) -> str:
-    """A name that sets ranks of one machine apart, as if they were on several; normally empty."""
-    return environ.get("PACELINE_HOST", "")
-
-
-def read_transport(environ: Mapping[str, str] = os.environ) -> str:
-    """The transport asked for by PACELINE_TRANSPORT, where the code leaves the choice open."""
-    return environ.get("PACELINE_TRANSPORT", "")
+    return bool(
+        {"GLIBC_TUNABLES"} & environ.keys() or re.search("^MALLOC_", "\n".join(environ), re.M)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,17 +520,20 @@ class Observation:
     """Whether ranks compare their pace; all ranks must want the same."""
     trace_step: int = 0
     """The step that a `Run` records stage by stage; 0 for none."""
+    stall_end_s: float = 0.0
+    """After how long a rank that hangs, while others wait for it, is ended; 0 for never."""
+
+
+STALL_WINDOWS = 10
+"""So many times `stall_s`, unless PACELINE_STALL_END_S says otherwise."""
 
 
 def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
-    """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_BLAME and PACELINE_TRACE_STEP."""
-    stall = environ.get("PACELINE_STALL_S", "0")
+    """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_STALL_END_S, PACELINE_BLAME and
+    PACELINE_TRACE_STEP."""
+    stall_s = _read_seconds(environ, "PACELINE_STALL_S", 0.0)
+    end_s = _read_seconds(environ, "PACELINE_STALL_END_S", STALL_WINDOWS * stall_s)
     blame = environ.get("PACELINE_BLAME", "1")
-    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", stall):
-        raise SettingError(
-            f"PACELINE_STALL_S is {stall!r}, which is not a number of seconds.",
-            advice="Use a number from 0 up; 0 means never.",
-        )
     if blame not in {"0", "1"}:
         raise SettingError(f"PACELINE_BLAME is {blame!r}.", advice="Use 0 or 1.")
     trace_step = read_int(environ, "PACELINE_TRACE_STEP", default=0)
@@ -508,4 +541,15 @@ def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
         raise SettingError(
             f"PACELINE_TRACE_STEP is {trace_step}.", advice="Steps count from 1; 0 means none."
         )
-    return Observation(environ.get("PACELINE_TIMELINE", ""), float(stall), blame == "1", trace_step)
+    timeline = environ.get("PACELINE_TIMELINE", "")
+    return Observation(timeline, stall_s, blame == "1", trace_step, end_s)
+
+
+def _read_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, str(default))
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text):
+        raise SettingError(
+            f"{name} is {text!r}, which is not a number of seconds.",
+            advice="Use a number from 0 up; 0 means never.",
+        )
+    return float(text)

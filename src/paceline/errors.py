@@ -23,6 +23,14 @@ for others, so the classes below are also one or both of them and existing handl
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type[Any])
+
 
 class PacelineError(Exception):
     """The root of the tree: `what` happened, `where` it first shows, and `advice`."""
@@ -114,6 +122,17 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
+def describe_failure(worker: int, summary: str, step: int, *, is_late: bool = False) -> str:
+    """The reason of a run's end that is an exception, in the same words wherever it is said."""
+    where = " after its training was over" if is_late else f" in step {step}" if step else ""
+    return f"worker {worker} failed{where}: {summary}"
+
+
+def summarize(error: BaseException) -> str:
+    """The first line of an exception's message, with its class."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+
+
 def check_whole(
     name: str, value: object, least: int = 1, or_none: bool = False, most: int = 2**63 - 1
 ) -> None:
@@ -128,5 +147,55 @@ def check_whole(
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse an argument that is none of the choices."""
     if value not in choices:
+        meant = did_you_mean(value, [each for each in choices if isinstance(each, str)])
         advice = f"Use one of {', '.join(map(repr, choices))}."
-        raise UsageError(f"{name} is {value!r}.", advice=advice)
+        raise UsageError(f"{name} is {value!r}.{meant}", advice=advice)
+
+
+def check_members(name: str, value: object, members: Iterable[str], advice: str) -> None:
+    """Refuse an object that lacks a method or an attribute, and name the first one."""
+    missing = [each for each in members if not hasattr(value, each)]
+    if missing:
+        raise UsageError(f"{name} is {value!r:.80}, which has no {missing[0]}.", advice=advice)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: ` Did you mean 'run'?`, or nothing."""
+    if not isinstance(name, str):
+        return ""
+    given, known_by_lower = name.lower(), {each.lower(): each for each in known}
+    near = [each for each in known_by_lower if given and each.startswith(given)]
+    near = near or difflib.get_close_matches(given, known_by_lower, n=1)
+    return f" Did you mean {known_by_lower[near[0]]!r}?" if near else ""
+
+
+def refuse_unknown_arguments(**classes: type[Any]) -> Callable[[Class], Class]:
+    """Decorate a class whose answer to an unknown argument is the name that was meant.
+
+    `classes` are those of arguments that hold further ones, such as options.
+    """
+
+    def decorate(kind: Class) -> Class:
+        init = kind.__init__
+        known = list(inspect.signature(init).parameters)[1:]
+        held_by = {
+            name: f"{argument}={inner.__name__}({name}=...)"
+            for argument, inner in classes.items()
+            for name in inspect.signature(inner).parameters
+        }
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs.keys() - set(known):
+                meant = "" if name in held_by else did_you_mean(name, [*known, *held_by])
+                advice = f"Pass {held_by[name]}." if name in held_by else ""
+                raise UsageError(
+                    f"{kind.__name__} has no argument {name!r}.{meant}",
+                    advice=advice or f"It takes {', '.join(known)}.",
+                )
+            init(self, *args, **kwargs)
+
+        kind.__init__ = checked
+        return kind
+
+    return decorate

@@ -1,26 +1,76 @@
-"""Packages whose names are loaded when first used: what needs no torch then starts without it."""
+"""Packages whose names are loaded when first used: what needs no torch then starts without it.
+
+The interface of a package is the stub beside its `__init__`: a list of imports, which type checkers
+and editors read as it is, and `attach` carries out one by one.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+MOVED = {
+    "paceline.comm": "paceline.group",
+    "paceline.gradients": "paceline.ddp",
+    "paceline.learn": "paceline.show.learn",
+    "paceline.observe": "paceline.telemetry",
+    "paceline.progress": "paceline.telemetry",
+    "paceline.trackers": "paceline.telemetry",
+}
+"""Import paths that older documentation names, and where they lead now."""
 
-def load_names(package: str, home_by_name: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names live in the modules given.
 
-    A name whose home is the module of that name is the module itself.
-    """
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package, as its stub says."""
+    module = sys.modules[package]
+    home_by_name = _read_stub(Path(str(module.__file__)).with_suffix(".pyi"))
 
     def load(name: str) -> Any:
-        home = home_by_name.get(name)
-        if home is None:
+        if name not in home_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(home)
-        value = module if home == f"{package}.{name}" else getattr(module, name)
-        setattr(sys.modules[package], name, value)
+        home, original = home_by_name[name]
+        # A stub names a module as any other name: `from paceline.telemetry import spans`.
+        is_module = home == package
+        found = importlib.import_module(f"{home}.{original}" if is_module else home)
+        value = found if is_module else getattr(found, original)
+        setattr(module, name, value)
         return value
 
-    return load
+    return load, lambda: sorted([*vars(module), *home_by_name]), sorted(home_by_name)
+
+
+def _read_stub(stub: Path) -> dict[str, tuple[str, str]]:
+    """Module and original name by exported name."""
+    statements = ast.parse(stub.read_text()).body
+    return {
+        alias.asname or alias.name: (statement.module, alias.name)
+        for statement in statements
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
+
+
+class _MovedFinder(MetaPathFinder, Loader):
+    """Imports a module that has moved under its old name: one module, two names."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        old = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
+        return None if old is None else ModuleSpec(name, self, origin=MOVED[old] + name[len(old) :])
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(spec.origin))
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+sys.meta_path.append(_MovedFinder())

@@ -19,9 +19,8 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import MissingLibraryError, UsageError
-from paceline.observe.run_folder import RunFolder
-from paceline.run import Run
-from paceline.run.step import Step
+from paceline.files import RunFolder
+from paceline.run import Run, Step
 
 try:
     import ray
@@ -35,7 +34,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.run.sinks import StepReport, Summary
+    from paceline.telemetry import StepReport, Summary
 
 __all__ = ["RayRun"]
 
@@ -87,7 +86,7 @@ class RayRun(Run):
     @property
     def _position(self) -> tuple[int, int | None]:
         """What Ray is told of when it changes: epochs that are complete, and the last save."""
-        return self.epoch, self._context.saving.saved_step
+        return self.epoch, self._parts.outlets.saving.saved_step
 
     def _fetch(self) -> None:
         """Put Ray's newest checkpoint where the run looks for it."""
@@ -103,8 +102,8 @@ class RayRun(Run):
         """Report what is new; all workers do so after the same step, because Ray waits for all."""
         if self._position == self._sent:
             return
-        self._sent, saving = self._position, self._context.saving
-        self._report_checkpoints(wait=True)
+        self._sent, saving = self._position, self._parts.outlets.saving
+        self._parts.outlets.report_checkpoints(wait=True)
         is_written = saving.written_step == saving.saved_step
         name = self._metrics.take_checkpoint() if is_written else ""
         checkpoint = train.Checkpoint.from_directory(self._checkpoints / name) if name else None

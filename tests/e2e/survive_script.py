@@ -15,11 +15,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
+from tests.faults import wait_for_replacements
 
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = (X.sum(1) * 2).long() % 3
-WORKERS = int(os.environ["WORLD_SIZE"])
-PATIENCE_S = 5.0
 
 
 class Stream(IterableDataset[Any]):
@@ -45,6 +44,9 @@ parser.add_argument("--folder")
 parser.add_argument("--stream", action="store_true")
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--update", default="whole")
+parser.add_argument("--spans", action="store_true")
+parser.add_argument("--record", type=int, default=0)
+parser.add_argument("--noise", type=int, default=0)
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -62,7 +64,7 @@ run = paceline.Run(
     epochs=args.epochs,
     shards=4,
     folder=args.folder,
-    workers=1,
+    workers=int(os.environ["WORLD_SIZE"] != "1"),
     scheduler=ReduceLROnPlateau(optimizer, mode="max", factor=0.9, patience=0),
     scaler=torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=7),
     state={"average": average},
@@ -75,22 +77,15 @@ run = paceline.Run(
         better="higher",
         patience=100,
         update=args.update,
+        timeline=args.spans,
+        trace_step=args.record,
+        noise_every=args.noise,
     ),
 )
 
 
 def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     return {"hits": (run.model(batch[0]).argmax(1) == batch[1]).double().mean()}
-
-
-def wait_for_replacements() -> None:
-    """Let them join before the training is over, and before the next fault strikes."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while run.membership.size < WORKERS and time.monotonic() < deadline_s:
-        survival = run._context.survival
-        if survival is None or survival.is_due:
-            return  # it can join after the next step
-        time.sleep(0.003)
 
 
 for step in run:
@@ -106,5 +101,5 @@ for step in run:
         run.evaluate(score, ema=step.epoch % 2 == 0)
     elif step.number % 7 == 0:
         run.save()
-    wait_for_replacements()
+    wait_for_replacements(run)
 os.write(1, f"worker {os.environ['RANK']} is done\n".encode())

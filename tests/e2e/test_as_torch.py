@@ -143,45 +143,38 @@ EARLY = """
 """
 
 LATE = """
-    import warnings
-    import library
+    import gc, sys
+    import torch
+    import torch.distributed
     import paceline
-    import torch.distributed as dist
-    from torch import nn, ones
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    from paceline.errors import UsageError
 
-    class Own(DDP):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    def main():
-        from torch.nn import DataParallel
-        keep = library.wrap(nn.Linear(2, 1))
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+    for name in ("imported", "derived"):
+        __import__(name)
+        try:
             paceline.enable()
-        [warning] = said
-        print(str(warning.message), warning.filename == __file__)
-        own = Own(nn.Linear(2, 1))
-        own(ones(1, 2)).sum().backward()
-        kinds = [DDP, type(library.wrap(nn.Linear(2, 1))), Own.__base__, library.Wrapper.__base__]
-        print([kind.__module__.partition(".")[0] for kind in kinds], own.module.weight.grad.sum())
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    main()
-    dist.destroy_process_group()
+        except UsageError as error:
+            print(error)
+        del sys.modules[name]
+        gc.collect()
+    paceline.enable()
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    print(DDP is paceline.DistributedDataParallel)
 """
 
-LIBRARY = """
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data.distributed import DistributedSampler
+LIBRARIES = {
+    "imported": "from torch.nn.parallel import DistributedDataParallel as DDP",
+    "derived": """
+        import torch
 
-    class Wrapper(DistributedSampler):
-        pass
+        def make():
+            class Wrapper(torch.nn.parallel.DistributedDataParallel):
+                pass
+            return Wrapper
 
-    def wrap(model):
-        return DistributedDataParallel(model)
-"""
+        made = [make()]
+    """,
+}
 
 
 def python(folder: Path, script: str) -> str:
@@ -198,14 +191,13 @@ def test_enable_before_torch_is_imported_imports_nothing_and_works_once(tmp_path
     assert python(tmp_path, EARLY) == "early\n"
 
 
-def test_enable_reaches_classes_held_by_name_and_derived_ones_and_names_the_rest(
+def test_enable_is_refused_by_name_once_a_library_has_torchs_class_and_not_for_torch_alone(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "library.py").write_text(textwrap.dedent(LIBRARY))
-    warning, kinds = python(tmp_path, LATE).splitlines()
-    assert warning.startswith(
-        "paceline.enable() was called too late for 1 model wrapped in torch's "
-        "DistributedDataParallel; the name DataParallel inside main(). What is named"
-    )
-    assert warning.endswith("True")
-    assert kinds == "['paceline', 'paceline', 'paceline', 'paceline'] tensor(2.)"
+    for name, text in LIBRARIES.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    *refused, is_ours = python(tmp_path, LATE).splitlines()
+    for name, what, advice in zip(LIBRARIES, refused[::2], refused[1::2], strict=True):
+        assert what.endswith(f"too late: {name} has torch's DistributedDataParallel already.")
+        assert advice.startswith(f"Call it first, before the script imports {name}")
+    assert is_ours == "True"

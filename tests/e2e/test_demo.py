@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentences import says
 
-from paceline import demo
 from paceline.cli import main
-from paceline.demo import BATCH_ROWS, DemoOptions, DemoOutcome
-from paceline.explain.trace.task import built_in
-from paceline.observe.run_folder import RunFolder, read_events, read_info
+from paceline.files.run_folder import RunFolder, read_events, read_info
 from paceline.record import schema
+from paceline.show import demo
+from paceline.show.demo import BATCH_ROWS, DemoOptions, DemoOutcome
+from paceline.show.trace.task import built_in
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
 
@@ -69,7 +70,7 @@ def test_the_demo_says_who_gets_what_where_gradients_meet_and_why(shown: str) ->
 
 
 def test_the_demo_proves_that_workers_are_equal_and_exact(shown: str) -> None:
-    assert "The 2 workers' parameters are equal to the last bit." in shown
+    assert says(shown, "2 workers' parameters are equal to", "last bit.")
     found = re.search(r"one process gives the same parameters: difference (\S+)\.\n", shown)
     assert found
     assert float(found[1]) < 1e-5
@@ -170,7 +171,7 @@ def test_a_broken_promise_is_said_and_fails(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("paceline.demo.training.train", lambda *_: outcome(**changes))
+    monkeypatch.setattr("paceline.show.demo.training.train", lambda *_: outcome(**changes))
     code = main(["demo", *flags, "--folder", str(tmp_path / "new")])
     shown = capsys.readouterr().out
     assert code == (1 if changes else 0)
@@ -186,7 +187,7 @@ def test_a_narrow_terminal_breaks_no_word(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = [*demo.introduction(built_in(0), DemoOptions()), *demo.conclusion(outcome())]
+    lines = [*demo.introduction(built_in(0), DemoOptions()), *outcome().conclusion()]
     demo.tell(lines)
     shown = capsys.readouterr().out
     assert shown.split() == " ".join(lines).split()
@@ -221,7 +222,7 @@ def test_every_demo_can_be_resumed_by_others_in_the_middle_of_an_epoch(
         (["--workers", "101"], "1 to 100"),
         (["--epochs", "0"], "--epochs is 0"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--worker", "2"], "did you mean --workers?"),
+        (["--worker", "2"], "Did you mean '--workers'?"),
     ],
 )
 def test_a_mistake_is_explained(
@@ -236,7 +237,7 @@ def test_a_folder_with_something_in_it_is_left_alone(
 ) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
     assert main(["demo", "--folder", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "not empty")
     assert main(["demo", "--folder", str(tmp_path / "thesis.txt")]) == 2
     assert "cannot be used" in capsys.readouterr().err
 
@@ -262,10 +263,10 @@ def test_a_killed_worker_is_seen_to_make_no_difference(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
     assert re.search(r"kill -9 \d+: that was worker 1, in mid-step", told)
-    assert re.search(r"worker 1 was killed by signal 9 in step \d+; 2 continue", told)
+    assert re.search(r"worker 1 was killed by signal 9 \(SIGKILL\) in step \d+; 2 continue", told)
     assert re.search(r"the others continue after \d+ ms; no step was lost", told)
-    assert "end with parameters that are equal to the last bit" in told
-    assert "gives the same parameters" in told
+    assert says(told, "parameters of all 3 workers are equal to", "last bit.")
+    assert says(told, "gives", "same parameters")
     events = read_events(RunFolder(tmp_path / "killed"))
     died = [event for event in events if event["kind"] == "generation" and event["died"]]
     assert [each["worker"] for event in died for each in event["died"]] == [1]

@@ -21,6 +21,7 @@ ON_WORKERS = {
     "ddp_plain.py": r"epoch 2: loss 0\.[01]\d\d ",
     "digits.py": r"eval accuracy .*\n +3 +0\.[0-2]\d{3} +9\d\.\d%",
     "evaluation.py": r"52 of 101 right: accuracy 0\.5149",
+    "simclr.py": r"sum of all \|weights\| 93\.488086661, world size [123]",
     "step_loop.py": r"24 steps, 1,536 samples.*\n +3 +0\.[12]\d{3} +9\d\.\d%",
 }
 # What those print that need no launcher, or have one inside.

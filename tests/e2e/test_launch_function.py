@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +19,10 @@ import torch.distributed as dist
 
 import paceline
 from paceline.errors import UsageError, WorkerError
-from paceline.launcher import supervise
+from paceline.launcher import stalls
 
 if sys.platform != "linux":
     pytest.skip("needs fork", allow_module_level=True)
-
-SOON_S = 5.0
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -130,10 +129,8 @@ def test_the_first_real_error_comes_back_with_its_rank_and_traceback() -> None:
                 fail()
             dist.barrier()  # the others fail here, because rank 1 is gone
 
-    begin = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of 3 failed: ValueError: boom") as caught:
+    with pytest.raises(WorkerError, match="worker 1 failed: ValueError: boom") as caught:
         paceline.launch(body, workers=3)
-    assert time.monotonic() - begin < SOON_S
     assert caught.value.rank == 1
     assert "in fail" in caught.value.traceback
     assert "launcher" not in caught.value.traceback
@@ -144,26 +141,30 @@ def test_a_killed_worker_ends_all() -> None:
     def body() -> None:
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(120)
+        time.sleep(3600)
 
-    begin = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 0 of 2 failed: killed by signal 9 \(SIGKILL\)"):
+    with pytest.raises(WorkerError, match=r"worker 0 was killed by signal 9 \(SIGKILL\)"):
         paceline.launch(body, workers=2)
-    assert time.monotonic() - begin < SOON_S
+
+
+def sleep_alone(seconds: int) -> None:
+    """Sleep so that no other thread can speak, and no signal wakes this one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.PyDLL(None).sleep(seconds)
 
 
 @pytest.mark.parametrize(
     ("stand_still", "words"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGSTOP), "stopped by a signal"),
-        (lambda: ctypes.PyDLL(None).sleep(60), "silent"),  # and no other thread can speak
+        (lambda: sleep_alone(60), "silent"),
     ],
 )
 def test_a_rank_0_that_stands_still_hangs_nobody_and_is_named(
     monkeypatch: pytest.MonkeyPatch, stand_still: Callable[[], object], words: str
 ) -> None:
-    monkeypatch.setenv("PACELINE_STALL_S", "1.6")
-    monkeypatch.setattr(supervise, "LEAST_SILENCE_S", 1.0)
+    monkeypatch.setenv("PACELINE_STALL_S", "3")
+    monkeypatch.setattr(stalls, "LEAST_SILENCE_S", 2.0)
 
     def body() -> None:
         with paceline.init_process_group() as world:
@@ -171,7 +172,7 @@ def test_a_rank_0_that_stands_still_hangs_nobody_and_is_named(
                 stand_still()
             paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
 
-    with pytest.raises(WorkerError, match=f"rank 0 of 2 failed: {words} for"):
+    with pytest.raises(WorkerError, match=f"worker 0 was {words} for"):
         paceline.launch(body, workers=2)
 
 
@@ -182,8 +183,8 @@ def boom() -> None:
 @pytest.mark.parametrize(
     ("crash", "words", "where"),
     [
-        (boom, "ValueError: boom", "In step 3 of the run."),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9", "in step 3"),
+        (boom, "failed in step 3: ValueError: boom", "In step 3 of the run."),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by signal 9", "in step 3"),
     ],
 )
 def test_a_crashed_step_is_named_and_its_survivors_do_not_say_that_they_save(
@@ -208,7 +209,7 @@ def test_a_crashed_step_is_named_and_its_survivors_do_not_say_that_they_save(
                         crash()
                     time.sleep(60)
 
-    with pytest.raises(WorkerError, match=f"rank 1 of 2 failed: {words}") as caught:
+    with pytest.raises(WorkerError, match=f"worker 1 {words}") as caught:
         paceline.launch(body, workers=2)
     assert where in str(caught.value)
     shown = capsys.readouterr()
@@ -251,7 +252,7 @@ def test_an_interrupt_ends_everybody(tmp_path: Path) -> None:
         time.sleep(120)
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
@@ -284,7 +285,7 @@ def test_killing_the_caller_leaves_nobody_behind(tmp_path: Path) -> None:
     caller.kill()
     caller.wait()
     pids = [path.name for path in tmp_path.iterdir()]
-    deadline = time.monotonic() + 4 * SOON_S  # the machine may be busy with other tests
+    deadline = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -300,7 +301,7 @@ def is_running(pid: str) -> bool:
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2", 4097, 10**20])
 def test_an_impossible_number_of_workers_is_refused(workers: object) -> None:
-    with pytest.raises(UsageError, match="workers is"):
+    with pytest.raises(UsageError, match=rf"workers.* {re.escape(repr(workers))}"):
         paceline.launch(print, workers=workers)  # type: ignore[arg-type]
 
 
@@ -316,3 +317,29 @@ def test_a_process_that_belongs_to_a_group_is_refused() -> None:
             paceline.launch(print, workers=2)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_results_of_a_run_show_its_report_in_a_notebook(tmp_path: Path) -> None:
+    def train() -> str | None:
+        net = torch.nn.Linear(2, 1)
+        run = paceline.Run(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            torch.utils.data.TensorDataset(torch.ones(8, 2)),
+            global_batch=4,
+            epochs=1,
+            folder=tmp_path / "shown",
+        )
+        for step in run:
+            with step:
+                for (x,) in step.batches():
+                    step.backward(net(x).mean())
+        return run._repr_html_()
+
+    results = paceline.launch(train, workers=2)
+    for html in (results[0], results._repr_html_()):
+        assert html is not None
+        assert html.startswith("<iframe")
+        assert "2 workers" in html
+    assert paceline.launch(lambda: 1, workers=2)._repr_html_() is None
+    assert paceline.RunView(tmp_path)._repr_html_() is None

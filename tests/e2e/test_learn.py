@@ -18,25 +18,27 @@ from typing import Any
 import pytest
 import torch
 from contrast import TOO_FAINT
+from sentences import says
 
 import paceline
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.explain.trace.command import Screen
-from paceline.learn import command, page, values
-from paceline.learn.catalogue import QUESTIONS
-from paceline.learn.lab import Lab
-from paceline.learn.lessons import FACTS, LESSONS, PROBLEMS
-from paceline.learn.question import Answered
-from paceline.learn.runs import LearnOptions
-from paceline.learn.saved import Memory
-from paceline.learn.session import Session
+from paceline.show.learn import command, page, values
+from paceline.show.learn.catalogue import QUESTIONS
+from paceline.show.learn.lab import Lab
+from paceline.show.learn.lessons import FACTS, LESSONS, PROBLEMS
+from paceline.show.learn.question import Answered
+from paceline.show.learn.runs import LearnOptions
+from paceline.show.learn.saved import Memory
+from paceline.show.learn.session import Session
+from paceline.show.trace.command import Printer
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d\.?\d*e-?\d+")
 SLOW = {
     *("batch-shape", "first-part-shape", "kept-is-the-same", "epochs-that-help", "final-accuracy"),
+    *("effective-batch",),
     *("device-of-a-prediction", "loss-of-a-larger-batch", "own-speedup", "largest-loss"),
     *("wait-for-a-slow-worker", "faster-in-python"),
 }
@@ -124,9 +126,9 @@ def processor_s() -> float:
 @pytest.fixture(scope="module")
 def ran() -> tuple[Lab, list[Answered]]:
     """Every lesson, run once."""
-    lab, questions = command._load(Namespace(seed=0, workers=None, batch=None, model=None))
+    lab = command._load(Namespace(seed=0, workers=None, batch=None, model=None))
     answered = []
-    for question in questions:
+    for question in QUESTIONS:
         begin_s = processor_s()
         answered.append(question.answer(lab))
         COST_S[question.name] = processor_s() - begin_s
@@ -141,7 +143,9 @@ def test_every_fact_is_covered_and_the_pages_own_numbers_come_out(
     assert {fact for each in document["answers"] for fact in each["facts"]} == set(FACTS)
     assert {each["lesson"] for each in document["answers"]} == {each.name for each in LESSONS}
     found = document["by_name"]
-    check(found, workers=2, batch=16)
+    check(found, workers=3, batch=16)
+    assert (found["rows-by-worker"], found["rows-by-device"]) == ([6, 5, 5], [6, 6, 4])
+    assert found["effective-batch"] == "no"
     assert (found["batch-shape"], found["first-part-shape"]) == ([100, 10], [50, 10])
     assert (found["global-batch"], found["rows-each"]) == (128, 32)
     assert (found["kept-batch"], found["learning-rate"]) == ([8] * 4, 4)
@@ -178,7 +182,7 @@ def test_every_question_and_its_evidence_fit_the_terminal(
 ) -> None:
     stream = io.StringIO()
 
-    class Terminal(Screen):
+    class Terminal(Printer):
         width = columns
 
     screen = Terminal(stream)
@@ -188,7 +192,7 @@ def test_every_question_and_its_evidence_fit_the_terminal(
         session.lesson(lesson)
     lines = stream.getvalue().splitlines()
     assert columns - 5 < max(map(len, lines)) <= columns
-    assert sum(line.startswith("The answer is") for line in lines) == len(ran[1])
+    assert sum(line.startswith(("The answer is", "Measured: ")) for line in lines) == len(ran[1])
 
 
 @pytest.mark.parametrize(("workers", "batch", "seed"), [(3, 16, 11), (4, 5, 2), (0, 0, 0)])
@@ -214,6 +218,21 @@ def test_answers_are_right_for_numbers_that_nobody_tried_before(
         shown = [float(n) for n in NUMBER.findall(asked[name])]
         wanted = sum(shown) / (workers if name == "averaged-gradient" else 1)
         assert found[name] == pytest.approx(wanted, abs=0.01 * max(map(abs, shown)))
+
+
+def test_the_code_that_is_shown_runs_and_prints_the_answer(
+    ran: tuple[Lab, list[Answered]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On the lab that has run already, so that nothing is run again."""
+    monkeypatch.setattr("paceline.show.learn.make_lab", lambda seed: ran[0])
+    for each in ran[1]:
+        if each.name not in SLOW:
+            exec(compile(each.code, each.name, "exec"), {"__name__": "__main__"})
+            printed = capsys.readouterr().out.strip()
+            value = {"yes": "True", "no": "False"}.get(str(each.answer), str(each.answer))
+            assert printed == value, each.name
 
 
 def test_another_seed_makes_other_right_answers() -> None:
@@ -247,7 +266,7 @@ def test_a_model_of_ones_own_is_asked_about_and_one_that_cannot_be_split_is_not(
         (["--batch", "2", "--workers", "3"], "--batch is 2"),
         (["--seed", "-1"], "--seed is -1"),
         (["cards"], "do not go together"),
-        (["smapler"], "did you mean sampler?"),
+        (["smapler"], "Did you mean 'sampler'?"),
         (["0"], "There is no lesson '0'"),
         (["9" * 5000], "There is no lesson"),
     ],
@@ -279,15 +298,15 @@ def test_answers_as_text_have_the_code_and_the_evidence(capsys: pytest.CaptureFi
 
 
 def test_a_lesson_in_a_notebook_is_rich_output_and_text_elsewhere() -> None:
-    shown = paceline.learn.lesson("saving")
+    shown = paceline.show.learn.lesson("saving")
     assert [each.name for each in shown.answers][:2] == ["name-in-the-file", "torch-loads-it"]
     rich = shown._repr_html_()
     assert rich.count("<details>") == 4 + 2
     assert "<b>module.weight</b>" in rich
     assert "&quot;module.weight&quot;" in rich  # what was raised, as text
-    assert "  = module.weight\n" in repr(shown)
+    assert "  \N{CHECK MARK} module.weight\n" in repr(shown)
     with pytest.raises(UsageError, match="no lesson 'sharks'"):
-        paceline.learn.lesson("sharks")
+        paceline.show.learn.lesson("sharks")
 
 
 def test_the_page_is_not_written_over_something_else(
@@ -298,7 +317,7 @@ def test_the_page_is_not_written_over_something_else(
     assert main(["learn", "--html", str(path)]) == 2
     assert path.read_text() == "mine"
     assert main(["learn", "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
-    assert "There is no folder" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "no folder")
 
 
 # The page in a real browser; without chromium or playwright these are skipped.
@@ -341,6 +360,7 @@ def test_typed_answers_are_compared_in_the_page_as_on_a_terminal(
     shown = open_page()
 
     def answer(name: str, text: str) -> str:
+        shown.evaluate("name => { location.hash = '#q-' + name; }", name)
         form = shown.locator(f"#q-{name}")
         form.locator("input.typed").fill(text)
         form.locator("input.typed").press("Enter")
@@ -351,9 +371,9 @@ def test_typed_answers_are_compared_in_the_page_as_on_a_terminal(
         assert answer("output-shape", text).startswith("✓ Right: (16, 5)"), text
     assert answer("output-shape", "(16, 10)").startswith("✗ Not quite. The answer is (16, 5)")
     assert "should be a shape" in answer("batch-shape", "large")
-    assert shown.locator(".tally").inner_text() == "1 of 61 questions answered, 1 right"
-    assert answer("rows-by-worker", "8 + 8").startswith("✓")
-    assert shown.locator("#q-rows-by-worker .marked").count() == 2
+    assert shown.locator(".tally").inner_text() == "1 of 62 questions answered, 1 right"
+    assert answer("rows-by-worker", "6 + 5 + 5").startswith("✓")
+    assert shown.locator("#q-rows-by-worker .marked").count() == 3
     assert answer("ratio", "10/3").startswith("✓")
     assert answer("efficiency", "83 %").startswith("✓")
     # Whatever is right on a terminal is right here, and a near miss is not.
@@ -380,7 +400,7 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
 ) -> None:
     shown = open_page(width, scheme)
     shown.evaluate("document.querySelectorAll('.show, .points').forEach((each) => each.click())")
-    asked = 61 + sum(len(problem.questions) for problem in PROBLEMS)
+    asked = 62 + sum(len(problem.questions) for problem in PROBLEMS)
     assert shown.locator(".question .verdict").count() == asked
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.evaluate(TOO_FAINT) == []
@@ -394,7 +414,7 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
     assert shown.locator(".card-back").inner_text() != "Turn it over"
     assert shown.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     shown.keyboard.press("ArrowRight")
-    assert shown.locator("#cards .place").inner_text() == "Card 2 of 61"
+    assert shown.locator("#cards .place").inner_text() == "Card 2 of 62"
     assert shown.locator(".card-front").inner_text() != front
     # A problem is opened and solved, and does not change what the lessons count.
     shown.reload()
@@ -404,7 +424,8 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
     shown.keyboard.type("16x5")
     shown.keyboard.press("Enter")
     assert shown.locator(".standing").first.inner_text() == "✓ solved"
-    assert shown.locator(".tally").inner_text() == "0 of 61 questions answered, 0 right"
+    assert shown.locator(".tally").inner_text() == "0 of 62 questions answered, 0 right"
+    shown.locator("#split .back").click()  # before the first question is the last screen
     shown.locator(".points").first.click()
     # So are the stages of a step, and the points of an open question.
     shown.locator("#pipeline .stepper").focus()

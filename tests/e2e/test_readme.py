@@ -1,49 +1,30 @@
-"""The programs of the README run as they are printed, and print something."""
+"""The program of the README runs as it is printed, and keeps its promise."""
 
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 import paceline
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def test_code_comes_early() -> None:
-    assert README.splitlines().index("```python") < 24
+from tests.docs_code import ROOT, blocks, run_script
 
 
 @pytest.mark.usefixtures("_half_of_torch")
-@pytest.mark.parametrize(
-    ("name", "workers", "shown"),
-    [
-        ("train.py", 1, r"epoch 4: loss 0\.[0-4]\d\d"),
-        ("train.py", 2, r"\[rank 1\] epoch 4: loss 0\.[0-4]\d\d"),
-        ("steps.py", 2, r" 5 +0\.[0-4]\d{3}"),
-    ],
-)
-def test_a_program_of_the_readme_runs_as_printed(
-    name: str,
-    workers: int,
-    shown: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_program_of_the_readme_ends_the_same_on_one_worker_and_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = (each for each in PROGRAMS if each.partition("\n")[0].endswith(f"# {name}"))
-    (tmp_path / name).write_text(program)
-    monkeypatch.chdir(tmp_path)
-
-    def run() -> None:
-        names = runpy.run_path(name, run_name="__main__")
-        if name == "train.py":
-            names["model"].check_in_sync()
-
-    paceline.launch(run, workers=workers)
-    said = "".join(capsys.readouterr())
-    assert re.search(shown, said), said
+    readme = ROOT / "README.md"
+    assert readme.read_text().splitlines().index("```python") < 24
+    (program,) = (block.code for block in blocks(readme) if block.script == "train.py")
+    losses = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        (folder / "train.py").write_text(program)
+        monkeypatch.chdir(folder)
+        paceline.launch(run_script, "train.py", workers=workers)
+        losses.append(re.findall(r"^ +(\d) +(0\.\d{4})", capsys.readouterr().out, re.M))
+    assert losses[0] == losses[1]
+    assert float(losses[0][4][1]) < 0.5

@@ -15,9 +15,9 @@ import pytest
 from contrast import TOO_FAINT
 from synthetic_run import GENERATIONS, SCALING, synthetic_run, synthetic_trace
 
-from paceline.explain import report
-from paceline.explain.report.page import render
-from paceline.observe.run_folder import EventWriter, RunFolder
+from paceline.files.run_folder import EventWriter, RunFolder
+from paceline.show import report
+from paceline.show.report.page import render
 
 HOSTILE = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
 
@@ -78,7 +78,7 @@ def test_the_page_starts_and_everything_on_it_can_be_used_without_a_complaint(
 ) -> None:
     page = open_page()
     assert page.get_attribute("html", "data-ready") == "true"
-    for button in page.locator("button:visible:enabled").all():
+    for button in page.locator("button:visible:enabled:not(.fold)").all():
         button.click()
     for chart in page.locator(".chart").all():
         chart.hover()
@@ -86,15 +86,55 @@ def test_the_page_starts_and_everything_on_it_can_be_used_without_a_complaint(
     page.mouse.down()
     page.mouse.move(300, 300)
     page.mouse.up()
-    for link in page.locator(".top a").all():
+    titles = page.locator("section > h2").all_inner_texts()
+    links = page.locator(".side a").all()
+    assert [link.inner_text() for link in links] == ["Overview", *titles[: len(links) - 1]]
+    for link in links:
         link.click()
+
+
+def test_a_section_folds_stays_so_and_is_opened_by_a_link_to_it(open_page: Open) -> None:
+    page = open_page()
+    page.locator("#workers .fold").click()
+    assert page.locator("#workers table").count() == 0
+    assert page.locator("#workers .fold").get_attribute("aria-expanded") == "false"
+    assert page.evaluate("memory.read('folded workers')") == "yes"
+    page.locator('.side a[href="#workers"]').click()
+    page.locator("#workers table").wait_for()
+
+
+def test_charts_share_crosshair_zoom_and_smoothing_and_each_is_saved_as_csv(
+    open_page: Open,
+) -> None:
+    page = open_page()
+    charts = page.locator("#learning .chart")
+    charts.first.scroll_into_view_if_needed()
+    box = charts.first.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tips = page.locator("#learning .tip:visible")
+    assert tips.count() == charts.count()
+    steps = [int(tip.removeprefix("step ").split(":")[0]) for tip in tips.all_inner_texts()]
+    assert max(steps) - min(steps) <= 2
+    charts.first.focus()
+    page.keyboard.press("+")
+    assert page.locator("#learning .unzoom").count() == charts.count()
+    page.locator("#learning .unzoom").last.click()
+    assert page.locator("#learning .unzoom").count() == 0
+    page.locator(".slider input").fill("0")
+    assert page.locator(".slider output").inner_text() == "off"
+    with page.expect_download() as download:
+        page.locator("#learning .csv").first.click()
+    head, first, *_ = download.value.path().read_text().splitlines()
+    assert head.startswith("step,training,training lowest,training highest,held-out data")
+    assert first.startswith("1,")
 
 
 def test_arrow_keys_step_through_the_pipeline(open_page: Open) -> None:
     page = open_page()
     stepper = page.locator(".stepper")
     stepper.focus()
-    place, current = page.locator(".place"), page.locator(".stage.now h4")
+    place, current = page.locator(".place"), page.locator(".stage.now h3")
     assert place.inner_text() == "Stage 1 of 9"
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -121,7 +161,7 @@ def test_boxes_are_joined_column_by_column_or_all_to_all(open_page: Open) -> Non
 def test_buttons_step_and_show_all_stages(open_page: Open) -> None:
     page = open_page()
     page.get_by_role("button", name="Next").click()
-    assert page.locator(".stage.now h4").inner_text().startswith("2Sampler")
+    assert page.locator(".stage.now h3").inner_text().startswith("2Sampler")
     page.get_by_role("button", name="Show all stages").click()
     assert page.locator(".details:visible").count() == 9
 
@@ -172,7 +212,7 @@ def test_the_timeline_zooms_and_moves_by_keyboard_and_says_what_is_under_the_poi
 def test_without_javascript_the_page_says_so_and_gives_the_key_numbers(open_page: Open) -> None:
     page = open_page(java_script_enabled=False)
     shown = page.inner_text("body")
-    for words in ("JavaScript is off", "holds the others up", "samples per second: 2,667"):
+    for words in ("JavaScript is off", "held the others up", "samples per second: 2,667"):
         assert words in shown
 
 
@@ -232,7 +272,7 @@ def test_paper_shows_all_stages_in_light_colours(open_page: Open) -> None:
     page.emulate_media(media="print")
     assert page.locator(".details:visible").count() == 9
     assert page.locator(".canvas-place canvas").is_visible()
-    assert page.locator("button:visible").count() == 0
+    assert page.locator("button:visible:not(.fold)").count() == 0
     ink = page.evaluate("getComputedStyle(document.body).color")
     assert max(int(part) for part in ink[4:-1].split(",")) < 100
 
@@ -302,3 +342,18 @@ def test_deaths_and_replacements_are_drawn_and_listed(open_page: Open) -> None:
     rows = section.locator("tbody tr").all_inner_texts()
     assert "worker 1 was killed by signal 9" in rows[0]
     assert "worker 1 joined" in rows[1]
+
+
+def test_in_a_notebook_a_run_is_a_page_of_its_own_whose_links_stay_inside(
+    open_page: Open, file: Path, tmp_path: Path
+) -> None:
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!doctype html>{report.RunView(file.parent)._repr_html_()}")
+    outer = open_page(cell)
+    inner = outer.frame_locator("iframe")
+    inner.get_by_role("link", name="Who worked, who waited").click()
+    inner.locator("#workers").wait_for()
+    outer.wait_for_function(
+        "() => frames[0].document.querySelector('#workers').getBoundingClientRect().top < 200"
+    )
+    assert outer.frames[1].url == "about:srcdoc"

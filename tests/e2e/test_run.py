@@ -20,9 +20,9 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
 
-# Generous: the promise is a second, on a machine that does nothing else.
-SOON_S = 5.0
-WAITS = "import time\ntime.sleep(120)\n"
+# Far below the seconds that the workers of these tests would sleep.
+PATIENCE_S = 60.0
+WAITS = "import time\ntime.sleep(3600)\n"
 TAKE_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -76,7 +76,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def wait_for_files(folder: Path, pattern: str, count: int) -> list[Path]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while len(found := sorted(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline, f"{count} files {pattern} did not appear"
         time.sleep(0.01)
@@ -91,12 +91,11 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until_gone(pids: list[int]) -> float:
-    begin = time.monotonic()
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while any(map(is_alive, pids)):
-        assert time.monotonic() - begin < 10, "workers are still there"
+        assert time.monotonic() < deadline, "workers are still there"
         time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def test_every_worker_runs_the_script_with_its_arguments_and_labelled_output(
@@ -192,24 +191,22 @@ def test_the_first_real_traceback_is_printed_once_and_everyone_ends(tmp_path: Pa
                     time.sleep(0.01)
                 raise ValueError("boom")
             pathlib.Path(f"up{rank}").touch()
-            time.sleep(120)
+            time.sleep(3600)
 
         work(int(os.environ["RANK"]))
         """,
     )
-    begin = time.monotonic()
     done = paceline_run(tmp_path, "--workers", 3, script)
-    assert time.monotonic() - begin < SOON_S
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    said = ["starting 3 workers.", "rank 1 failed:"]
+    said = ["starting 3 workers.", "worker 1 failed:"]
     assert done.stderr.splitlines()[:2] == [f"paceline: {line}" for line in said]
     assert done.stderr.splitlines()[2] == "Traceback (most recent call last):"
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File")]
     assert [Path(frame.split('"')[1]).name for frame in frames] == ["script.py", "script.py"]
     assert "ValueError: boom\n" in done.stderr
     assert done.stderr.endswith(
-        "  rank 0: ended by the launcher\n  rank 2: ended by the launcher\n"
+        "  worker 0: ended by the launcher\n  worker 2: ended by the launcher\n"
     )
 
 
@@ -219,14 +216,12 @@ def test_a_failure_shows_even_if_the_worker_hangs_while_it_ends(tmp_path: Path) 
         """
         import atexit, os, time
         if os.environ["RANK"] == "0":
-            atexit.register(time.sleep, 120)
+            atexit.register(time.sleep, 3600)
             raise ValueError("boom")
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
-    begin = time.monotonic()
     done = paceline_run(tmp_path, "--workers", 2, script)
-    assert time.monotonic() - begin < SOON_S
     assert (done.returncode, done.stderr.count("ValueError: boom")) == (1, 1)
 
 
@@ -253,11 +248,11 @@ def test_hooks_of_the_users_run_and_print_no_second_traceback(tmp_path: Path) ->
     [
         ("sys.exit(0)", 0, ""),
         ("sys.exit()", 0, ""),
-        ("sys.exit(3)", 1, "rank 0 failed: exit code 3"),
+        ("sys.exit(3)", 1, "worker 0 ended with exit code 3"),
         ("sys.exit('no data')", 1, "no data\n"),
-        ("os._exit(7)", 1, "rank 0 failed: exit code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 0 failed: killed by signal 9 (SIGKILL)"),
-        ("os.abort()", 134, "rank 0 failed: killed by signal 6 (SIGABRT)"),
+        ("os._exit(7)", 1, "worker 0 ended with exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "worker 0 was killed by signal 9 (SIGKILL)"),
+        ("os.abort()", 134, "worker 0 was killed by signal 6 (SIGABRT)"),
         ("1 +", 1, "SyntaxError"),
     ],
 )
@@ -278,19 +273,20 @@ def test_a_signal_to_the_launcher_ends_workers_and_what_they_started(
         tmp_path,
         """
         import os, pathlib, subprocess, time
-        child = subprocess.Popen(["sleep", "120"])
+        child = subprocess.Popen(["sleep", "3600"])
         pathlib.Path(f"pid{child.pid}").touch()
         pathlib.Path(f"pid{os.getpid()}").touch()
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
     with started(tmp_path, "--workers", 2, script) as launcher:
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 4)]
         launcher.send_signal(number)
-        assert launcher.wait(timeout=SOON_S) == 128 + number
+        assert launcher.wait(timeout=PATIENCE_S) == 128 + number
         wait_until_gone(pids)
         _, said = launcher.communicate()
-    assert said == f"paceline: starting 2 workers.\npaceline: ended by {number.name}.\n"
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert said == f"paceline: starting 2 workers.\npaceline: stopped by {name}.\n"
 
 
 def test_a_worker_may_use_the_grace_it_is_given(tmp_path: Path) -> None:
@@ -304,13 +300,13 @@ def test_a_worker_may_use_the_grace_it_is_given(tmp_path: Path) -> None:
             sys.exit(0)
         signal.signal(signal.SIGTERM, on_term)
         pathlib.Path("up").touch()
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
     with started(tmp_path, script) as launcher:
         wait_for_files(tmp_path, "up", 1)
         launcher.terminate()
-        assert launcher.wait(timeout=20) == 143
+        assert launcher.wait(timeout=PATIENCE_S) == 143
     assert (tmp_path / "saved").exists()
 
 
@@ -321,13 +317,13 @@ def test_a_worker_that_ignores_everything_is_killed(tmp_path: Path) -> None:
         import os, pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         pathlib.Path(f"pid{os.getpid()}").touch()
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
     with started(tmp_path, "--workers", 2, "--shutdown-timeout", 0.5, script) as launcher:
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 2)]
         launcher.terminate()
-        assert launcher.wait(timeout=SOON_S) == 143
+        assert launcher.wait(timeout=PATIENCE_S) == 143
         wait_until_gone(pids)
 
 
@@ -341,14 +337,14 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, hold)
         pathlib.Path(f"pid{os.getpid()}").touch()
         while True:
-            time.sleep(120)
+            time.sleep(3600)
         """,
     )
-    with started(tmp_path, script) as launcher:
+    with started(tmp_path, "--shutdown-timeout", 3600, script) as launcher:
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 1)]
         launcher.terminate()
         wait_for_files(tmp_path, "asked", 1)
-        deadline_s = time.monotonic() + SOON_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while launcher.poll() is None and time.monotonic() < deadline_s:
             launcher.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -362,17 +358,17 @@ def test_killing_the_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, pathlib, subprocess, time
-        child = subprocess.Popen(["sleep", "120"])
+        child = subprocess.Popen(["sleep", "3600"])
         pathlib.Path(f"pid{child.pid}").touch()
         pathlib.Path(f"pid{os.getpid()}").touch()
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
     with started(tmp_path, "--workers", 2, script) as launcher:
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 4)]
         launcher.kill()
         launcher.wait()
-        assert wait_until_gone(pids) < SOON_S
+        wait_until_gone(pids)
 
 
 def test_what_a_finished_worker_left_running_is_ended(tmp_path: Path) -> None:
@@ -380,14 +376,12 @@ def test_what_a_finished_worker_left_running_is_ended(tmp_path: Path) -> None:
         tmp_path,
         """
         import pathlib, subprocess
-        child = subprocess.Popen(["sleep", "120"])
+        child = subprocess.Popen(["sleep", "3600"])
         pathlib.Path(f"pid{child.pid}").touch()
         """,
     )
-    begin = time.monotonic()
     done = paceline_run(tmp_path, "--workers", 2, script)
     assert done.returncode == 0
-    assert time.monotonic() - begin < SOON_S
     wait_until_gone([int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 2)])
 
 
@@ -401,7 +395,7 @@ def test_restarts_begin_afresh_and_say_what_was_lost(tmp_path: Path) -> None:
         if attempt == "0":
             if os.environ["RANK"] == "1":
                 raise ValueError("boom")
-            time.sleep(120)
+            time.sleep(3600)
         """,
     )
     done = paceline_run(tmp_path, "--workers", 2, "--max-restarts", 2, script)
@@ -453,8 +447,37 @@ def test_the_end_of_a_reader_ends_the_run(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         launcher.stdout.readline()
         launcher.stdout.close()
-        assert launcher.wait(timeout=SOON_S) == 141
+        assert launcher.wait(timeout=PATIENCE_S) == 141
         launcher.stdout = None
+
+
+def test_a_reader_that_stops_holds_nobody_up(tmp_path: Path) -> None:
+    """Workers wait with what they print; deaths and signals are dealt with, and nothing is lost."""
+    script = write(
+        tmp_path,
+        """
+        import os, pathlib, time
+        if os.environ["RANK"] == "1":
+            while not pathlib.Path("go").exists():
+                time.sleep(0.01)
+            os._exit(3)
+        pathlib.Path(f"pid{os.getpid()}").touch()
+        for number in range(10**6):
+            print(number, "y" * 1000, flush=True)
+            if number == 1000:
+                pathlib.Path("printed").touch()
+        """,
+    )
+    with started(tmp_path, "--workers", 2, script) as launcher:
+        wait_for_files(tmp_path, "printed", 1)  # pipes have room for a tenth of that
+        (tmp_path / "go").touch()
+        wait_until_gone([int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", 1)])
+        out, err = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 1
+    assert "paceline: worker 1 ended with exit code 3." in err
+    *lines, _ = out.splitlines()  # the last may be half a line
+    assert lines == [f"[rank 0] {n} {'y' * 1000}" for n in range(len(lines))]
+    assert len(lines) >= 1000
 
 
 def test_a_port_that_is_taken_is_a_usage_error(tmp_path: Path) -> None:
@@ -496,6 +519,13 @@ def test_a_master_nobody_can_reach_is_said_in_time(tmp_path: Path) -> None:
     assert f"Waited 1 s at 127.0.0.1:{port} for a launcher to listen there" in done.stderr
 
 
+TRAINS = """
+weight = torch.zeros(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+for _ in range(2):
+    weight.sum().backward()
+    optimizer.step()
+"""
 ALL_REDUCE = """
     import os, subprocess, sys
     import torch, torch.distributed as dist
@@ -513,7 +543,6 @@ ALL_REDUCE = """
         mine = {row[1].rpartition(":")[0] for row in rows
                 if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
         print("listens on", mine)
-    dist.destroy_process_group()
 """
 
 
@@ -524,7 +553,9 @@ def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first
     script = write(
         tmp_path,
         textwrap.dedent(ALL_REDUCE)
+        + TRAINS
         + textwrap.dedent("""
+            dist.destroy_process_group()
             if os.environ["RANK"] == "1":
                 import time
                 time.sleep(0.5)
@@ -539,6 +570,7 @@ def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first
         "[rank 0] sum 3 torch",
         "[rank 1] sum 3 torch",
     ]
+    assert "DistributedDataParallel" not in done.stderr, "they do not train alone"
 
 
 def test_a_program_that_is_not_python_is_told_what_a_script_is_told(tmp_path: Path) -> None:
@@ -552,13 +584,16 @@ def test_a_program_that_is_not_python_is_told_what_a_script_is_told(tmp_path: Pa
         assert re.fullmatch(rf"\[rank {rank}\] {rank} {rank} 2 127\.0\.0\.1 \S+ --lr", line)
 
 
-def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("survival", [[], ["--no-survive"]])
+def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(
+    tmp_path: Path, survival: list[str]
+) -> None:
     script = """
         import os, socket, time
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if os.environ["RANK"] == "1":
                 raise ValueError("boom")
-            time.sleep(120)
+            time.sleep(3600)
         at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with socket.create_connection(at, timeout=30):
             print("reached port", at[1], "as one of", os.environ["WORLD_SIZE"])
@@ -567,14 +602,14 @@ def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(tmp_path
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
-    flags = ["--nnodes", 2, *where, "--max-restarts", 1]
+    flags = ["--nnodes", 2, *where, "--max-restarts", 1, *survival]
     with started(tmp_path, *flags, script) as second:
         first = paceline_run(tmp_path, *flags, "--workers", 2, script)
         out, err = second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + err
-    told, failed = sorted([first.stderr, err], key=lambda text: text.count("Traceback"))
-    assert re.search(r"Rank 1 on machine \d failed: ValueError: boom\.", told)
-    assert "paceline: rank 1 failed:\nTraceback" in failed
+    for said in (first.stderr, err):  # the same on both
+        assert "paceline: worker 1 failed:\nTraceback" in said
+        assert said.count("ValueError: boom") == 1
     reached = [line for line in (first.stdout + out).splitlines() if "reached" in line]
     (at,) = {line.split()[4] for line in reached}
     assert sorted(reached) == [f"[rank {r}] reached port {at} as one of 3" for r in range(3)]
@@ -608,7 +643,7 @@ def test_ctrl_c_at_a_terminal_ends_the_run_without_a_traceback(
         """
         import os, pathlib, time
         pathlib.Path(f"pid{os.getpid()}").touch()
-        time.sleep(120)
+        time.sleep(3600)
         """,
     )
     ours, its = pty.openpty()
@@ -624,11 +659,17 @@ def test_ctrl_c_at_a_terminal_ends_the_run_without_a_traceback(
         )
         pids = [int(path.name[3:]) for path in wait_for_files(tmp_path, "pid*", workers)]
         os.write(ours, b"\x03")
-        assert launcher.wait(timeout=SOON_S) == 130
+        assert launcher.wait(timeout=PATIENCE_S) == 130
         wait_until_gone(pids)
         said = os.read(ours, 10_000).decode()
     finally:
         os.close(ours)
         os.close(its)
-    assert "paceline: ended by SIGINT." in said
+    assert "paceline: stopped by Ctrl-C." in said
     assert "Traceback" not in said
+
+
+def test_workers_that_train_without_each_other_are_told_of(tmp_path: Path) -> None:
+    done = paceline_run(tmp_path, "--workers", 2, write(tmp_path, "import torch\n" + TRAINS))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("DistributedDataParallel") == 1

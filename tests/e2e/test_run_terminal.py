@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from sentences import says
 
-from paceline.observe.run_folder import RunFolder, read_events, read_info
+from paceline.files.run_folder import RunFolder, read_events, read_info
 from tests.terminals import PATIENCE_S, Glass, Session
 
 pytest.importorskip("rich")
@@ -27,7 +28,7 @@ pytest.importorskip("rich")
 # Stands for a training: every rank prints, rank 0 shows where the run is.
 SCRIPT = """
 import os, sys, time
-from paceline.progress import Progress
+from paceline.telemetry import Progress
 
 rank = int(os.environ["RANK"])
 
@@ -197,7 +198,7 @@ def test_a_killed_worker_leaves_a_clean_screen_and_a_readable_error(
         os.kill(int((folder / "pid0").read_text()), signal.SIGKILL)
         assert session.finish() == 128 + signal.SIGKILL
         lines = session.glass.lines
-    assert "paceline: rank 0 failed: killed by signal 9 (SIGKILL)." in lines
+    assert "paceline: worker 0 was killed by signal 9 (SIGKILL)." in lines
     assert "50%" not in "\n".join(lines)
     assert session.glass.has_cursor
     assert session.glass.bottom == ""
@@ -210,7 +211,7 @@ def test_the_traceback_of_another_rank_is_readable_and_the_bar_is_gone(folder: P
         go(folder, "fail")
         assert session.finish() == 1
         lines = session.glass.lines
-    at = lines.index("paceline: rank 1 failed:")
+    at = lines.index("paceline: worker 1 failed:")
     assert lines[at + 1] == "Traceback (most recent call last):"
     assert "KeyError: 'lost'" in lines
     assert "50%" not in "\n".join(lines)
@@ -237,7 +238,7 @@ train(name="first" if is_first else "second")
         go(folder)
         assert session.finish() == 0
         text = "\n".join(session.glass.lines)
-    words = r"first: .*\npaceline: rank 1 failed: exit code 3\..*\nsecond: .*second finished"
+    words = r"first: .*\npaceline: worker 1 ended with exit code 3\..*\nsecond: .*second finished"
     assert re.search(words, text, re.S), text
     assert "50%" not in text
 
@@ -278,9 +279,12 @@ def test_the_first_ctrl_c_finishes_the_step_and_saves_and_the_bar_says_so(tmp_pa
     assert [event["step"] for event in stops] == [info.step] * 2, "both after the same step"
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert "  stopping, once more kills" in session.raw
-    assert "Ctrl-C: finishing the step and saving; once more ends it at once." in lines
+    assert any(
+        says(line, "Ctrl-C: finishing", "step and saving; once more ends it at once.")
+        for line in lines
+    )
     assert any(line.startswith("run stopped on 2 workers") for line in lines)
-    assert lines[-1] == "paceline: ended by SIGINT."
+    assert lines[-1] == "paceline: stopped by Ctrl-C."
     assert session.glass.bottom == ""
     assert "%" not in "".join(lines)
 
@@ -298,7 +302,7 @@ def test_the_second_ctrl_c_kills_what_hangs_and_leaves_a_clean_screen(folder: Pa
         session.press("\x03")
         assert session.finish() == 128 + signal.SIGINT
         lines = session.glass.lines
-    assert lines[-1] == "paceline: ended by SIGINT."
+    assert lines[-1] == "paceline: stopped by Ctrl-C."
     assert "50%" not in "\n".join(lines)
     assert session.glass.bottom == ""
     assert session.glass.has_cursor

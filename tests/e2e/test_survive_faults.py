@@ -1,4 +1,4 @@
-"""Faults at every moment of a training leave no trace in it.
+"""TrainingFaults at every moment of a training leave no trace in it.
 
 Each run has many of them, because starting a run takes longer than surviving a death.
 """
@@ -6,7 +6,9 @@ Each run has many of them, because starting a run takes longer than surviving a 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.testing import Faults, Training, assert_survived, run_training
+from tests.faults import Training, TrainingFaults, assert_survived, run_training, train_alone
 
 SCRIPT = Path(__file__).with_name("survive_script.py")
 EVERYWHERE = (
-    Faults()
+    TrainingFaults()
     .kill(rank=0, step=2, where="before the sum")
     .kill(rank=1, step=3, where="between buckets", signal=signal.SIGSEGV)
     .kill(rank=2, step=8, where="while evaluating")
@@ -41,7 +43,7 @@ EVERYWHERE = (
 )
 # Those in which ranks wait for each other's gradients, or leave a group and make a new one.
 IN_A_SUM = (
-    Faults()
+    TrainingFaults()
     .kill(rank=0, step=2, where="before the sum")
     .kill(rank=1, step=10, where="between buckets", signal=signal.SIGSEGV)
     .kill(rank=None, step=10, where="while healing")
@@ -58,7 +60,7 @@ IN_A_SUM = (
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Path]:
     """The training on one worker, and its folder."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return run_training(SCRIPT, "--folder", folder, workers=1), folder
+    return train_alone(SCRIPT, "--folder", folder), folder
 
 
 def summaries(folder: Path) -> Counter[Any]:
@@ -95,31 +97,35 @@ def assert_flat(training: Training) -> None:
 )
 def test_faults_at_every_moment_leave_no_trace(
     transport: str,
-    faults: Faults,
+    faults: TrainingFaults,
     undisturbed: tuple[Training, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_TRANSPORT", transport)
     reference, folder = undisturbed
-    done = run_training(
-        *(SCRIPT, "--folder", tmp_path / "run"),
-        workers=3,
-        faults=faults,
-        flags=["--stall-after", 2],
-        timeout_s=100,
-    )
+    with tempfile.TemporaryDirectory() as temporary:  # sockets have short paths
+        done = run_training(
+            *(SCRIPT, "--folder", tmp_path / "run"),
+            workers=3,
+            faults=faults,
+            flags=["--stall-after", 2, "--survive-errors"],
+            environ={"TMPDIR": temporary},
+            timeout_s=100,
+        )
+        left = os.listdir(temporary)
     assert_survived(done, reference)
     assert summaries(tmp_path / "run") == summaries(folder)
     assert "was silent" not in done.output  # who is slow is not ended
     assert "worker 0 was stopped by a signal" in done.output
     assert_flat(done)
+    assert not [name for name in left if "torchinductor" not in name]
 
 
 def test_a_stream_is_read_on_where_a_worker_died() -> None:
     """Without a folder, so that nothing but the survivors knows the state."""
-    reference = run_training(SCRIPT, "--stream", "--epochs", 2, workers=1)
-    plan = Faults.random(
+    reference = train_alone(SCRIPT, "--stream", "--epochs", 2)
+    plan = TrainingFaults.random(
         7, ranks=3, steps=range(2, 12), count=2, wheres=["step", "before the sum", "between steps"]
     )
     done = run_training(SCRIPT, "--stream", "--epochs", 2, workers=3, faults=plan)
@@ -127,5 +133,7 @@ def test_a_stream_is_read_on_where_a_worker_died() -> None:
 
 
 def test_a_moment_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(UsageError, match=r"'before a sum'.*\n.*Did you mean 'before the sum'"):
-        run_training(SCRIPT, workers=2, faults=Faults().kill(rank=0, step=1, where="before a sum"))
+    with pytest.raises(UsageError, match=r"'before a sum'.*Did you mean 'before the sum'"):
+        run_training(
+            SCRIPT, workers=2, faults=TrainingFaults().kill(rank=0, step=1, where="before a sum")
+        )

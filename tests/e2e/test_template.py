@@ -46,7 +46,7 @@ def test_a_template_that_is_closed_is_gone_and_says_so(tmp_path: Path) -> None:
     template.close()
     assert template._process.returncode == -signal.SIGKILL
     with pytest.raises(TemplateError):
-        template.start(["script.py"], {}, {0: 0}, leads_group=True)
+        template.ask(["script.py"], {}, {0: 0}, leads_group=True)
 
 
 def facts_of(folder: Path, *flags: str) -> tuple[list[Any], list[float]]:

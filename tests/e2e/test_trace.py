@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 
 from paceline.cli import main
-from paceline.explain.trace import task
 from paceline.record import schema
+from paceline.show.trace import task
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
 
@@ -131,19 +131,7 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     written = schema.read(folder / "pipeline" / f"step{document['step']}.json")
     assert schema.to_json(written) == document
     assert main(["trace", str(folder), "--ascii"]) == 0
-    assert "ok same as one process on the whole batch" in capsys.readouterr().out
-
-
-def test_both_engines_are_drawn_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "--engine", "both", "--batch", "16", "--workers", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    shown = "\n".join(lines)
-    assert re.search(r"processes +1, with threads +3\n", shown)
-    assert re.search(r"│ cpu:2: 4 x 10 +│  │", shown)
-    assert re.search(r"│  │ worker 2: 5 x 10 +│", shown)
-    assert shown.count("same as one process on the whole batch") == 2
-    assert main(["trace", "--engine", "both", "--svg", "x.svg"]) == 2
+    assert says(capsys.readouterr().out, "ok same as one process on", "whole batch")
 
 
 def test_both_engines_train_to_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +241,7 @@ def test_values_of_a_users_model_are_kept_when_asked(
         (["--weight", "0.weight[99,0]"], "whose shape is (32, 10)"),
         (["--engine", "horovod"], "invalid choice"),
         (["--device", "tpu"], "invalid choice"),
-        (["--enigne", "dp"], "did you mean --engine?"),
+        (["--enigne", "dp"], "Did you mean '--engine'?"),
         (["--step", "2"], "Name a run folder"),
         (["--model", "mine"], "Write it as FILE:function"),
         (["--model", "no/such.py:make"], "'no/such.py' cannot be imported"),
@@ -303,7 +291,7 @@ def test_a_folder_without_recorded_steps_says_so(
     assert main(["trace", str(tmp_path), "--step", "5"]) == 2
     assert "It has 1, from 4 to 4." in capsys.readouterr().err
     assert main(["trace", str(tmp_path)]) == 2
-    assert "is not a recorded step" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "not a recorded step")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +314,7 @@ def test_a_file_that_nobody_of_ours_wrote_is_refused_in_a_sentence(
     path = tmp_path / "step1.json"
     path.write_text(text)
     assert main(["trace", str(path)]) == 2
-    assert "is not a recorded step" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "not a recorded step")
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.files import RunFolder, read_log
+
 pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'paceline[watch]'")
 SCRIPT = """
 import torch, paceline
@@ -54,15 +56,28 @@ def test_the_page_opened_beside_a_training_outlives_it_and_holds_nobody_up(tmp_p
         assert done.returncode == 0, done.stderr
         (address,) = re.findall(r"http://\S+", done.stderr)
         url = address.replace("/?", "/document?")
-        for _ in range(100):  # it looks at the folder now and then
-            with urllib.request.urlopen(url, timeout=20) as answer:
+        deadline_s = time.monotonic() + 60
+        live = {"state": ""}
+        while live["state"] != "finished" and time.monotonic() < deadline_s:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 live = json.load(answer)["live"]
-            if live["state"] == "finished":
-                break
-            time.sleep(0.1)
+            time.sleep(0.05)  # it looks at the folder now and then
         assert (live["run"], live["state"], live["step"]) == ("beside", "finished", 10)
     finally:
         for pid in find_watchers(mark):
             os.kill(pid, signal.SIGTERM)
             while Path(f"/proc/{pid}").exists():
                 time.sleep(0.02)
+
+
+def test_what_workers_print_is_kept_in_the_run_folder_in_the_order_of_time(tmp_path: Path) -> None:
+    told = 'print("before the run")\n' + SCRIPT + '    print(f"step {step.number}", flush=True)\n'
+    (tmp_path / "train.py").write_text(told)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = read_log(RunFolder(tmp_path / "runs" / "beside"), 1000)
+    assert [each["t"] for each in lines] == sorted(each["t"] for each in lines)
+    for rank in (0, 1):
+        own = [each["text"] for each in lines if each["rank"] == rank]
+        assert own == ["before the run", *(f"step {number}" for number in range(1, 11))]

@@ -56,8 +56,8 @@ for step in run:
 
 AGAIN = """
 import pathlib, sys, uvicorn
-from paceline.watch.follow import Watched
-from paceline.watch.server import make_app
+from paceline.show.watch.follow import Watched
+from paceline.show.watch.server import make_app
 
 folder, token, port = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 uvicorn.run(make_app(Watched([folder]), token, port), port=port, log_level="error")
@@ -79,7 +79,7 @@ def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +160,15 @@ def test_news_are_put_into_the_plots_and_rows_that_are_there(page: Any) -> None:
 def test_curves_are_zoomed_and_read_by_keyboard_while_they_grow(page: Any) -> None:
     page.locator("#learning .chart").first.focus()
     page.keyboard.press("Home")
-    tip = page.locator("#learning .tip:visible")
+    tip = page.locator("#learning .tip:visible").first
     assert tip.inner_text().startswith("step 1: ")
     page.keyboard.press("+")
-    page.locator("#learning .unzoom").wait_for()
+    page.locator("#learning .unzoom").first.wait_for()
     page.get_by_role("button", name="Log", exact=True).click()
     page.get_by_role("button", name="Linear", exact=True).click()
     page.locator("#learning .chart").first.focus()
     page.keyboard.press("0")
-    page.locator("#learning .unzoom").wait_for(state="detached")
+    page.locator("#learning .unzoom").first.wait_for(state="detached")
 
 
 def test_the_next_step_is_recorded_on_demand(page: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_worker_waits_for_one_that_is_slow_and_the_page_says_how_long(
     page.locator("#waits .chart").first.focus()
     page.keyboard.press("End")
     tip = page.locator("#waits .tip:visible")
-    tip.filter(has_text=re.compile(r"waited [1-9]\d")).wait_for()
+    tip.filter(has_text=re.compile(r"waited [1-9]\d")).first.wait_for()
     page.keyboard.press("Escape")
     (folder / "slow").unlink()
 
@@ -227,6 +227,21 @@ def test_what_is_hostile_stays_text(page: Any) -> None:
     assert HOSTILE in page.locator("#messages .text").all_inner_texts()
     assert HOSTILE in page.locator("#runs .choice").all_inner_texts()
     page.locator("#runs .chart canvas").first.wait_for()
+    rows = page.locator("#runs table").first.locator("tbody tr")
+    page.locator("#runs input[type=search]").fill("global_batch=24")
+    assert rows.all_inner_texts()[0].startswith("digits")
+    assert rows.count() == 1
+    page.locator("#runs input[type=search]").fill("")
+    page.locator("#runs select").select_option("global_batch")
+    assert [text.split("\t")[0].strip() for text in rows.all_inner_texts()] == [
+        "global_batch 24",
+        "digits",
+        "global_batch 128",
+        HOSTILE,
+    ]
+    page.locator("#runs select").select_option("")
+    page.locator("#runs .sort", has_text="run").click()
+    assert rows.all_inner_texts()[0].startswith("<img")
     assert "global batch" in page.locator("#runs table").last.inner_text()
     assert page.evaluate("[window.harmed, document.images.length]") == [None, 0]
 
@@ -234,7 +249,7 @@ def test_what_is_hostile_stays_text(page: Any) -> None:
 def test_another_run_is_shown_and_the_slow_worker_in_it_is_named(page: Any) -> None:
     first = page.url
     page.get_by_role("link", name="show", exact=True).click()
-    page.locator("#waits .verdict.bad", has_text="Worker 1 holds the others up").wait_for()
+    page.locator("#waits .verdict.bad", has_text="Worker 1 held the others up").wait_for()
     assert page.locator("h1").inner_text() == "other"
     page.goto(first)
     page.locator("#learning .chart canvas").first.wait_for()
@@ -253,7 +268,7 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
     page.set_viewport_size({"width": 1400, "height": 900})
     page.locator(".skip").focus()
     reached = {"skip"}
-    for _ in range(90):
+    for _ in range(160):
         page.keyboard.press("Tab")
         name, outline = page.evaluate(
             """() => {
@@ -265,7 +280,7 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
             break
         reached |= set(name.split())
         assert outline != "none", name
-    assert {"theme", "save", "chart", "messages", "checkbox"} <= reached
+    assert {"theme", "save", "chart", "messages", "checkbox", "fold", "csv"} <= reached
 
 
 def test_the_page_saved_is_the_report_without_what_is_live(

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on a GPU: one rank with NCCL, two ranks that share the GPU over Gloo."""
+"""DistributedDataParallel on a GPU that two and four ranks share, with Gloo and with NCCL."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from zoo import CASES, Case, named, shard
 
 from paceline import DistributedDataParallel, World, init_process_group
-from paceline.gradients.fingerprint import PERIOD
+from paceline.ddp.fingerprint import PERIOD
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
 
 ROWS = 12
+NCCL = "cpu:gloo,cuda:nccl"
 
 
 def dense(model: nn.Module) -> dict[str, Tensor | None]:
@@ -49,9 +50,15 @@ def train(world: World, names: list[str]) -> dict[str, Any]:
 GPU_CASES = [case for case in CASES if not case.traits & {"rough"}]
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, Any]]:
-    return run_processes(2, train, [case.name for case in GPU_CASES], timeout_s=110)
+RANKS = [(2, "gloo"), (2, NCCL), (4, NCCL)]
+across_ranks = pytest.mark.parametrize(("size", "backend"), RANKS)
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=str)
+def trained(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    size, backend = request.param
+    names = [case.name for case in GPU_CASES]
+    return run_processes(size, train, names, timeout_s=110, backend=backend)
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
@@ -80,7 +87,7 @@ def small() -> nn.Module:
 def weighted(world: World) -> Any:
     x = torch.randn(10, 64, generator=torch.Generator().manual_seed(0)).cuda()
     model = DistributedDataParallel(small())
-    mine = x[:3] if world.rank == 0 else x[3:]
+    mine = x.split([3, *[1] * (world.size - 2), 9 - world.size])[world.rank]
     for _ in range(2):
         model.zero_grad()
         with model.weighted(len(mine)):
@@ -90,8 +97,9 @@ def weighted(world: World) -> Any:
     return dense(model), dense(whole)
 
 
-def test_weights_are_exact_for_uneven_shards() -> None:
-    for got, expected in run_processes(2, weighted):
+@across_ranks
+def test_weights_are_exact_for_uneven_shards(size: int, backend: str) -> None:
+    for got, expected in run_processes(size, weighted, backend=backend):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -109,10 +117,11 @@ def scaled(world: World) -> Any:
     return dict(model.state_dict()), scaler.get_scale()
 
 
-def test_autocast_and_a_grad_scaler_train_alike_on_all_ranks() -> None:
-    (first, scale), (second, _) = run_processes(2, scaled)
-    assert_replicas_equal([first, second])
-    assert scale == 512.0
+@across_ranks
+def test_autocast_and_a_grad_scaler_train_alike_on_all_ranks(size: int, backend: str) -> None:
+    ranks = run_processes(size, scaled, backend=backend)
+    assert_replicas_equal([state for state, _ in ranks])
+    assert {scale for _, scale in ranks} == {512.0}
 
 
 def differing(world: World) -> str:
@@ -127,8 +136,9 @@ def differing(world: World) -> str:
     return "no error"
 
 
-def test_a_parameter_that_differs_on_one_rank_is_named() -> None:
-    for error in run_processes(2, differing, return_exceptions=True):
+@across_ranks
+def test_a_parameter_that_differs_on_one_rank_is_named(size: int, backend: str) -> None:
+    for error in run_processes(size, differing, return_exceptions=True, backend=backend):
         assert "'2.weight' on rank 1" in str(error)
 
 

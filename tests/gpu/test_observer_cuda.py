@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, World, init_process_group
-from paceline.comm.membership import Membership
-from paceline.observe import spans, timeline
-from paceline.observe.phases import Phase
-from paceline.observe.stopwatch import DeviceStopwatch, Observer
-from paceline.observe.stragglers import StragglerDetector
+from paceline.group.membership import Membership
+from paceline.telemetry import spans, timeline
+from paceline.telemetry.phases import Phase
+from paceline.telemetry.stopwatch import DeviceStopwatch, Observer
+from paceline.telemetry.stragglers import StragglerDetector
 from paceline.testing import Faults, run_processes, seeded
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def train(world: World, phase: str, folder: str) -> list[list[object]]:
         spans.start(folder, world.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     told: list[list[object]] = []
-    observer = model._reducer.observer
+    observer = model.reducer.observer
     assert observer is not None
     assert isinstance(observer.watch, DeviceStopwatch)
     assert observer.watch.detector is not None
@@ -103,7 +103,7 @@ def compare_alone(world: World) -> list[float]:
     membership = Membership(world.group)
     observer = Observer(membership, device)
     watch = observer.watch
-    detector = watch.detector = StragglerDetector(watch)
+    detector = watch.detector = StragglerDetector(watch, membership)
     for _ in range(30):
         watch.enter(Phase.FORWARD)
         torch.ones(1, device=device)

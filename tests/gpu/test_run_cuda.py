@@ -11,9 +11,9 @@ from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm.world import World
 from paceline.errors import NotFiniteError
-from paceline.observe.run_folder import RunFolder, read_events
+from paceline.files.run_folder import RunFolder, read_events
+from paceline.group.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import run_processes, seeded
 
@@ -39,10 +39,13 @@ def share_gpu(world: World | None) -> dict[str, Tensor]:
     return {name: each.cpu() for name, each in trained.parameters.items()}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_workers_that_share_a_gpu_train_as_one_does(size: int) -> None:
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (2, NCCL), (3, NCCL), (4, NCCL)])
+def test_workers_that_share_a_gpu_train_as_one_does(size: int, backend: str) -> None:
     expected = share_gpu(None)
-    for parameters in run_processes(size, share_gpu):
+    for parameters in run_processes(size, share_gpu, backend=backend):
         assert_same(parameters, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -61,10 +64,13 @@ def weigh_on_gpu(world: World | None, precision: Any) -> list[Tensor]:
     return [param.detach().cpu() for param in net.parameters()]
 
 
+@pytest.mark.parametrize("backend", ["gloo", NCCL])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weighted_losses_on_a_gpu_do_not_depend_on_the_workers(precision: Any) -> None:
+def test_weighted_losses_on_a_gpu_do_not_depend_on_the_workers(
+    precision: Any, backend: str
+) -> None:
     expected = weigh_on_gpu(None, precision)
-    for found in run_processes(2, weigh_on_gpu, precision):
+    for found in run_processes(2, weigh_on_gpu, precision, backend=backend):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -11,11 +11,11 @@ import threading
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from paceline import comm, env
-from paceline.comm.sockets import Connections
+from paceline import group as comm, env
+from paceline.group.sockets import Connections
 from paceline.errors import PeerError
-from paceline.survive.groups import Groups, can_form_anew
-from paceline.survive.link import Generation
+from paceline.run.groups import Groups, can_form_anew
+from paceline.group.link import Generation
 
 backend = "cpu:gloo,cuda:nccl"
 assert can_form_anew(backend)

@@ -6,11 +6,12 @@ one would wait in backward for the other, which cannot begin.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.world import World
 from paceline.ddp.sync_batch_norm import SyncBatchNorm
+from paceline.group.world import World
 from paceline.testing import run_processes
 
 SPLITS = [[8, 8], [13, 3], [16, 0]]
@@ -56,8 +57,9 @@ def body(world: World) -> list[list[Tensor]]:
     return results
 
 
-def test_everything_equals_plain_batch_norm_on_the_whole_batch() -> None:
-    ranks = run_processes(2, body)
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
+def test_everything_equals_plain_batch_norm_on_the_whole_batch(backend: str) -> None:
+    ranks = run_processes(2, body, backend=backend)
     combinations = [(d, layout) for _ in SPLITS for d in TOLERANCE for layout in LAYOUTS]
     for (dtype, layout), first, second in zip(combinations, *ranks, strict=True):
         batch, targets = batch_and_targets(dtype, layout)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline import DataParallel, DistributedDataParallel
-from paceline.comm.world import World
+from paceline.group.world import World
 from paceline.record import from_json, record_step, to_json
 from paceline.record.stages import Trace
 from paceline.testing import run_processes, run_ranks, seeded
@@ -82,7 +82,7 @@ def test_random_numbers_of_the_gpu_are_drawn_again() -> None:
     assert check.is_same
 
 
-@pytest.mark.parametrize("engine", ["dp", "ddp", "both"])
+@pytest.mark.parametrize("engine", ["dp", "ddp"])
 def test_the_command_records_workers_and_replicas_on_gpus(engine: str) -> None:
     # A process of its own: workers are forks of it, so it must not have used CUDA before them.
     flags = ["--device", "cuda", "--engine", engine, "--json"]
@@ -94,9 +94,7 @@ def test_the_command_records_workers_and_replicas_on_gpus(engine: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    for each in told.values() if engine == "both" else [told]:
-        trace = from_json(each)
-        assert {device.partition(":")[0] for device in trace.devices} == {"cuda"}
-        assert trace.check is not None
-        assert trace.check.is_same
+    trace = from_json(json.loads(done.stdout))
+    assert {device.partition(":")[0] for device in trace.devices} == {"cuda"}
+    assert trace.check is not None
+    assert trace.check.is_same

@@ -161,7 +161,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert 'id="paceline.run.Run.evaluate"' in (tmp_path / "reference.html").read_text()
+    assert 'id="paceline.run.Run.evaluate"' in (tmp_path / "reference-training.html").read_text()
     assert "Nothing of it was used." in (tmp_path / "troubleshooting.html").read_text()
     for page in tmp_path.glob("*.html"):
         fetched = re.findall(

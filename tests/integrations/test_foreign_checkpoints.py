@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import folders, load_weights
 from paceline.checkpoint.folders import read_state
-from paceline.comm import World
+from paceline.group import World
 from paceline.testing import run_processes, seeded
 
 needs_hub = pytest.mark.skipif(

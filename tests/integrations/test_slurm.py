@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.folders import read_state
-from paceline.observe.run_folder import RunFolder, find_info
+from paceline.files.run_folder import RunFolder, find_info
 from tests.docs_code import ROOT
 
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "srun") if shutil.which(name) is None]
@@ -196,9 +196,15 @@ def test_a_preempted_training_is_queued_again_and_ends_as_if_undisturbed(
     assert "Restarts=1" in cluster.ask("scontrol", "show", "job", job)
     (cluster.folder / "slowly").unlink()
 
-    # SLURM lets two minutes pass before a job starts again; it may still be clearing up.
+    # SLURM lets two minutes pass before a job starts again; it may still be clearing up. Started in
+    # the second in which it was ended, its new credential counts as revoked, and the job is killed.
+    asked_s = 0.0
+
     def is_finished() -> bool:
-        cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        nonlocal asked_s
+        if time.monotonic() > asked_s + 10.0:
+            asked_s = time.monotonic()
+            cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3")
         return info("status") == "finished"
 
     cluster.wait(is_finished)

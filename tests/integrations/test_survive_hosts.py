@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def wait_for_step(folder: Path, rank: int, number: int) -> None:
         time.sleep(0.01)
 
 
-def start(hosts: list[Host], script: Path, *workers: int) -> None:
+def start(hosts: list[Host], script: Path, *workers: int, flags: Sequence[str] = ()) -> None:
     for host, count in zip(hosts, workers, strict=True):
-        host.run(script, count)
+        host.run(script, count, flags=flags)
 
 
 def test_without_another_host_the_training_continues_and_starts_again_if_it_must(
@@ -90,7 +91,7 @@ def test_without_another_host_the_training_continues_and_starts_again_if_it_must
         assert hosts[0].finish() == 0, hosts[0].output
         said = hosts[0].output
         assert "machine 1 is gone, with 2 workers: its launcher has ended; 1 continues" in said
-        assert "nobody is left; starting again from the newest checkpoint" in said
+        assert "nobody can continue; starting again from the newest checkpoint" in said
         assert hosts[1].finish() == 137
     check(tmp_path, [0], expected)
 
@@ -99,14 +100,29 @@ def test_who_is_cut_off_from_the_lead_ends_and_the_others_continue(
     tmp_path: Path, expected: Any
 ) -> None:
     with two_hosts(tmp_path) as hosts:
-        start(hosts, prepare(tmp_path), 2, 2)
+        start(hosts, prepare(tmp_path), 2, 2, flags=["--machine-timeout", "1"])
         wait_for_step(tmp_path, 0, 8)
         hosts[0].do("ip link set cable down")  # which takes the lead's address away, too
         assert hosts[1].finish(within_s=15) == 1, hosts[1].output
-        assert "where all machines meet, is gone" in hosts[1].output
+        assert "where all meet, is gone: it has said nothing for 4 s" in hosts[1].output
         assert hosts[0].finish() == 0, hosts[0].output
         assert "machine 1 is gone, with 2 workers: it has said nothing for 6 s" in hosts[0].output
     check(tmp_path, [0, 1], expected, "shared memory between the 2 ranks")
+
+
+def test_a_machine_that_is_out_of_reach_for_a_while_comes_back(
+    tmp_path: Path, expected: Any
+) -> None:
+    """First its cable is out for 3 s, and then its launcher is stopped for 5 s."""
+    with two_hosts(tmp_path) as hosts:
+        start(hosts, prepare(tmp_path), 1, 2)
+        wait_for_step(tmp_path, 0, 8)
+        hosts[0].do("ip link set cable down; sleep 3; ip link set cable up")
+        wait_for_step(tmp_path, 0, 20)
+        hosts[1].do("kill -STOP $launcher; sleep 5; kill -CONT $launcher")
+        assert [host.finish() for host in hosts] == [0, 0], [host.output for host in hosts]
+        assert "gone" not in hosts[0].output + hosts[1].output
+    check(tmp_path, [0, 1, 2], expected)
 
 
 def test_the_end_of_the_lead_ends_all_and_the_checkpoint_carries_on_also_if_workers_die(

@@ -10,8 +10,8 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 from paceline import DistributedDataParallel, World
-from paceline.gradients.buffer import Bucket
-from paceline.gradients.reducer import Reducer
+from paceline.ddp.buffer import Bucket
+from paceline.ddp.reducer import Reducer
 from paceline.testing import assert_replicas_equal, gradients, run_processes, seeded
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,6 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-EXAMPLES = [each for each in EXAMPLES if "run_training" not in each]  # see e2e/test_survive_faults
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

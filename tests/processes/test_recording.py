@@ -15,9 +15,9 @@ from torch import nn
 from updates import update
 
 from paceline import DDPOptions, DistributedDataParallel
-from paceline.comm.world import World
-from paceline.observe import spans, timeline
-from paceline.observe.timeline import RankRecording
+from paceline.group.world import World
+from paceline.telemetry import spans, timeline
+from paceline.telemetry.timeline import RankRecording
 from paceline.testing import run_processes, seeded
 
 SIZE, STEPS = 3, 6
@@ -154,7 +154,7 @@ def train_unevenly(world: World) -> Any:
     with model.join():
         for _ in range(12 if world.rank else 30):
             model(torch.ones(3, 4)).sum().backward()
-    observer = model._reducer.observer
+    observer = model.reducer.observer
     assert observer is not None
     assert observer.watch.detector is not None
     return [

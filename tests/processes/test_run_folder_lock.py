@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from runs import train
 
-from paceline.comm.world import World
 from paceline.errors import UsageError
-from paceline.observe.run_folder import RunFolder
+from paceline.files.run_folder import RunFolder
+from paceline.group.world import World
 from paceline.run.state import FolderLock
 from paceline.testing import run_processes
 
 HOLD = """
 import os, sys
 from paceline.run.state import FolderLock
-from paceline.observe.run_folder import RunFolder
+from paceline.files.run_folder import RunFolder
 
 folder = RunFolder(sys.argv[1])
 folder.create()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from runs import CLASSES, WIDTH, Rows, assert_same, train
 from torch import Tensor, nn
 
-from paceline.comm.world import World
+from paceline.group.world import World
 from paceline.testing import run_processes, seeded
 
 SHARDS = 4

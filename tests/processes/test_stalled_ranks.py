@@ -11,13 +11,15 @@ import time
 
 import pytest
 import torch
+from sentences import says
 from torch import Tensor, nn
 
-from paceline import DDPOptions, DistributedDataParallel, comm
-from paceline.comm.membership import Membership
-from paceline.comm.world import World
-from paceline.observe import stall, stopwatch
-from paceline.observe.phases import Phase
+from paceline import DDPOptions, DistributedDataParallel
+from paceline import group as comm
+from paceline.group.membership import Membership
+from paceline.group.world import World
+from paceline.telemetry import stall, stopwatch
+from paceline.telemetry.phases import Phase
 from paceline.testing import run_processes
 
 stall.LEAST_SILENCE_S = 1.0  # here and in the processes, which import this module
@@ -127,11 +129,11 @@ def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: s
     first, _, culprit = run_processes(3, stall_a_model, 2, transport)
     lines = first.splitlines()
     (mine,) = [line for line in lines if "Rank 0 has made no progress" in line]
-    assert "at step 2, waiting for the sum of bucket 0 ('2.bias' to '0.weight')" in mine
+    assert says(mine, "at step 2, waiting for", "sum of bucket 0 ('2.bias' to '0.weight')")
     assert ("which lacks rank 2" in mine) == (transport == "shared_memory")
     assert "in stall_a_model: model(torch.ones(2, 3)).sum().backward()" in mine
     (verdict,) = [line for line in lines if " wait for " in line]
-    assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
+    assert says(verdict, "Ranks 0 and 1 wait for rank 2, which", "in forward, at")
     assert 'in forward: store.wait(["told"])' in verdict
     assert "Rank 2 has made no progress" in culprit
 
@@ -139,10 +141,12 @@ def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: s
 def test_between_hosts_no_rank_of_the_own_host_is_named_for_another_hosts_lateness() -> None:
     first, second, _ = run_processes(3, stall_a_model, 2, "auto", "aab")
     (leader,) = [line for line in first.splitlines() if "Rank 0 has made no progress" in line]
-    assert "waiting for the sum of bucket 0 ('2.bias' to '0.weight'), which lacks other" in leader
+    assert says(
+        leader, "waiting for", "sum of bucket 0 ('2.bias' to '0.weight'), which lacks other"
+    )
     assert "rank 1" not in leader
     (verdict,) = [line for line in first.splitlines() if " wait for " in line]
-    assert "Ranks 0 and 1 wait for rank 2, which is in forward, at " in verdict
+    assert says(verdict, "Ranks 0 and 1 wait for rank 2, which", "in forward, at")
     assert "Rank 1 has made no progress" in second
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import comm
-from paceline.comm.world import World
+from paceline import group as comm
 from paceline.errors import UsageError, WireError, WorkerError
+from paceline.group.world import World
 from paceline.testing import Faults, run_processes
 
-FAST_S = 10.0
-"""Far below the timeout of run_processes, far above what a loaded machine needs."""
+FOREVER_S = 3600.0
+"""Longer than a test may take: a call that waits for it never returns."""
 
 
 def add(world: World, start: int = 1) -> float:
@@ -119,13 +120,11 @@ DEATHS = {
 
 
 @pytest.mark.parametrize(("plan", "words"), DEATHS.values(), ids=DEATHS.keys())
-def test_a_rank_that_goes_in_the_middle_is_named_fast_and_ends_the_rest(
+def test_a_rank_that_goes_in_the_middle_is_named_before_any_timeout_and_ends_the_rest(
     plan: Faults, words: str
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
-        run_processes(3, train, plan)
-    assert time.monotonic() - started < FAST_S
+        run_processes(3, train, plan, timeout_s=FOREVER_S)
     assert caught.value.rank == 1
 
 
@@ -181,9 +180,9 @@ def test_a_rank_that_never_returns_is_killed_and_shows_where_it_was() -> None:
 
 
 def test_a_stopped_rank_is_killed_and_the_others_keep_their_results() -> None:
-    first, second = run_processes(2, stop_second, timeout_s=1.5, return_exceptions=True)
+    first, second = run_processes(2, stop_second, timeout_s=6, return_exceptions=True)
     assert first == "done"
-    assert "still running after 1.5 s" in str(second)
+    assert "still running after 6 s" in str(second)
 
 
 def stop_second(world: World) -> str:
@@ -205,7 +204,7 @@ def return_an_object(world: World) -> object:
 
 
 def test_a_result_that_cannot_travel_is_the_rank_s_error() -> None:
-    with pytest.raises(WorkerError, match=r"raised WireError: value\['result'\] is a .*object"):
+    with pytest.raises(WorkerError, match=r"raised WireError: value\['result'\].* .*object"):
         run_processes(2, return_an_object)
 
 
@@ -226,7 +225,7 @@ def test_a_function_that_cannot_be_imported_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, -2, "two"])
 def test_a_world_without_ranks_is_refused(size: Any) -> None:
-    with pytest.raises(UsageError, match="size is"):
+    with pytest.raises(UsageError, match=rf"size.* {re.escape(repr(size))}"):
         run_processes(size, add)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, World
-from paceline.comm import Membership
+from paceline.group import Membership
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, place
 from paceline.transport.flat import Flat
@@ -75,11 +75,11 @@ def train_until_laid_out_anew(world: World) -> tuple[list[list[str]], int, list[
     """The buckets after two steps, segments mapped then, and descriptors of any."""
     torch.set_num_threads(1)
     model = DistributedDataParallel(Crossed())
-    before = [bucket.names for bucket in model._reducer.buckets]
+    before = [bucket.names for bucket in model.reducer.buckets]
     for _ in range(3):
         model.zero_grad()
         model(torch.full((1, 1100), world.rank + 1.0)).sum().backward()
-    after = [bucket.names for bucket in model._reducer.buckets]
+    after = [bucket.names for bucket in model.reducer.buckets]
     assert after == before[::-1]
     links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if link.is_symlink()]
     return after, mapped(), [link for link in links if "memfd:paceline" in link]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import DistributedDataParallel, load_weights
-from paceline.comm.world import World
+from paceline.group.world import World
 from paceline.testing import run_processes, seeded
 
 

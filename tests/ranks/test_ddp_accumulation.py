@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import DistributedDataParallel, World
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, UsageError
 from paceline.testing import gradients, run_ranks, seeded
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -265,7 +266,7 @@ def test_a_rank_without_a_backward_takes_part_and_touches_no_parameter(size: int
                 if world.rank == 0:
                     loss(model, slice(None), "sum").backward()
                 else:
-                    model._reducer.take_part()
+                    model.reducer.take_part()
         return gradients(model)
 
     alone = seeded(nn.Linear(6, 3))
@@ -297,6 +298,21 @@ def test_weighted_and_unweighted_micro_batches_do_not_mix() -> None:
     for error in run_ranks(2, body, return_exceptions=True):
         assert isinstance(error, UsageError)
         assert "had a weight and some had none" in str(error)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_which_only_some_weigh_their_losses_are_an_error_on_all(size: int) -> None:
+    def body(world: World) -> None:
+        model = DistributedDataParallel(nn.Linear(3, 2), process_group=world.group)
+        if world.rank == 0:
+            with model.weighted(5):
+                model(torch.ones(5, 3)).sum().backward()
+        else:
+            model(torch.ones(5, 3)).mean().backward()
+
+    for error in run_ranks(size, body, return_exceptions=True):
+        assert isinstance(error, DesyncError)
+        assert says(str(error), "Step 0", 1, size, size - 1)
 
 
 def test_weighted_gradients_are_not_added_onto_averages() -> None:

@@ -33,7 +33,7 @@ def wrap(world: World, module: nn.Module, transport: str) -> DistributedDataPara
 
 def counting_each(model: DistributedDataParallel) -> DistributedDataParallel:
     """The same engine, with Python called for every gradient."""
-    model._reducer.arrivals.listen = lambda *_: None  # type: ignore[method-assign]
+    model.reducer.arrivals.listen = lambda *_: None  # type: ignore[method-assign]
     return model
 
 
@@ -138,7 +138,7 @@ def test_python_is_called_once_per_bucket_and_buckets_still_start_early() -> Non
         model = DistributedDataParallel(
             filled(nn.Sequential(*layers)), process_group=world.group, bucket_cap_mb=1e-3
         )
-        reducer = model._reducer
+        reducer = model.reducer
         calls, early = [], []
         on_gradients, finish = reducer._on_gradients, reducer._finish
         reducer._on_gradients = lambda current: (calls.append(1), on_gradients(current))[1]  # type: ignore
@@ -157,7 +157,7 @@ def test_python_is_called_once_per_bucket_and_buckets_still_start_early() -> Non
 def test_a_changed_order_starts_buckets_early_again_a_step_later() -> None:
     def body(world: World) -> list[int]:
         model = wrap(world, filled(Wandering()), "c10d")
-        reducer, early = model._reducer, []
+        reducer, early = model.reducer, []
         finish = reducer._finish
         reducer._finish = lambda ended: (early.append(len(ended.in_flight)), finish(ended))[1]  # type: ignore
         for order in [range(LAYERS)] * 2 + [range(LAYERS)[::-1]] * 2:
@@ -194,8 +194,8 @@ def test_hooks_are_python_again_after_a_backward_that_broke_off() -> None:
         assert [dict(p._post_accumulate_grad_hooks) for p in model.parameters()] == kept
         model.zero_grad()
         module(x).sum().backward()  # on all ranks together, unannounced
-        assert model._reducer.steps == 2
-        gone = weakref.ref(model._reducer)
+        assert model.reducer.steps == 2
+        gone = weakref.ref(model.reducer)
         del model, module, first, last, handle, kept
         gc.collect()
         assert gone() is None

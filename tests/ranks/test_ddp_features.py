@@ -228,7 +228,7 @@ def test_checks_for_forgotten_models_leave_nothing_behind() -> None:
         model = wrap(world)
         step(model, world)
         references.extend(
-            [weakref.ref(model), weakref.ref(model.module), weakref.ref(model._reducer)]
+            [weakref.ref(model), weakref.ref(model.module), weakref.ref(model.reducer)]
         )
 
     run_ranks(2, body)

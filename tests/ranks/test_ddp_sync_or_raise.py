@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel, World
@@ -169,7 +170,7 @@ def test_models_that_differ_between_ranks_name_the_first_difference() -> None:
 
     for error in run_ranks(3, body, return_exceptions=True):
         assert isinstance(error, DesyncError)
-        assert "'1.weight' is (5, 7) float32 on rank 0" in str(error)
+        assert says(str(error), "'1.weight'", "(5, 7) float32 on rank 0")
         assert "(4, 7) float32 on rank 2" in str(error)
 
 
@@ -218,7 +219,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
 
     for error in run_ranks(2, body, return_exceptions=True):
         assert isinstance(error, UsageError)
-        assert "None of the model's 4 parameters" in str(error)
+        assert says(str(error), "None of", "model's 4 parameters")
 
 
 def test_parameters_on_several_devices_are_refused() -> None:
@@ -340,7 +341,7 @@ def test_the_replica_check_names_parameter_and_rank() -> None:
     for error in run_ranks(3, body, return_exceptions=True):
         assert isinstance(error, ReplicaError)
         assert "'2.weight' on rank 2" in str(error)
-        assert "element 0 is" in str(error)
+        assert says(str(error), "element 0")
 
 
 def test_the_replica_check_runs_every_n_steps_by_option() -> None:
@@ -361,7 +362,7 @@ def test_the_replica_check_runs_every_n_steps_by_option() -> None:
 
 
 def test_an_impossible_check_period_is_refused() -> None:
-    with pytest.raises(UsageError, match="check_every is -1"):
+    with pytest.raises(UsageError, match=r"check_every.* -1"):
         DDPOptions(check_every=-1)
 
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from paceline import comm
-from paceline.comm import collectives
-from paceline.comm.world import World
+from paceline import group as comm
 from paceline.errors import PeerError
+from paceline.group import collectives
+from paceline.group.world import World
 from paceline.testing import run_ranks
 
 

@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.comm import Membership
-from paceline.errors import UsageError
-from paceline.testing import gradients, run_ranks
+from paceline.ddp import NaiveEngine
+from paceline.errors import NotFiniteError, UsageError
+from paceline.group import Membership, NoGroup, broadcast
+from paceline.testing import gradients, run_ranks, seeded
 from paceline.testing.ranks import gloo_group
 from paceline.transport.c10d import C10d
+from paceline.update import FiniteCheck, Loss
 
 ROWS = torch.randn(24, 5, generator=torch.Generator().manual_seed(2))
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def build() -> nn.Module:
@@ -92,6 +95,54 @@ def test_the_same_model_trains_on_in_another_group(sizes: list[int], transport: 
             torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
 
 
+class Crossed(nn.Module):
+    """Layers that are called in another order than they are defined in."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in order)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("order", [[1, 0, 3, 2, 5, 4], [2, 0, 1, 5, 3, 4]])
+@pytest.mark.parametrize("capacity_mb", [0.0002, 0.0004])
+def test_a_rank_that_has_learned_an_order_agrees_with_one_that_is_new(
+    order: list[int], capacity_mb: float
+) -> None:
+    """In a bucket both expect the same gradients, and each would put them where it likes."""
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+    def wrap(membership: Membership) -> DistributedDataParallel:
+        net = seeded(Crossed(order))
+        return DistributedDataParallel(net, process_group=membership, bucket_cap_mb=capacity_mb)
+
+    def body(world: World) -> dict[str, Tensor | None]:
+        membership = Membership(world.group)
+        model = wrap(membership)
+        for generation in range(2):
+            if generation:
+                if world.rank == 1:  # replaced
+                    membership = Membership(NoGroup())
+                    model = wrap(membership)
+                membership.move_on(next_group(world, 1, world.size))
+                model.identity = 7
+            for step in range(3):
+                model.zero_grad()
+                model.begin_step(step)
+                model(rows[world.rank :: 2]).square().mean().backward()
+        return gradients(model)
+
+    whole = seeded(Crossed(order))
+    whole(rows).square().mean().backward()
+    for got in run_ranks(2, body):
+        torch.testing.assert_close(got, gradients(whole))
+
+
 def test_all_models_of_a_group_have_one_membership_and_move_on_together() -> None:
     def body(world: World) -> None:
         models = [DistributedDataParallel(build(), process_group=world.group) for _ in range(2)]
@@ -101,6 +152,24 @@ def test_all_models_of_a_group_have_one_membership_and_move_on_together() -> Non
         for model in models:
             assert model.process_group is membership.group
             train(model, world.rank, world.size)
+
+    run_ranks(2, body)
+
+
+def test_an_engine_made_of_a_world_that_was_left_is_in_the_next_group() -> None:
+    """As the one of a replacement is: before it is let in, its world is itself."""
+
+    def body(world: World) -> None:
+        membership = Membership.of(world.group)
+        membership.leave()
+        engine = NaiveEngine(build(), world)
+        assert engine.membership is membership
+        membership.move_on(next_group(world, 1, world.size))
+        engine(ROWS[world.rank :: world.size]).sum().backward()
+        mine = torch.cat([grad.flatten() for grad in gradients(engine).values()])
+        other = mine.clone()
+        broadcast(membership.group, other, 0, "test")
+        assert torch.equal(mine, other)
 
     run_ranks(2, body)
 
@@ -115,3 +184,28 @@ def test_a_transport_object_does_not_outlive_its_group() -> None:
             train(model, world.rank, 2)
 
     run_ranks(2, body)
+
+
+def test_a_nan_found_late_is_an_error_where_a_newcomer_cannot_be_asked() -> None:
+    """On a GPU a step is looked at one step later; by then another generation may have begun."""
+
+    def body(world: World) -> bool:
+        members = Membership.of(world.group)
+        members.word_device = torch.device("cpu")
+        weight = nn.Parameter(torch.ones(2))
+        check = FiniteCheck([("weight", weight)], members, is_complete=False, is_saved=False)
+        check._is_late = True  # as where the parameters are on a device
+        weight.grad = torch.full((2,), float("nan"))
+        check.check(1, [Loss(torch.tensor(float("nan")), world.rank, [3])], None)
+        assert not weight.grad.any()  # what the optimizer sees
+        members.move_on(next_group(world, 1, 3))
+        if world.rank == 2:  # has come only now
+            check = FiniteCheck([("weight", weight)], members, is_complete=False, is_saved=False)
+        check.forget(2)  # the step in which the other worker was lost
+        try:
+            check.check(2, [], None)
+        except NotFiniteError as error:
+            return says(str(error), f"rank {world.rank}")
+        return False
+
+    assert run_ranks(3, body) == [True, True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,54 +13,70 @@ from torch.distributed import PrefixStore
 from updates import update
 
 from paceline import DistributedDataParallel, SyncBatchNorm
-from paceline.comm.membership import Membership
-from paceline.comm.world import World
-from paceline.observe import stopwatch
-from paceline.observe.phases import MEASURED, Phase
-from paceline.observe.stopwatch import Observer, Stopwatch
-from paceline.observe.stragglers import Blame, StragglerDetector, print_to_stderr
-from paceline.testing import Faults, run_ranks, seeded
+from paceline.group.membership import Membership
+from paceline.group.world import World
+from paceline.telemetry import stopwatch
+from paceline.telemetry.phases import MEASURED, Phase
+from paceline.telemetry.stopwatch import Observer, Stopwatch
+from paceline.telemetry.stragglers import Blame, StragglerDetector, print_to_stderr
+from paceline.testing import run_ranks, seeded
 from paceline.testing.ranks import gloo_group
 
 STEPS = 20
-DELAY_S = 0.03
+DELAY_NS = 30_000_000
+
+
+class HandClock:
+    """Shows what it was set to; every look takes a microsecond."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        self.ns += 1000
+        return self.ns
 
 
 class Slow(nn.Module):
-    """A layer that strikes planned faults in its forward and its backward pass."""
+    """A layer whose forward and backward pass call a function with their names."""
 
-    def __init__(self, faults: Faults, rank: int) -> None:
+    def __init__(self, pass_: Callable[[str], object]) -> None:
         super().__init__()
-        self.faults, self.rank, self.step = faults, rank, 0
+        self.pass_ = pass_
 
     def forward(self, x: Tensor) -> Tensor:
-        self.faults.strike(self.rank, self.step, "forward")
+        self.pass_("forward")
         x = x.clone()
         if x.requires_grad:
-            x.register_hook(lambda _: self.faults.strike(self.rank, self.step, "backward"))
+            x.register_hook(lambda _: self.pass_("backward"))
         return x
 
 
 def train(world: World, phase: str, slow_rank: int) -> Any:
-    faults = Faults()
-    for step in range(STEPS):
-        faults = faults.delay(rank=slow_rank, step=step, where=phase, seconds=DELAY_S)
-    slow = Slow(faults, world.rank)
-    net = nn.Sequential(nn.Linear(8, 8), slow, nn.BatchNorm1d(8), nn.Linear(8, 2))
+    clock = HandClock()
+
+    def go_through(place: str) -> None:
+        clock.ns += DELAY_NS * (place == phase and world.rank == slow_rank)
+
+    net = nn.Sequential(nn.Linear(8, 8), Slow(go_through), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model = DistributedDataParallel(seeded(net), process_group=world.group)
     told = []
-    observer = model._reducer.observer
+    observer = model.reducer.observer
     assert observer is not None
     assert observer.watch.detector is not None
+    set_clock(observer.watch, clock)
     observer.watch.detector.tell = lambda step, blame: told.append((step, blame))
-    for step in range(STEPS):
-        slow.step = step
-        faults.strike(world.rank, step, "data")
+    for _ in range(STEPS):
+        go_through("data")
         model.zero_grad()
         model(torch.ones(4, 8)).sum().backward()
-        faults.strike(world.rank, step, "other")
+        go_through("other")
         update(model)
     return told
+
+
+def set_clock(watch: Stopwatch, clock: Callable[[], int]) -> None:
+    watch.clock, watch._accounted_ns = clock, clock()
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "other"])
@@ -69,11 +86,16 @@ def test_a_delay_is_blamed_on_its_rank_and_phase_within_twenty_steps(phase: str)
     assert others == [[], []]
 
 
+def find_stopwatch(world: World) -> Stopwatch:
+    watch = stopwatch.find_stopwatch(world.group)
+    assert watch is not None
+    return watch
+
+
 def watched(world: World) -> tuple[dict[str, float], tuple[float, float], int]:
     """Seconds by phase, the least and the most they can add up to, and the steps counted."""
     model = DistributedDataParallel(seeded(nn.Linear(4, 2)), process_group=world.group)
-    watch = stopwatch.find(world.group)
-    assert watch is not None
+    watch = find_stopwatch(world)
     earliest = time.monotonic()
     watch.enter(Phase.OTHER)
     latest = time.monotonic()
@@ -102,41 +124,37 @@ def test_phases_add_up_to_the_time_and_only_synchronised_backwards_are_steps() -
 def test_a_world_of_one_is_not_observed() -> None:
     def body(world: World) -> None:
         model = DistributedDataParallel(nn.Linear(4, 2), process_group=world.group)
-        assert model._reducer.observer is None
-        assert stopwatch.find(world.group) is None
+        assert model.reducer.observer is None
+        assert stopwatch.find_stopwatch(world.group) is None
 
     run_ranks(1, body)
 
 
-def wait_inside_forward(world: World) -> tuple[float, float]:
-    net = nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4, process_group=world.group))
-    model = DistributedDataParallel(seeded(net), process_group=world.group)
-    for _ in range(3):
-        if world.rank == 1:
-            time.sleep(0.1)
-        model(torch.randn(8, 4)).sum().backward()
-    watch = stopwatch.find(world.group)
-    assert watch is not None
-    return watch.totals()[Phase.FORWARD], watch.totals()[Phase.WAIT]
-
-
 def test_what_a_layer_waits_for_is_not_its_own_work() -> None:
-    (forward, wait), _ = run_ranks(2, wait_inside_forward)
-    assert forward < 0.2 < wait
+    """One clock for both ranks, which moves while the first one waits for the second."""
+    clock, watches = HandClock(), dict[int, Stopwatch]()
+
+    def body(world: World) -> Stopwatch:
+        net = nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4, process_group=world.group))
+        model = DistributedDataParallel(seeded(net), process_group=world.group)
+        watch = watches[world.rank] = find_stopwatch(world)
+        set_clock(watch, clock)
+        world.barrier()
+        for _ in range(3):
+            if world.rank == 1:
+                while watches[0].phase is not Phase.WAIT:
+                    time.sleep(0.001)
+                clock.ns += DELAY_NS
+            model(torch.randn(8, 4)).sum().backward()
+            world.barrier()
+        return watch
+
+    totals = run_ranks(2, body)[0].totals()
+    assert totals[Phase.FORWARD] < DELAY_NS / 1e9 < 3 * DELAY_NS / 1e9 <= totals[Phase.WAIT]
 
 
 CPU = torch.device("cpu")
 STEP_MS = {Phase.DATA: 2, Phase.FORWARD: 5, Phase.OTHER: 1, Phase.BACKWARD: 10, Phase.WAIT: 1}
-
-
-class HandClock:
-    """Shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def __call__(self) -> int:
-        return self.ns
 
 
 class Trainer:
@@ -146,7 +164,7 @@ class Trainer:
         self.membership = membership
         self.clock = HandClock()
         self.watch = Stopwatch(self.clock)
-        self.detector = self.watch.detector = StragglerDetector(self.watch)
+        self.detector = self.watch.detector = StragglerDetector(self.watch, membership)
         self.observer = Observer(membership, CPU)
         self.observer.watch = self.watch
         self.told: list[tuple[int, Blame]] = []
@@ -168,7 +186,8 @@ class Trainer:
 
 def compare(world: World, phase: Phase, ms: float) -> tuple[Blame | None, list[tuple[int, Blame]]]:
     trainer = Trainer(Membership(world.group))
-    trainer.train(4, 1, phase, ms, first=900)  # a run that is followed by another one
+    trainer.train(4, 1, phase, ms, first=900)
+    trainer.detector.cadence.on_generation()  # another run begins
     trainer.train(16, 1, phase, ms)
     return trainer.detector.blame, trainer.told
 
@@ -184,7 +203,7 @@ def test_all_ranks_know_who_is_slow_and_rank_0_says_so_within_twenty_steps(
     assert blame.slower_by_s == pytest.approx(0.2)
     assert results[1][1] == results[2][1] == []
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"paceline: step {step}: Rank 1 is slow: its {phase} takes")
+    assert line.startswith(f"paceline: step {step}: Worker 1 is slow: its {phase} takes")
 
 
 def test_ranks_of_one_pace_hear_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from paceline import DataParallel, DistributedDataParallel
-from paceline.comm.world import World
-from paceline.explain import report
+from paceline.group.world import World
 from paceline.record import record_step
+from paceline.show import report
 from paceline.testing import run_ranks, seeded
 
 DATA = torch.linspace(-1, 1, 10_000).view(1000, 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline import load_weights
-from paceline.comm.world import World
 from paceline.errors import CheckpointError, UsageError
+from paceline.group.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks, seeded
 from paceline.update import WeightAverage
@@ -108,7 +109,7 @@ def test_a_run_continues_with_its_average_at_another_number_of_workers(tmp_path:
     run_ranks(2, lambda world: train(world, folder=tmp_path / "run", stop_after=4))
     for state, _, _ in run_ranks(3, lambda world: train(world, folder=tmp_path / "run")):
         assert_same(state, expected)
-    with pytest.raises(UsageError, match="ema is in the checkpoint only"):
+    with pytest.raises(UsageError, match=r"ema.* in.* checkpoint only"):
         make(with_statistics(), folder=tmp_path / "run", ema=None)
 
 
@@ -146,7 +147,7 @@ def test_a_weight_with_two_names_is_averaged_once() -> None:
 
 @pytest.mark.parametrize("ema", [0.0, 1.0, 1.5, True, "0.9", float("nan")])
 def test_an_impossible_decay_is_refused(ema: Any) -> None:
-    with pytest.raises(UsageError, match="ema is"):
+    with pytest.raises(UsageError, match=rf"ema.* {re.escape(repr(ema))}"):
         RunOptions(ema=ema)
 
 

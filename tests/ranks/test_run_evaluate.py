@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from paceline.comm.world import World
 from paceline.errors import UsageError
-from paceline.observe.run_folder import RunFolder, read_events
+from paceline.files.run_folder import RunFolder, read_events
+from paceline.group.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks, seeded
 
@@ -124,7 +125,7 @@ def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
     [
         (3.0, "scores are a float"),
         ({"accuracy": "good"}, "and not a number"),
-        ({"accuracy": (5, 8)}, "whether it is a mean or a sum"),
+        ({"accuracy": (5, 8)}, r"\(5, 8\)"),
     ],
 )
 def test_scores_that_could_mean_anything_are_refused(scores: Any, message: str) -> None:
@@ -133,7 +134,7 @@ def test_scores_that_could_mean_anything_are_refused(scores: Any, message: str) 
         run.evaluate(lambda _: scores)
     with pytest.raises(UsageError, match="a function that scores a batch, not Rows"):
         run.evaluate(Rows(), lambda _: scores)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="reduction is 'none'"):
+    with pytest.raises(UsageError, match=r"reduction.* 'none'"):
         run.evaluate(lambda _: scores, reduction="none")  # type: ignore[arg-type]
 
 
@@ -191,7 +192,7 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("batch", [0, -1, 2.5])
 def test_an_impossible_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(UsageError, match="batch is"):
+    with pytest.raises(UsageError, match=rf"batch.* {re.escape(repr(batch))}"):
         make(mlp()).evaluate(lambda _: {"rows": 1}, batch=batch)
 
 
@@ -225,3 +226,89 @@ def test_weights_of_metrics_may_be_tensors(size: int, tmp_path: Path) -> None:
     mean = pytest.approx(data.y.double().mean().item())
     assert epoch["metrics"]["label"] == mean
     assert epoch["metrics"]["label as a number"] == mean
+
+
+def area_under_curve(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """How often a positive sample is scored above a negative one."""
+    above = scores[labels == 1][:, None] - scores[labels != 1][None, :]
+    return float(((above > 0).double() + 0.5 * (above == 0).double()).mean())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [9, 23])
+def test_what_is_no_mean_is_computed_from_all_predictions_in_their_order(
+    size: int, count: int
+) -> None:
+    data, net = Rows(count), mlp()
+    with torch.no_grad():
+        expected = area_under_curve(net(data.x)[:, 1], data.y)
+
+    def body(world: World) -> tuple[dict[str, float], list[Any]]:
+        run, calls = make(mlp(), world), []
+
+        def score(batch: Any) -> Any:
+            x, y, indices = batch
+            return run.model(x)[:, 1], y, [f"row {index}" for index in indices.tolist()]
+
+        def collect(scores: Any, labels: Any, names: list[str]) -> dict[str, float]:
+            calls.append(names)
+            return {"auc": area_under_curve(scores, labels)}
+
+        return run.evaluate(score, data, batch=4, collect=collect), calls
+
+    results = run_ranks(size, body)
+    for scores, _ in results:
+        assert scores == results[0][0]
+        assert scores["auc"] == pytest.approx(expected, rel=1e-5)
+    assert [calls for _, calls in results] == [
+        [[f"row {index}" for index in range(count)]],
+        *([[]] * (size - 1)),
+    ]
+
+
+def test_an_object_of_torchmetrics_is_given_all_predictions_at_once() -> None:
+    class Hits:
+        """What torchmetrics' classes have, and no more."""
+
+        def __init__(self) -> None:
+            self.reset()
+
+        def reset(self) -> None:
+            self.updates: list[int] = []
+            self.right = 0.0
+
+        def update(self, out: torch.Tensor, y: torch.Tensor) -> None:
+            self.updates.append(len(y))
+            self.right += float((out.argmax(1) == y).sum())
+
+        def compute(self) -> torch.Tensor:
+            return torch.tensor(self.right / self.updates[0] if len(self.updates) == 1 else -1.0)
+
+    data, net = Rows(23), mlp()
+    with torch.no_grad():
+        expected = (net(data.x).argmax(1) == data.y).double().mean().item()
+
+    def body(world: World) -> dict[str, float]:
+        run = make(mlp(), world)
+        return run.evaluate(lambda b: (run.model(b[0]), b[1]), data, batch=5, collect=Hits())
+
+    for scores in run_ranks(2, body):
+        assert scores == pytest.approx({"Hits": expected})
+
+
+@pytest.mark.parametrize(
+    ("score", "collect", "part"),
+    [
+        (lambda b: {"out": b[0][:1]}, lambda out: {}, "1 items for a batch of 4"),
+        (lambda b: b[0].sum(), lambda out: {}, r"tensor\("),
+        (lambda b: 3.0, lambda out: {}, "3.0"),
+        (lambda b: b[0], lambda out: 0.5, "0.5"),
+        (lambda b: b[0], lambda out: {"auc": "high"}, "high"),
+    ],
+)
+def test_predictions_and_results_that_make_no_sense_are_refused(
+    score: Any, collect: Any, part: str
+) -> None:
+    run = make(mlp())
+    with pytest.raises(UsageError, match=part):
+        run.evaluate(score, Rows(8), batch=4, collect=collect)

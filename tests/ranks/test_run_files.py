@@ -95,9 +95,9 @@ def test_fewer_files_than_shards_are_said_and_trained_on_as_exactly() -> None:
 def test_a_resumed_run_has_the_same_files_windows_and_lanes(tmp_path: Path) -> None:
     run_on_files(folder=tmp_path / "run", stop_after=2)
     for changed in ({"window": 5}, {"lanes": 1}):
-        with pytest.raises(UsageError, match=r"order is '6 files .*, window 4, lanes 2' there"):
+        with pytest.raises(UsageError, match=r"order.* '6 files .*, window 4, lanes 2' there"):
             run_on_files(folder=tmp_path / "run", **changed)
-    with pytest.raises(UsageError, match="files are read one after the other"):
+    with pytest.raises(UsageError, match=r"files are read one after.* other"):
         run_on_files(options=RunOptions(progress="quiet", order="keyed"))
 
 

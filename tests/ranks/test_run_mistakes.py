@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from runs import QUIET, Rows, mlp, train
+from sentences import says
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from paceline.checkpoint import Checkpoints
-from paceline.comm.world import World
+from paceline.ddp import DDPOptions
 from paceline.errors import DesyncError, UsageError
+from paceline.group.world import World
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks
 
@@ -84,13 +86,13 @@ def test_what_only_one_worker_was_given_is_refused_by_all(
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({"make_optimizer": sgd}, {"make_optimizer": adam}, "optimizer is 'SGD' there"),
-        ({"make_optimizer": adam}, {"make_optimizer": sgd}, "optimizer is 'Adam' there"),
-        ({}, {"make_optimizer": sgd_in_two_groups}, "does not fit the optimizer of this run"),
+        ({"make_optimizer": sgd}, {"make_optimizer": adam}, "optimizer.* 'SGD' "),
+        ({"make_optimizer": adam}, {"make_optimizer": sgd}, "optimizer.* 'Adam' "),
+        ({}, {"make_optimizer": sgd_in_two_groups}, "does not fit.* optimizer"),
         (
             {"make_scheduler": lambda optimizer: StepLR(optimizer, 2)},
             {"make_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 8)},
-            "scheduler is 'StepLR' there",
+            "scheduler.* 'StepLR' ",
         ),
     ],
 )
@@ -113,15 +115,46 @@ def test_checkpoints_that_no_run_has_written_are_refused(tmp_path: Path) -> None
 
 
 def test_an_optimizer_that_computes_its_own_loss_is_refused() -> None:
-    with pytest.raises(UsageError, match="LBFGS calls the model itself") as raised:
+    with pytest.raises(UsageError, match=r"LBFGS calls.* model itself") as raised:
         run_through(None, lambda net: torch.optim.LBFGS(net.parameters()))
     assert raised.value.advice
 
 
 def test_an_empty_dataset_is_refused_with_advice_that_fits() -> None:
-    with pytest.raises(UsageError, match="The dataset is empty") as raised:
+    with pytest.raises(UsageError, match=r"dataset.* empty") as raised:
         run_through(None, dataset=torch.utils.data.TensorDataset(torch.empty(0)))
     assert "whole number" not in (raised.value.advice or "")
+
+
+@pytest.mark.parametrize(
+    "dataset", [torch.utils.data.DataLoader(Rows(16), 4), "rows.csv", {"train": Rows(16)}]
+)
+def test_what_has_batches_or_no_samples_is_not_a_dataset(dataset: Any) -> None:
+    with pytest.raises(UsageError, match=type(dataset).__name__) as raised:
+        run_through(None, dataset=dataset)
+    assert ("loader=" in raised.value.advice) == isinstance(dataset, torch.utils.data.DataLoader)
+    net = mlp()
+    run = Run(net, sgd(net), Rows(16), global_batch=4, epochs=1, options=QUIET)
+    with pytest.raises(UsageError, match=type(dataset).__name__):
+        run.evaluate(lambda batch: {}, dataset)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "meant"),
+    [
+        (RunOptions, "clip_nrm", "'clip_norm'"),
+        (DDPOptions, "transprot", "'transport'"),
+        (run_through, "num_workers", "'workers'"),
+        (run_through, "clip_norm", "options=RunOptions(clip_norm=...)"),
+        (run_through, "check_every", "ddp=DDPOptions(check_every=...)"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_answered_with_what_was_meant(
+    kind: Any, given: str, meant: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        kind(**({"folder": None} if kind is run_through else {}), **{given: 1})
+    assert says(str(raised.value), repr(given), meant) or meant in raised.value.advice
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -138,8 +171,8 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("dataset", "drop_last", "message"),
     [
-        (Stream(0, 1), False, "Epoch 1 of the dataset has no samples"),
-        (Stream(8, 1), False, "Epoch 2 of the dataset has no samples"),
+        (Stream(0, 1), False, "Epoch 1 .*no samples"),
+        (Stream(8, 1), False, "Epoch 2 .*no samples"),
         (Stream(3, 9), True, "or too few to fill one"),
     ],
 )

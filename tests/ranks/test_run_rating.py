@@ -11,10 +11,11 @@ from runs import Rows, Told, mlp
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.comm.world import World
 from paceline.errors import UsageError
-from paceline.observe.run_folder import RunFolder, read_info
+from paceline.files.run_folder import RunFolder, read_info
+from paceline.group.world import World
 from paceline.run import Run, RunOptions
+from paceline.run.rating import find_better
 from paceline.testing import run_ranks
 
 ACCURACIES = [0.5, 0.6, 0.6, 0.55, 0.7, 0.7, 0.7, 0.7]
@@ -139,8 +140,10 @@ def test_one_worker_can_end_the_run_on_all_after_one_step_and_it_continues(
     [
         ({"plateau": {"mode": "max"}, "best_metric": None}, "steps on a metric"),
         ({"plateau": {"mode": "min"}}, "mode='min', and better='higher'"),
-        ({"patience": 3, "best_metric": None}, "patience is 3"),
-        ({"patience": 0}, "patience is 0"),
+        ({"patience": 3, "best_metric": None}, "patience .*3"),
+        ({"patience": 0}, "patience .*0"),
+        ({"best_metric": "hits", "better": None}, "'hits'"),
+        ({"best_metric": "accuracy_drop", "better": None}, "'accuracy_drop'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) -> None:
@@ -149,9 +152,24 @@ def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) ->
     assert raised.value.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("accuracy", "higher"),
+        ("ema_val/F1", "higher"),
+        ("top5-acc", "higher"),
+        ("ema_loss", "lower"),
+        ("perplexity", "lower"),
+    ],
+)
+def test_the_usual_names_say_which_values_are_better(name: str, better: str) -> None:
+    assert find_better(name, None) == better
+    assert {find_better(name, "lower"), find_better(name, "higher")} == {"lower", "higher"}
+
+
 def test_a_metric_that_is_spelt_wrong_is_said_once() -> None:
     told = Told()
     learn(make(best_metric="acuracy", patience=1, sinks=[told]))
     (said,) = told.of("message")
     assert said.level == "warning"
-    assert "did you mean 'accuracy'? This epoch has accuracy, loss." in said.text
+    assert "Did you mean 'accuracy'? This epoch has accuracy, loss." in said.text

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from runs import Rows, Told, Trained, assert_same, mlp, train
+from sentences import says
 from torch.nn import functional as F
 
-from paceline import World
+from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks
-from paceline.update.choice import choose_update, describe_sharing
+from paceline.update.choice import describe_sharing, is_worth_sharing
 
 
 def options(update: str, **rest: Any) -> RunOptions:
@@ -47,6 +48,56 @@ def test_a_chain_of_starts_at_3_1_4_and_2_workers_is_one_training(tmp_path: Path
         assert_same(each.parameters, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+def test_state_is_resumed_by_name_where_the_optimizer_has_another_order(
+    update: str, tmp_path: Path
+) -> None:
+    def part(world: World, turned: bool, folder: Path, steps: int) -> dict[str, Any]:
+        net = mlp()
+        params = list(net.parameters())
+        optimizer = torch.optim.AdamW(params[::-1] if turned else params, lr=0.05)
+        run = Run(
+            *(net, optimizer, Rows(24)),
+            global_batch=4,
+            epochs=1,
+            shards=2,
+            world=world,
+            folder=folder,
+            options=options(update),
+        )
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            if step.number == steps:
+                run.save()
+                break
+        return dict(net.state_dict())
+
+    run_ranks(2, part, False, tmp_path / "run", 3)
+    resumed = run_ranks(2, part, True, tmp_path / "run", 99)
+    assert_replicas_equal([*resumed, *run_ranks(2, part, False, tmp_path / "through", 99)])
+
+
+def test_a_second_optimizer_of_the_model_is_refused_unless_the_run_saves_it() -> None:
+    net = mlp()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net[0], net[2]))
+    for state in ({}, {"second": second}):
+        run = Run(
+            *(net, first, Rows(8)), global_batch=8, epochs=1, state=state, options=options("whole")
+        )
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            if state:
+                second.step()
+            else:
+                with pytest.raises(UsageError, match="SGD"):
+                    second.step()
+    second.step()
+
+
 def test_a_step_that_the_user_steps_himself_is_refused_and_the_run_continues() -> None:
     def body(world: World) -> dict[str, Any]:
         net = mlp()
@@ -74,24 +125,41 @@ def test_a_step_that_the_user_steps_himself_is_refused_and_the_run_continues() -
 
 
 def test_auto_shares_out_what_is_large_enough_where_nothing_is_lost() -> None:
-    def choose(numel: int, **rest: Any) -> bool:
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.empty(numel))])
-        return choose_update("auto", optimizer, **{"size": 2, "can_survive": False, **rest})
+    class Tuned(torch.optim.AdamW):
+        pass
+
+    def choose(numel: int, make: Any = torch.optim.AdamW, **rest: Any) -> bool:
+        optimizer = make([torch.nn.Parameter(torch.empty(numel))])
+        return is_worth_sharing(optimizer, **{"size": 2, "can_survive": False, **rest})
 
     assert choose(2**20)
     assert not choose(2**20 - 1)
     assert not choose(2**20, size=1)
-    assert not choose(2**20, can_survive=True)
+    assert choose(2**20, can_survive=True)
+    assert not choose(2**20, Tuned, can_survive=True, elementwise=True)
+    assert not choose(2**20, Tuned)
+    assert choose(2**20, Tuned, elementwise=True)
 
 
 @pytest.mark.parametrize(
-    ("is_saved", "words"),
-    [(True, "the others go back to the newest checkpoint"), (False, "its death ends the run")],
+    ("transport", "is_saved", "words"),
+    [
+        ("auto", False, "takes nothing along"),
+        ("c10d", True, "newest checkpoint"),
+        ("c10d", False, "ends the run"),
+    ],
 )
-def test_a_run_that_could_survive_says_what_a_death_costs(is_saved: bool, words: str) -> None:
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    (line,) = describe_sharing(optimizer, 2, can_survive=True, is_saved=is_saved)
-    assert words in line
+def test_a_run_that_could_survive_says_what_a_death_costs(
+    transport: str, is_saved: bool, words: str
+) -> None:
+    def body(world: World) -> list[str]:
+        options = DDPOptions(transport=transport)
+        model = DistributedDataParallel(mlp(), process_group=world.group, options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return describe_sharing(model, optimizer, can_survive=True, is_saved=is_saved)
+
+    (line,) = run_ranks(2, body)[0]
+    assert says(line, words)
 
 
 def test_a_run_says_that_its_update_is_shared_out() -> None:
@@ -114,4 +182,4 @@ def test_a_run_says_that_its_update_is_shared_out() -> None:
         return [str(args) for name, args in told.calls if name == "start"]
 
     lines = run_ranks(2, body)[0]
-    assert "each of 2 workers steps its share of the parameters" in lines[0]
+    assert says(lines[0], "each of 2 workers steps its share of", "parameters")

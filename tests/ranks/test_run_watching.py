@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import QUIET, Rows, assert_same, mlp, train
+from sentences import says
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from paceline.comm.world import World
+from paceline.ddp import NaiveEngine
 from paceline.errors import DesyncError
-from paceline.observe import spans, stragglers
-from paceline.observe.run_folder import RunFolder, read_events, read_info
-from paceline.observe.stragglers import Blame
+from paceline.files.run_folder import RunFolder, read_events, read_info
+from paceline.group.world import World
 from paceline.record import read
 from paceline.run import Run, RunOptions
+from paceline.telemetry import find_stopwatch, spans, stragglers
+from paceline.telemetry.stragglers import Blame
 from paceline.testing import run_ranks
 
 BLAME = Blame(rank=1, phase="data", slower_by_s=0.2, phase_s=0.21, others_phase_s=0.01, steps=8)
+
+SAME_BITS = RunOptions(progress="quiet", same_bits=True)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -59,13 +64,14 @@ def test_the_next_step_is_recorded_by_all_when_somebody_asks_while_the_run_train
     monkeypatch.setattr("paceline.run.stop.PERIOD_S", 0.0)  # they vote in every step
     monkeypatch.setattr("paceline.run.watching.LOOK_PERIOD_S", 0.0)
     folder = RunFolder(tmp_path / "asked")
+    compared = 0 if size == 1 else size * 6  # three samples, twice
 
     class Asking(Rows):
         loaded = 0
 
         def __getitem__(self, index: int) -> Any:
             self.loaded += 1
-            if self.loaded == 10:  # in the second step of 14
+            if self.loaded == compared + 10:  # in the second step of 14
                 folder.record_request.touch()
             return super().__getitem__(index)
 
@@ -127,7 +133,7 @@ def test_a_step_that_is_not_finite_leaves_no_hook_either() -> None:
     data = Rows()
     data.x[:] = float("nan")
     hooks = [len(module._forward_hooks) for module in net.modules()]
-    with pytest.raises(Exception, match="is nan"):
+    with pytest.raises(Exception, match="nan"):
         train(build=lambda: net, dataset=data, options=RunOptions(progress="quiet", trace_step=1))
     assert [len(module._forward_hooks) for module in net.modules()] == hooks
 
@@ -154,7 +160,7 @@ def test_what_cannot_be_recorded_is_said_once(
     assert "Step 99 is not recorded: the run has 7 steps." in said(
         folder=tmp_path / "run", trace_step=99
     )
-    assert "Step 2 is not recorded: it is applied already." in said(folder=tmp_path / "run")
+    assert says(said(folder=tmp_path / "run"), "Step 2", "not recorded: it", "applied already.")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "pipeline").touch()  # as good as a disk that is full
     assert said(folder=tmp_path / "full").count("Step 2 cannot be recorded") == 1
@@ -187,7 +193,7 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
             world=world,
             options=RunOptions(progress="plain"),
         )
-        detector = stragglers.find(world.group)
+        detector = stragglers.find_detector(world.group)
         assert detector is not None
         before = detector.tell
         for step in run:
@@ -216,7 +222,71 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
     }
     shown = capsys.readouterr()
     assert shown.out.count(f"Step 6: {BLAME}") == 1
-    assert "Rank 1" not in shown.err
+    assert "Worker 1" not in shown.err
+
+
+@pytest.mark.parametrize("shards", [3, 6])
+def test_only_fetching_samples_is_data_and_the_rest_of_the_users_loop_is_not(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_BLAME", "1")
+
+    def body(world: World) -> None:
+        phases = dict[str, set[str]]()
+
+        def note(where: str) -> None:
+            watch = find_stopwatch(world.group)
+            assert watch is not None
+            phases.setdefault(where, set()).add(watch.phase)
+
+        class Noting(Rows):
+            def __getitem__(self, index: int) -> Any:
+                note("dataset")
+                return super().__getitem__(index)
+
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        arguments = {"global_batch": 12, "epochs": 2, "shards": shards}
+        run = Run(net, optimizer, Noting(), world=world, options=QUIET, **arguments)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    note("before forward")
+                    loss = F.cross_entropy(run.model(x), y)
+                    note("before backward")
+                    step.backward(loss)
+                    note("after backward")
+                note("after the shards")
+            note("between steps")
+        assert phases.pop("dataset") == {"data"}
+        assert set().union(*phases.values()) == {"other"}, phases
+
+    run_ranks(3, body)
+
+
+def test_what_a_worker_that_stands_still_says_is_kept_in_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_STALL_S", "2")
+
+    def body(world: World) -> None:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        arguments = {"global_batch": 8, "epochs": 1, "folder": tmp_path / "run"}
+        run = Run(net, optimizer, Rows(), world=world, options=QUIET, **arguments)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            watch = find_stopwatch(world.group)
+            if step.number == 2 and world.rank == 1 and watch is not None:
+                watch.stalls._say("Worker 1 stands still.")
+
+    run_ranks(2, body)
+    # On a busy machine there may be real ones beside it.
+    (event,) = [e for e in events(tmp_path / "run", "message") if "stands still" in e["text"]]
+    assert (event["rank"], event["level"]) == (1, "warning")
+    assert event["text"] in capsys.readouterr().err
 
 
 def test_a_timeline_is_recorded_into_the_folder_until_the_loop_ends(tmp_path: Path) -> None:
@@ -304,3 +374,31 @@ def test_noise_that_cannot_be_measured_is_said_once(
 def test_a_quiet_run_says_nothing_of_all_this(capsys: pytest.CaptureFixture[str]) -> None:
     train(options=QUIET)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "given", [{"engine": NaiveEngine}, {"options": SAME_BITS}], ids=["naive", "same bits"]
+)
+def test_a_launcher_hears_who_waits_with_any_engine(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends a worker that hangs only where another one says that it waits."""
+    monkeypatch.setenv("PACELINE_STALL_S", "60")
+    arguments = {"options": QUIET, **given}
+
+    def body(world: World) -> list[bool]:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run = Run(net, optimizer, Rows(16), global_batch=8, epochs=1, world=world, **arguments)
+        watch = find_stopwatch(run.membership.group)
+        assert watch is not None
+        seen = [watch.since_ns]
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            seen.append(watch.since_ns)
+        return [before < after for before, after in pairwise(seen)]
+
+    for moved in run_ranks(2, body):
+        assert moved == [True, True]

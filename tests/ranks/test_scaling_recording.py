@@ -11,10 +11,10 @@ from torch import nn
 from updates import update
 
 from paceline import DistributedDataParallel
-from paceline.comm.world import World
-from paceline.observe import spans
-from paceline.observe.phases import MEASURED, Phase
-from paceline.observe.timeline import RankRecording, read_events, survey
+from paceline.group.world import World
+from paceline.telemetry import spans
+from paceline.telemetry.phases import MEASURED, Phase
+from paceline.telemetry.timeline import RankRecording, read_events, survey
 from paceline.testing import run_ranks, seeded
 
 

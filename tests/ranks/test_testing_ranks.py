@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import comm
-from paceline.comm.world import World
+from paceline import group as comm
 from paceline.errors import PeerError, UsageError, WorkerError
+from paceline.group.world import World
 from paceline.testing import Faults, PlannedFault, assert_replicas_equal, run_ranks, seeded
 
-FAST_S = 5.0
-"""Far below the timeout of run_ranks, far above what a loaded machine needs."""
+FOREVER_S = 3600.0
+"""Longer than a test may take: a rank that waits for it never returns."""
 
 
 def add(world: World) -> float:
@@ -67,12 +67,10 @@ def fail_on_one(world: World, failing: int) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_first_real_error_is_raised_fast_with_its_rank(size: int) -> None:
+def test_the_first_real_error_is_raised_with_its_rank_and_before_any_timeout(size: int) -> None:
     for failing in range(size):
-        started = time.monotonic()
         with pytest.raises(ValueError, match="the first real one") as caught:
-            run_ranks(size, fail_on_one, failing)
-        assert time.monotonic() - started < FAST_S
+            run_ranks(size, fail_on_one, failing, timeout_s=FOREVER_S)
         assert caught.value.__notes__[0] == f"rank {failing} raised this"
         assert len(caught.value.__notes__) == size
 
@@ -109,7 +107,7 @@ def test_a_peer_error_is_raised_where_there_is_nothing_better() -> None:
         run_ranks(2, lambda world: world.rank == 1 or add(world))
 
 
-def test_peers_fail_fast_although_an_error_chain_held_the_group() -> None:
+def test_peers_fail_before_any_timeout_although_an_error_chain_held_the_group() -> None:
     def body(world: World) -> float:
         if world.rank == 1:
             try:
@@ -119,25 +117,21 @@ def test_peers_fail_fast_although_an_error_chain_held_the_group() -> None:
                 raise ValueError("outer") from error
         return add(world)
 
-    started = time.monotonic()
     with pytest.raises(ValueError, match="outer"):
-        run_ranks(2, body)
-    assert time.monotonic() - started < FAST_S
+        run_ranks(2, body, timeout_s=FOREVER_S)
 
 
-def test_peers_fail_fast_although_a_cycle_holds_the_group() -> None:
+def test_peers_fail_before_any_timeout_although_a_cycle_holds_the_group() -> None:
     def body(world: World) -> Any:
         cycle: list[Any] = [world.group]
         cycle.append(cycle)
         return world.rank == 1 or add(world)
 
-    started = time.monotonic()
     with pytest.raises(PeerError):
-        run_ranks(2, body)
-    assert time.monotonic() - started < FAST_S
+        run_ranks(2, body, timeout_s=FOREVER_S)
 
 
-def test_peers_fail_fast_although_hooks_of_a_module_hold_the_group() -> None:
+def test_peers_fail_before_any_timeout_although_hooks_of_a_module_hold_the_group() -> None:
     def body(world: World) -> None:
         model = seeded(nn.Linear(2, 2))
 
@@ -150,10 +144,8 @@ def test_peers_fail_fast_although_hooks_of_a_module_hold_the_group() -> None:
             parameter.register_hook(on_grad_ready)
         model(torch.ones(1, 2)).sum().backward()
 
-    started = time.monotonic()
     with pytest.raises(PlannedFault, match="in backward"):
-        run_ranks(3, body)
-    assert time.monotonic() - started < FAST_S
+        run_ranks(3, body, timeout_s=FOREVER_S)
 
 
 def test_an_error_group_and_a_system_exit_are_errors_too() -> None:
@@ -186,8 +178,8 @@ def test_a_rank_that_never_returns_is_named_with_the_line_it_is_at() -> None:
             release.wait()
 
     try:
-        with pytest.raises(WorkerError, match=r"Rank 1 is still running after 0.1 s") as caught:
-            run_ranks(2, wait_for_nobody, timeout_s=0.1)
+        with pytest.raises(WorkerError, match=r"Rank 1.* still running after 1.5 s") as caught:
+            run_ranks(2, wait_for_nobody, timeout_s=1.5)
     finally:
         release.set()
     assert caught.value.rank == 1
@@ -223,7 +215,7 @@ def test_models_from_one_seed_are_equal_on_all_ranks_at_once() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.0, "2", None])
 def test_a_world_without_ranks_is_refused(size: Any) -> None:
-    with pytest.raises(UsageError, match="size is"):
+    with pytest.raises(UsageError, match=rf"size.* {re.escape(repr(size))}"):
         run_ranks(size, add)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.comm.world import World
+from paceline.group.world import World
 from paceline.record import read, record_step
 from paceline.record.stages import Trace
 from paceline.run import Run, RunOptions

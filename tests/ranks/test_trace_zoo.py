@@ -9,7 +9,7 @@ import torch
 from zoo import CASES, Case, shard
 
 from paceline import DataParallel, DistributedDataParallel
-from paceline.comm.world import World
+from paceline.group.world import World
 from paceline.record import record_step
 from paceline.record.stages import Check
 from paceline.testing import run_ranks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.comm import Membership
 from paceline.errors import DesyncError, UsageError
+from paceline.group import Membership
 from paceline.testing import run_ranks
 from paceline.transport import TransportChoice, place
 from paceline.transport.flat import Flat
@@ -156,13 +156,13 @@ def test_a_bucket_comes_home_when_its_gradients_are_let_go(sets_to_none: bool) -
         held = [param.grad for param in model.parameters()]
         model.zero_grad()
         step(model, 1.0)
-        away = [bucket.buffer is bucket.home for bucket in model._reducer.buckets]
+        away = [bucket.buffer is bucket.home for bucket in model.reducer.buckets]
         assert not any(away)
         del held
         model.zero_grad(set_to_none=sets_to_none)
         step(model, world.rank + 1.0)
         expect_average(model.module, 1.5)
-        return [bucket.buffer is bucket.home for bucket in model._reducer.buckets]
+        return [bucket.buffer is bucket.home for bucket in model.reducer.buckets]
 
     assert all(all(homes) for homes in run_ranks(2, body))
 
@@ -209,7 +209,7 @@ def test_a_rank_that_had_to_learn_again_stays_in_step_with_the_others() -> None:
         model = DistributedDataParallel(net, process_group=world.group, bucket_cap_mb=0.01)
         for turn in range(5):
             if turn == 2 and world.rank == 0:
-                model._reducer._layout.unlearn()
+                model.reducer._layout.unlearn()
             model.zero_grad()
             step(model, world.rank + 1.0)
             expect_average(net, 1.5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.gradients.buffer import Bucket, ParamRef
-from paceline.gradients.plan import plan_buckets
+from paceline.ddp.buffer import Bucket, ParamRef
+from paceline.ddp.plan import plan_buckets
 from paceline.transport.flat import Flat
 
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
-from paceline.gradients.plan import (
+from paceline.ddp.plan import (
     ALIGNMENT_BYTES,
     CONTROL_WORDS,
     MIB,
     default_capacities,
     plan_buckets,
 )
+from paceline.errors import UsageError
 from paceline.transport.flat import Flat, round_up
 
 CPU = torch.device("cpu")

@@ -165,7 +165,7 @@ def test_a_missing_truncated_or_linked_file_is_found(name: str, tmp_path: Path) 
         verify(entry)
     (tmp_path / "elsewhere").write_bytes(data)
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="it is a link"):
+    with pytest.raises(CheckpointError, match=r"it.* link"):
         verify(entry)
     path.unlink()
     os.mkfifo(path)
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     link = tmp_path / "b" / entry.name
     link.symlink_to(entry.path)
-    with pytest.raises(CheckpointError, match="it is a link"):
+    with pytest.raises(CheckpointError, match=r"it.* link"):
         verify(list_entries(tmp_path / "b")[0])
 
 

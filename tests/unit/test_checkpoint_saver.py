@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 
 from paceline.checkpoint import Checkpoints, CheckpointWarning, Saved
 from paceline.checkpoint.directory import list_entries
@@ -144,7 +145,7 @@ def test_all_of_them_damaged_is_an_error_and_not_a_fresh_start(checkpoints: Chec
     fill(checkpoints, 1, 2)
     for step in (1, 2):
         spoil(checkpoints.folder, step)
-    with pytest.warns(CheckpointWarning), pytest.raises(CheckpointError, match="None of the 2"):
+    with pytest.warns(CheckpointWarning), pytest.raises(CheckpointError, match=r"None of.* 2"):
         checkpoints.load()
 
 
@@ -166,7 +167,7 @@ def test_a_step_that_is_asked_for_has_no_substitute(checkpoints: Checkpoints) ->
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7[^$]*There are: 1, 2\."):
         checkpoints.load(7)
     spoil(checkpoints.folder, 2)
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         checkpoints.load(2)
 
 
@@ -178,7 +179,7 @@ def test_a_state_that_cannot_be_saved_is_an_error_at_once_and_leaves_nothing(
     with pytest.raises(UsageError, match="facts"):
         checkpoints.save(1, {}, facts={"f": print})
     for step in (-1, 10**15):
-        with pytest.raises(UsageError, match="cannot be saved"):
+        with pytest.raises(UsageError, match=f"step.* {step}"):
             checkpoints.save(step, {}, facts={})
     assert not checkpoints.folder.exists()
 
@@ -197,7 +198,7 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_training_goes_on(tmp_path
         with pytest.warns(CheckpointWarning, match="Not a directory") as caught:
             fill(checkpoints, 2, 3)
         assert len(caught) == 1
-        assert "what the last 2 steps did would be lost now" in str(caught[0].message)
+        assert says(str(caught[0].message), "2 steps")
         assert checkpoints.problem is not None
         assert "step 3" in checkpoints.problem
         assert checkpoints.take_finished() == []

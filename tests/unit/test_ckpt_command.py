@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from torch import nn
 
 from paceline.checkpoint import Checkpoints, load_weights
@@ -105,7 +106,7 @@ def test_ls_names_what_has_no_usable_manifest(
     assert ckpt("ls", run) == 0
     shown = capsys.readouterr().out
     assert "step-00000003.0003  DAMAGED" in shown
-    assert "manifest.json is not JSON" in shown
+    assert says(shown, "manifest.json", "not JSON")
 
 
 def test_show_says_what_is_inside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +134,17 @@ def test_show_reads_single_files_and_no_name_reaches_the_terminal_raw(
     assert "\x1b" not in shown
 
 
+def test_of_very_many_checkpoints_the_newest_are_listed_and_the_others_counted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.checkpoint.command.MOST_LISTED", 2)
+    assert ckpt("ls", run, "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert ([each["step"] for each in listed["checkpoints"]], listed["older"]) == ([2, 3], 1)
+    assert ckpt("ls", run) == 0
+    assert says(capsys.readouterr().out, "3 checkpoints", "1", "2", "3")
+
+
 def test_verify_names_the_damaged_ones_and_fails(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +154,8 @@ def test_verify_names_the_damaged_ones_and_fails(
     assert ckpt("verify", run) == 1
     shown = capsys.readouterr().out
     assert shown.count("good") == 2
-    assert f"{spoilt} is damaged" in shown
+    assert shown.count("DAMAGED") == 1
+    assert str(spoilt) in shown
     assert ckpt("verify", run, "--json") == 1
     assert json.loads(capsys.readouterr().out)["damaged"] == 1
     assert ckpt("verify", spoilt.parent) == 1
@@ -160,7 +173,7 @@ def test_verify_finds_a_tensor_that_nothing_speaks_of(
         files = {"state.safetensors": tensors, "state.json": skeleton}
         entry, _ = publish(run / "checkpoints", 4, files, None, {})
         assert ckpt("verify", entry.path) == 1
-    assert "no place for the tensor 'x'" in capsys.readouterr().out
+    assert says(capsys.readouterr().out, "tensor 'x'")
 
 
 def test_diff_says_what_differs_and_by_how_much(
@@ -168,9 +181,9 @@ def test_diff_says_what_differs_and_by_how_much(
 ) -> None:
     newest, middle, oldest = (entry.path for entry in list_entries(run / "checkpoints"))
     assert ckpt("diff", newest, run) == 0
-    assert "7 names equal to the last bit, 0 not" in capsys.readouterr().out
+    assert re.search(r"\b7 names.*\b0 not", capsys.readouterr().out)
     assert ckpt("diff", oldest, newest) == 1
-    assert "6 of 6 differ, by at most 2 (2 times the largest value)" in capsys.readouterr().out
+    assert re.search(r"\b6 of 6 differ.* 2 \(2 times ", capsys.readouterr().out)
     assert ckpt("diff", oldest, middle, "--all", "--json") == 1
     (only,) = json.loads(capsys.readouterr().out)["differing"]
     assert (only["name"], only["largest"]) == ("model.0.weight", 1.0)
@@ -257,7 +270,7 @@ def test_clean_replaces_a_file_only_when_asked(
     path = tmp_path / "old.safetensors"
     write_tensors(path, {f"module.{name}": torch.ones(1) for name in ("a", "b.module.c")})
     assert ckpt("clean", path, path) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert re.search(rf"{re.escape(str(path))}.* already.*\n.*--force", capsys.readouterr().err)
     assert ckpt("clean", path, "--in-place", "--keep", "module.b.module") == 0
     assert sorted(read_tensors(path)) == ["a", "b.module.c"]
     assert ckpt("clean", path) == 0
@@ -309,15 +322,15 @@ def test_a_hostile_file_runs_nothing_under_any_verb(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["lst"], 2, "There is no verb 'lst'; did you mean ls?"),
-        ([], 2, "A verb is missing."),
-        (["ls", "--jsn"], 2, "did you mean --json?"),
+        (["lst"], 2, r"no verb 'lst'.*'ls'\?"),
+        ([], 2, "verb.* missing"),
+        (["ls", "--jsn"], 2, r"'--json'\?"),
         (["ls", "no/such/folder"], 2, "no folder 'no/such/folder'"),
         (["show", "no/such/file"], 1, "No such file"),
-        (["verify", "."], 1, "There is no checkpoint in"),
+        (["verify", "."], 1, r"no checkpoint in \.\."),
         (["clean", "."], 2, "bare names already"),
-        (["export", ".", "weights"], 2, "End it in .safetensors"),
-        (["export", ".", "weights.pt"], 1, "There is no checkpoint in"),
+        (["export", ".", "weights"], 2, r"\.safetensors"),
+        (["export", ".", "weights.pt"], 1, r"no checkpoint in \.\."),
         (["clean", "x.pt", "y.pt", "--in-place"], 2, "exclude each other"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -333,7 +346,7 @@ def test_a_mistake_is_explained(
     monkeypatch.chdir(tmp_path)
     assert ckpt(*arguments) == code
     said = capsys.readouterr().err
-    assert words in said
+    assert re.search(words, said)
     assert len(said.rstrip().splitlines()) <= 3
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
-import time
 import tracemalloc
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from counting import lines_executed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.comm import codec
-from paceline.comm.safetensors import _NAME_BY_DTYPE
 from paceline.errors import WireError
+from paceline.files import codec
+from paceline.files.safetensors import _NAME_BY_DTYPE
 
 DTYPES = [getattr(torch, name) for name in (*_NAME_BY_DTYPE, "complex32", "complex128")]
 
@@ -328,15 +329,15 @@ def test_anything_else_is_refused_and_not_turned_into_something_near_it(value: A
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"a": [1, {2: Point(1)}]}, r"value\['a'\]\[1\]\[2\] is a .*Point, which cannot"),
-        ({"a": {1, 2}}, r"value\['a'\] is a builtins\.set"),
-        ([torch.ones(2).to_sparse()], r"value\[0\] is a 1-dimensional torch\.sparse_coo tensor"),
+        ({"a": [1, {2: Point(1)}]}, r"value\['a'\]\[1\]\[2\].* .*Point, which cannot"),
+        ({"a": {1, 2}}, r"value\['a'\].* builtins\.set"),
+        ([torch.ones(2).to_sparse()], r"value\[0\].* 1-dimensional torch\.sparse_coo tensor"),
         ([torch.ones(2, device="meta")], r"on meta"),
-        ({b"k": 1}, "has the key b'k' of type bytes"),
-        ({"n": 10**5000}, "A number in the value cannot be written"),
+        ({b"k": 1}, "has.* key b'k' of type bytes"),
+        ({"n": 10**5000}, "A number in.* value cannot be written"),
         (
             "x" * (codec.MAX_SKELETON_BYTES + 1),
-            "more than the 67,108,864 in[^$]*into a tensor",
+            "more than.* 67,108,864 in[^$]*into a tensor",
         ),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
@@ -412,26 +413,23 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_bytes_are_an_error_at_once_and_with_flat_memory(data: bytes) -> None:
+def test_malformed_bytes_are_an_error_with_flat_memory(data: bytes) -> None:
     tracemalloc.start()
-    started = time.monotonic()
     try:
         with pytest.raises(WireError) as caught:
             codec.decode(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - started < 1.0
     assert peak < 20 * len(data) + 2**20
     assert len(str(caught.value)) < 500
 
 
 def test_a_hostile_key_costs_its_length_once_and_not_once_per_item() -> None:
-    data = message(["dict", ["k" * 2**20, ["list", *range(50_000), ["no kind"]]]])
-    started = time.monotonic()
+    # Once per item would be a terabyte to copy, and the test would not end in time.
+    data = message(["dict", ["k" * 2**20, ["list", *range(1_000_000), ["no kind"]]]])
     with pytest.raises(WireError, match="no kind") as caught:
         codec.decode(data)
-    assert time.monotonic() - started < 2.0
     assert len(str(caught.value)) < 500
 
 
@@ -484,12 +482,13 @@ def test_a_look_needs_no_tensors_and_no_torch() -> None:
     assert seen == {"a": ["here", "bytes"], "d": "dtype", "n": math.inf}
 
 
-def test_names_that_are_cut_to_one_take_time_in_proportion_to_their_number() -> None:
-    state = {f"{'x' * 300}{i}": torch.zeros(0) for i in range(5_000)}
-    begin = time.process_time()
-    tensors, _ = codec.take_apart(state)
-    assert len(tensors) == 5_000
-    assert time.process_time() - begin < 1
+def test_names_that_are_cut_to_one_take_work_in_proportion_to_their_number() -> None:
+    lines = []
+    for count in (1_000, 4_000):
+        state = {f"{'x' * 300}{i}": torch.zeros(0) for i in range(count)}
+        lines.append(lines_executed(functools.partial(codec.take_apart, state)))
+        assert len(codec.take_apart(state)[0]) == count
+    assert lines[1] < 4.5 * lines[0]
 
 
 def test_more_values_than_are_read_again_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from benchmarks import page as benchmarks_page
 from paceline import errors
 from paceline.checkpoint.command import VERBS, declare
 from paceline.cli import COMMANDS, Parser
-from scripts.site_parts import Message, messages, other_names
+from scripts import pictures
+from scripts.site_parts import Message, as_lines, messages, modules, other_names, reference
 from tests.docs_code import PAGES, ROOT, blocks
 
 COMMAND_LINES = sorted(
@@ -59,6 +60,16 @@ def test_a_quoted_message_is_raised_somewhere_with_its_class() -> None:
     assert len(QUOTES) > 20
 
 
+def test_the_words_of_all_messages_are_those_that_were_agreed_on() -> None:
+    """The one test of their words: look at what `make messages` changes, and commit it."""
+    kept = (ROOT / "tests" / "data" / "messages.txt").read_text()
+    assert as_lines(messages()).splitlines() == kept.splitlines()
+
+
+def test_the_list_of_modules_is_what_they_say_of_themselves() -> None:
+    assert (ROOT / "docs" / "modules.md").read_text() == modules(), "run: make modules"
+
+
 def test_every_class_of_errors_is_explained() -> None:
     classes = {
         name
@@ -79,7 +90,7 @@ def test_messages_are_read_from_the_source(tmp_path: Path) -> None:
 
 
 def test_a_public_name_that_nobody_has_grouped_is_in_the_reference_too() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text()
+    text = reference()
     assert "::: paceline.run.Run\n" in text
     assert "paceline.run.Run" not in other_names(text)
     assert other_names(text.replace("::: paceline.run.Run\n", "")).startswith(
@@ -96,3 +107,24 @@ def test_claims_are_what_was_measured_and_their_tests_exist() -> None:
     assert results == set(re.findall(r"^\| \[([\w-]+)\]", text, re.M)) | {"result"}
     for path in re.findall(r"`((?:tests|examples)/\S+\.py)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_pictures_are_drawn_from_what_was_recorded_and_measured() -> None:
+    for name, svg in pictures.drawn().items():
+        assert (pictures.PICTURES / name).read_text() == svg, "run: python scripts/pictures.py"
+
+
+def test_the_readme_has_numbers_of_the_claims_and_lines_of_programs_that_are_run() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert max(map(len, text.splitlines())) <= 100
+    claims = {
+        float(n) for n in re.findall(r"\| (-?[\d.]+) \| \S+ · ", benchmarks_page.CLAIMS.read_text())
+    }
+    told = text.partition("## Speed")[2].partition("## What")[0]
+    told_numbers = [float(n) for n in re.findall(r"\d\.\d+", told)]
+    assert told_numbers
+    for number in told_numbers:
+        assert any(abs(number - claim) < 0.006 for claim in claims), number
+    (diff,) = (b for b in blocks(ROOT / "README.md") if b.language == "diff")
+    (whole,) = (b for b in blocks(ROOT / "docs" / "from-ddp.md") if b.language == "diff")
+    assert set(diff.code.splitlines()) <= set(whole.code.splitlines())

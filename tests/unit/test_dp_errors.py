@@ -52,14 +52,14 @@ def parallel(function: Any, **kwargs: Any) -> DataParallel:
 @pytest.mark.parametrize(
     ("device_ids", "message"),
     [
-        (["cuda:0", "cuda:1"], r"device_ids\[0\] is 'cuda:0', but .* no such device"),
-        ([0, 1], r"device_ids\[0\] is 0, but .* no such device\.\nIt has no accelerator"),
-        ([-1], r"device_ids\[0\] is -1, but .* no such device"),
-        (["cpu:0", "gpu"], r"device_ids\[1\] is 'gpu', but .* no such device"),
-        (["cpu:0", "meta"], "is 'meta', but this machine has no such device"),
-        ([], r"device_ids is \[\], which is not a list of devices"),
+        (["cuda:0", "cuda:1"], r"device_ids\[0\].* 'cuda:0', but .* no such device"),
+        ([0, 1], r"device_ids\[0\].* 0, but .* no such device\.\nIt has no accelerator"),
+        ([-1], r"device_ids\[0\].* -1, but .* no such device"),
+        (["cpu:0", "gpu"], r"device_ids\[1\].* 'gpu', but .* no such device"),
+        (["cpu:0", "meta"], r"device_ids\[1\].* 'meta', but .* no such device"),
+        ([], r"device_ids.* \[\], which.* not a list of devices"),
         ("cpu:0", "not a list"),
-        ([None], "is None, but this machine has no such device"),
+        ([None], r"device_ids\[0\].* None, but .* no such device"),
     ],
 )
 def test_devices_that_do_not_exist_are_refused(device_ids: Any, message: str) -> None:
@@ -71,7 +71,7 @@ def test_devices_that_do_not_exist_are_refused(device_ids: Any, message: str) ->
 
 
 def test_an_output_device_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(DeviceError, match="output_device is 'nowhere'"):
+    with pytest.raises(DeviceError, match=r"output_device.* 'nowhere'"):
         DataParallel(nn.Linear(1, 1), device_ids=TWO, output_device="nowhere")
 
 
@@ -86,7 +86,7 @@ def test_a_split_that_makes_no_sense_is_refused(split: Any) -> None:
 def test_parameters_that_are_elsewhere_are_named() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, device="meta"))
     model = DataParallel(module, device_ids=TWO)
-    with pytest.raises(DeviceError, match=r"'1.weight' is on meta, but .* on cpu:0") as caught:
+    with pytest.raises(DeviceError, match=r"'1.weight'.* on meta, but .* on cpu:0") as caught:
         model(torch.zeros(4, 3))
     assert "(2, 3)" in str(caught.value)
     module[1] = nn.Linear(3, 2)
@@ -96,7 +96,7 @@ def test_parameters_that_are_elsewhere_are_named() -> None:
 def test_buffers_that_are_elsewhere_are_named() -> None:
     module = nn.Linear(3, 3)
     module.register_buffer("mask", torch.zeros(3, device="meta"))
-    with pytest.raises(DeviceError, match="'mask' is on meta"):
+    with pytest.raises(DeviceError, match=r"'mask'.* on meta"):
         DataParallel(module, device_ids=TWO)(torch.zeros(4, 3))
 
 
@@ -166,7 +166,7 @@ def test_a_model_that_calls_its_own_wrapper_is_refused_instead_of_waiting_foreve
 
 def test_a_wrapper_inside_the_module_is_refused() -> None:
     inner = DataParallel(nn.Linear(3, 3), TWO)
-    with pytest.raises(UsageError, match=r"'1' is a DataParallel itself"):
+    with pytest.raises(UsageError, match=r"'1'.* DataParallel itself"):
         DataParallel(nn.Sequential(nn.ReLU(), inner), TWO)(torch.rand(4, 3))
 
 
@@ -202,22 +202,22 @@ def packed() -> PackedSequence:
 
 def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
     model = parallel(lambda module, x: packed() if x.dim() == 2 else x)
-    with pytest.raises(UsageError, match=r"inputs\[0\] is a packed sequence"):
+    with pytest.raises(UsageError, match=r"inputs\[0\].* packed sequence"):
         model(packed())
-    with pytest.raises(UsageError, match="output is a packed sequence"):
+    with pytest.raises(UsageError, match=r"output.* packed sequence"):
         model(torch.rand(4, 3))
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: DataParallel(lambda x: x, TWO), "module is <function"),  # type: ignore[arg-type]
-        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim is 'a'"),  # type: ignore[arg-type]
-        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim is 0.0"),  # type: ignore[arg-type]
-        (lambda: DataParallel(nn.Linear(3, 3), TWO, options={}), "options is {}"),  # type: ignore[arg-type]
-        (lambda: DPOptions(cpu_threads=0), "cpu_threads is 0"),
-        (lambda: DPOptions(cpu_threads=1.5), "cpu_threads is 1.5"),  # type: ignore[arg-type]
-        (lambda: DPOptions(cpu_threads=True), "cpu_threads is True"),
+        (lambda: DataParallel(lambda x: x, TWO), "module.* <function"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim.* 'a'"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim.* 0.0"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear(3, 3), TWO, options={}), "options.* {}"),  # type: ignore[arg-type]
+        (lambda: DPOptions(cpu_threads=0), "cpu_threads.* 0"),
+        (lambda: DPOptions(cpu_threads=1.5), "cpu_threads.* 1.5"),  # type: ignore[arg-type]
+        (lambda: DPOptions(cpu_threads=True), "cpu_threads.* True"),
         (lambda: DPOptions(batch_norm="all"), "'first', 'whole'"),  # type: ignore[arg-type]
     ],
 )
@@ -231,12 +231,12 @@ def test_transforms_that_do_not_reach_threads_are_refused_instead_of_giving_zero
     transform: Any,
 ) -> None:
     model = parallel(lambda module, x: (x * module.weight).square())
-    with pytest.raises(UsageError, match="do not reach the replicas"):
+    with pytest.raises(UsageError, match=r"do not reach.* replicas"):
         transform(lambda x: model(x).sum())(torch.rand(4, 3))
 
 
 def test_tangents_are_refused_too() -> None:
     model = parallel(lambda module, x: x * module.weight)
-    with forward_ad.dual_level(), pytest.raises(UsageError, match="do not reach the replicas"):
+    with forward_ad.dual_level(), pytest.raises(UsageError, match=r"do not reach.* replicas"):
         model(forward_ad.make_dual(torch.rand(4, 3), torch.ones(4, 3)))
     assert model(torch.rand(4, 3)).shape == (4, 3)

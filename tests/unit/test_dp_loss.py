@@ -199,13 +199,13 @@ def test_targets_of_another_length_are_named() -> None:
 def test_what_is_no_loss_is_refused() -> None:
     model = DataParallel(classifier(), device_ids=cpus(2))
     x, y = batch(4)
-    with pytest.raises(UsageError, match=r"shape \(2, 5\), which is not one number"):
+    with pytest.raises(UsageError, match=r"shape \(2, 5\), which.* not one number"):
         model.backward(lambda output, target: output, x, y)
     with pytest.raises(UsageError, match=r"returned 3\.0"):
         model.backward(lambda output, target: 3.0, x, y)
     with pytest.raises(UsageError, match="does not depend on any parameter"):
         model.backward(lambda output, target: output.detach().mean(), x, y)
-    with pytest.raises(UsageError, match="reduction is 'max'"):
+    with pytest.raises(UsageError, match=r"reduction.* 'max'"):
         model.backward(F.cross_entropy, x, y, reduction="max")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"count returned a tensor of shape \(2,\)"):
         model.backward(F.cross_entropy, x, y, count=lambda target: target)
@@ -227,7 +227,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.arrived.set()
-        self.gate.wait(20)
+        self.gate.wait(60)
         y: Tensor = self.norm(self.linear(x))
         return y
 
@@ -251,7 +251,7 @@ def test_a_call_that_ctrl_c_interrupted_leaves_nothing_in_the_next_ones_gradient
     module.arrived.clear()
 
     def interrupt() -> None:
-        module.arrived.wait(20)
+        module.arrived.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()

@@ -136,7 +136,7 @@ def test_inputs_without_a_tensor_are_refused() -> None:
 
 
 def test_an_input_without_the_dimension_is_named() -> None:
-    with pytest.raises(UsageError, match=r"inputs\[0\]\['x'\] has the shape \(4,\)"):
+    with pytest.raises(UsageError, match=r"inputs\[0\]\['x'\] has.* shape \(4,\)"):
         scatter(({"x": torch.zeros(4)},), {}, cpus(2), dim=1)
 
 
@@ -155,7 +155,7 @@ def test_outputs_that_cannot_be_joined_are_named_with_their_shapes() -> None:
 
 def test_outputs_of_different_structure_are_named() -> None:
     with pytest.raises(
-        UsageError, match=r"output\['a'\] is not.*\n.*a Tensor from cpu:0, a NoneType"
+        UsageError, match=r"output\['a'\].* not.*\n.*a Tensor from cpu:0, a NoneType"
     ):
         gather([{"a": torch.zeros(1)}, {"a": None}], cpus(2), CPU)
     with pytest.raises(UsageError, match=r"a dict of \['a'\] from cpu:0, a dict of \['b'\]"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from paceline.env import (
@@ -10,6 +13,7 @@ from paceline.env import (
     command_line,
     expand_repeats,
     first_host,
+    leave_nccl_to_us,
     offer_command,
     read_command,
     read_observation,
@@ -114,15 +118,15 @@ def test_a_launcher_inside_a_slurm_step_wins_over_slurm() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"RANK": "one"}, "RANK is 'one'"),
+        ({"RANK": "one"}, "RANK.* 'one'"),
         ({"RANK": "8"}, "rank 8 of 8"),
         ({"RANK": "-1"}, "rank -1 of 8"),
         ({"WORLD_SIZE": "0"}, "of 0 workers"),
         ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
         ({"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "8"}, "9 workers on this machine"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536"),
-        ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT.* 0"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT.* 65536"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT.* ''"),
     ],
 )
 def test_an_impossible_value_names_the_variable(change: dict[str, str], words: str) -> None:
@@ -133,7 +137,7 @@ def test_an_impossible_value_names_the_variable(change: dict[str, str], words: s
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
 def test_half_an_environment_is_an_error_that_says_what_is_missing(missing: str) -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(SettingError, match=f"{missing} is not set"):
+    with pytest.raises(SettingError, match=f"{missing}.* not set"):
         read_placement(environ)
 
 
@@ -195,7 +199,7 @@ def test_what_the_launcher_writes_is_what_a_worker_reads() -> None:
 
 def test_what_to_watch_is_read_from_the_environment() -> None:
     environ = {"PACELINE_TIMELINE": "/spans", "PACELINE_STALL_S": "120", "PACELINE_TRACE_STEP": "7"}
-    assert read_observation(environ) == Observation("/spans", 120.0, True, 7)
+    assert read_observation(environ) == Observation("/spans", 120.0, True, 7, 1200.0)
 
 
 def test_without_a_launcher_only_paces_are_compared() -> None:
@@ -242,3 +246,21 @@ def test_a_training_knows_how_it_was_started_if_anybody_does() -> None:
 )
 def test_secrets_on_a_command_line_are_not_written_down(given: str, shown: str) -> None:
     assert command_line(given.split()) == shown
+
+
+def test_what_the_user_has_set_for_nccl_is_kept_and_named() -> None:
+    environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert leave_nccl_to_us(environ) == ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+
+
+def test_a_process_whose_last_save_failed_does_not_end_with_0_without_a_launcher() -> None:
+    program = "from paceline import env; import atexit; atexit.register(print, 'last')"
+    for words, code in (("True", 120), ("True); env.note_unsaved(False", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{program}; env.note_unsaved({words}); print('done')"],
+            check=False,
+            capture_output=True,
+        )
+        assert (ended.returncode, ended.stdout) == (code, b"done\nlast\n")

@@ -173,7 +173,7 @@ def test_files_that_have_other_samples_than_were_counted_are_refused(
     claimed: list[int], word: str
 ) -> None:
     files = Files([0, 1], Memory([3, 4]), counts=claimed)
-    with pytest.raises(UsageError, match=f"1 has {word} samples than the {claimed[1]}"):
+    with pytest.raises(UsageError, match=f"1 has {word} samples than.* {claimed[1]}"):
         [files[i] for i in range(len(files))]
 
 
@@ -182,14 +182,14 @@ def test_files_that_have_other_samples_than_were_counted_are_refused(
     [
         ({"files": "nowhere/*.tar"}, "no files 'nowhere/"),
         ({"files": []}, "no files"),
-        ({"files": 3}, "files is 3"),
+        ({"files": 3}, "files.* 3"),
         ({"files": ["a.tar", "b.parquet"]}, "not known by its ending"),
         ({"files": ["a.tar.gz"]}, "not known by its ending"),
-        ({"files": ["a"], "format": object()}, r"has no count\(\)"),
+        ({"files": ["a"], "format": object()}, r"has no count"),
         ({"files": ["a.tar"], "counts": [1, 2]}, "1 file and 2 counts"),
-        ({"files": ["a.tar"], "counts": [-1]}, "samples in a.tar is -1"),
-        ({"files": ["a.tar"], "window": 0}, "window is 0"),
-        ({"files": ["a.tar"], "lanes": 0}, "lanes is 0"),
+        ({"files": ["a.tar"], "counts": [-1]}, "samples in a.tar.* -1"),
+        ({"files": ["a.tar"], "window": 0}, "window.* 0"),
+        ({"files": ["a.tar"], "lanes": 0}, "lanes.* 0"),
     ],
 )
 def test_what_is_not_a_list_of_files_is_refused_with_advice(

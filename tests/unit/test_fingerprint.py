@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.gradients.buffer import ParamRef
-from paceline.gradients.fingerprint import DIGITS, EVERY, PERIOD, Fingerprint, is_different
+from paceline.ddp.buffer import ParamRef
+from paceline.ddp.fingerprint import DIGITS, EVERY, PERIOD, Fingerprint, is_different
 
 CPU = torch.device("cpu")
 

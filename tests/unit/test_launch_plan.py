@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.env import Placement, read_observation, read_placement
-from paceline.errors import SettingError
+from paceline.errors import DeviceError, SettingError
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.plan import (
     STDERR,
@@ -21,6 +21,8 @@ from paceline.launcher.plan import (
     Route,
     WorkerSpec,
     count_workers,
+    describe_sharing,
+    find_gpus,
     plan_workers,
 )
 
@@ -36,6 +38,7 @@ def plan(
     where: dict[str, Any] | None = None,
     cores: int = 8,
     interface: str | None = "lo",
+    gpus: list[str] | None = None,
     **given: str,
 ) -> list[WorkerSpec]:
     first = {"master_addr": "127.0.0.1", "master_port": 4567, "size": size, "local_size": size}
@@ -48,6 +51,7 @@ def plan(
         cores=cores,
         interface=interface,
         attempt=1,
+        gpus=gpus or [],
     )
 
 
@@ -91,7 +95,7 @@ def test_all_of_torchruns_variables_are_written() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PACELINE_RUN_ID": "r1",
         "PACELINE_STORE_PORT": "4567",
-        "PACELINE_STORE_ADDR": "",
+        "PACELINE_STORE": "",
         "PACELINE_STALL_S": "120",
         "PACELINE_FAILED_FILE": "/logs/attempt_1/failed",
         "OMP_NUM_THREADS": "4",
@@ -128,6 +132,27 @@ def test_a_virtual_local_rank_sees_one_device_of_those_visible() -> None:
     assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("0", "5")
     with pytest.raises(SettingError, match="local rank 1"):
         plan(2, {"CUDA_VISIBLE_DEVICES": "3"}, virtual_local_rank="1")
+
+
+def test_workers_that_share_gpus_are_hosts_of_their_own_to_nccl() -> None:
+    specs = plan(3, {"NCCL_IB_DISABLE": "0"}, gpus=["4", "6"])
+    seen = [spec.environment for spec in specs]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["4", "6", "4"]
+    assert {each["LOCAL_RANK"] for each in seen} == {"0"}
+    assert len({each["NCCL_HOSTID"] for each in seen}) == 3
+    assert {each["NCCL_SOCKET_IFNAME"] for each in seen} == {"lo"}
+    assert {each["NCCL_IB_DISABLE"] for each in seen} == {"0"}, "what the user has set is kept"
+    assert "NCCL_HOSTID" not in plan(3)[0].environment
+
+
+def test_sharing_says_what_cannot_work() -> None:
+    with pytest.raises(DeviceError, match="--share-gpus"):
+        describe_sharing([], 2, {})
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-5,"}) == ["3", "GPU-5"]
+    assert len(describe_sharing(["0"], 4, {"NCCL_SOCKET_IFNAME": "=lo"})) == 1
+    theirs = {"NCCL_P2P_DISABLE": "0", "NCCL_HOSTID": "a", "NCCL_SOCKET_IFNAME": "nowhere0"}
+    _, *lines = describe_sharing(["0"], 4, theirs)
+    assert [name for name in theirs for line in lines if name in line] == list(theirs)
 
 
 def test_every_worker_is_told_what_to_record() -> None:
@@ -254,47 +279,47 @@ def test_workers_are_counted_by_number_or_by_core() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"nproc_per_node": "0"}, r"--nproc-per-node or --workers is 0.\n.* from 1 to 4096"),
-        ({"nproc_per_node": "4097"}, "is 4097"),
-        ({"nproc_per_node": "9" * 20}, "is 99999999999999999999"),
-        ({"nproc_per_node": "9" * 5000}, "is '999"),
-        ({"threads": "9" * 5000}, "--threads is '999"),
-        ({"nnodes": "9" * 20, "master_addr": "a"}, "--nnodes is 9999"),
-        ({"nproc_per_node": "-2"}, "is -2"),
-        ({"nproc_per_node": "many"}, "is 'many'"),
-        ({"nproc_per_node": "xpu"}, "is 'xpu'.*\n.*XPUs are not supported yet"),
-        ({"threads": "0"}, "--threads is 0"),
-        ({"nnodes": "0"}, "--nnodes is 0"),
-        ({"nnodes": "3:2"}, "--nnodes is 3:2"),
-        ({"nnodes": "2"}, "where the machines meet.*\n.*of the first machine"),
-        ({"nnodes": "2", "master_addr": "a"}, "which of them this machine is"),
+        ({"nproc_per_node": "0"}, r"--nproc-per-node or --workers.* 0.\n.* from 1 to 4096"),
+        ({"nproc_per_node": "4097"}, "--workers.* 4097"),
+        ({"nproc_per_node": "9" * 20}, "--workers.* 99999999999999999999"),
+        ({"nproc_per_node": "9" * 5000}, "--workers.* '999"),
+        ({"threads": "9" * 5000}, "--threads.* '999"),
+        ({"nnodes": "9" * 20, "master_addr": "a"}, "--nnodes.* 9999"),
+        ({"nproc_per_node": "-2"}, "--workers.* -2"),
+        ({"nproc_per_node": "many"}, "--workers.* 'many'"),
+        ({"nproc_per_node": "xpu"}, "--workers.* 'xpu'.*\n.*XPUs"),
+        ({"threads": "0"}, "--threads.* 0"),
+        ({"nnodes": "0"}, "--nnodes.* 0"),
+        ({"nnodes": "3:2"}, "--nnodes.* 3:2"),
+        ({"nnodes": "2"}, "--nnodes.* machines meet.*\n.*first machine"),
+        ({"nnodes": "2", "master_addr": "a"}, "which of them this machine"),
         (
             {"nnodes": "2", "node_rank": "2", "master_addr": "a"},
-            "--node-rank is 2, but --nnodes is 2",
+            "--node-rank.* 2, but --nnodes.* 2",
         ),
         ({"nnodes": "1:2", "node_rank": "0", "master_addr": "a"}, "how many there are"),
-        ({"nnodes": "2", "rdzv_backend": "c10d"}, "where the machines meet"),
+        ({"nnodes": "2", "rdzv_backend": "c10d"}, "where.* machines meet"),
         ({"nnodes": "2", "standalone": "1"}, "--standalone means one machine"),
         ({"rdzv_backend": "etcd"}, "'etcd'.*\n.*static with"),
         ({"rdzv_endpoint": "a:b:c"}, "HOST:PORT"),
         ({"rdzv_endpoint": "a:70000"}, "HOST:PORT"),
         ({"rdzv_id": "../x"}, "'../x'.*\n.*up to 64 letters"),
         ({"rdzv_conf": "timeout"}, "has no value"),
-        ({"rdzv_conf": "timeout=soon"}, "is 'timeout=soon'.*\n.*number of seconds"),
-        ({"master_port": "70000"}, "is 70000.*\n.*to 65535"),
-        ({"master_port": "-1"}, "is -1.*\n.*from 0 to 65535"),
-        ({"max_restarts": "-1"}, "--max-restarts is -1"),
+        ({"rdzv_conf": "timeout=soon"}, "--rdzv-conf.* 'timeout=soon'.*\n.*seconds"),
+        ({"master_port": "70000"}, "--master-port.* 70000.*\n.*65535"),
+        ({"master_port": "-1"}, "--master-port.* -1.*\n.* 0 .*65535"),
+        ({"max_restarts": "-1"}, "--max-restarts.* -1"),
         ({"max_restarts": "x"}, "'x'.*\n.*a whole number"),
-        ({"min_workers": "0"}, "--min-workers is 0.\n.*from 1 to 4096"),
-        ({"min_workers": "-1"}, "--min-workers is -1"),
+        ({"min_workers": "0"}, "--min-workers.* 0.\n.*from 1 to 4096"),
+        ({"min_workers": "-1"}, "--min-workers.* -1"),
         ({"shutdown_timeout": "-1"}, "number of seconds"),
-        ({"monitor_interval": "nan"}, "number of seconds"),
-        ({"redirects": "4"}, "is .*\n.*0 none, 1 stdout"),
-        ({"tee": "0:1,"}, "is .*\n.*0 none, 1 stdout"),
-        ({"local_ranks_filter": "a"}, "is 'a'.*\n.*0,1,2"),
-        ({"signals_to_handle": "SIGNOPE"}, "SIGNOPE is not a signal"),
+        ({"shutdown_timeout": "nan"}, "number of seconds"),
+        ({"redirects": "4"}, "--redirects.* 4.*\n.*0 none, 1 stdout"),
+        ({"tee": "0:1,"}, "--tee.* '0:1,'.*\n.*0 none, 1 stdout"),
+        ({"local_ranks_filter": "a"}, "--local-ranks-filter.* 'a'.*\n.*0,1,2"),
+        ({"signals_to_handle": "SIGNOPE"}, "SIGNOPE.* not a signal"),
         ({"signals_to_handle": "SIGKILL"}, "not a signal that a process can handle"),
-        ({"trace_step": "0"}, "--trace-step is 0"),
+        ({"trace_step": "0"}, "--trace-step.* 0"),
         ({"numa_binding": "moon"}, "'moon'.*\n.*node, socket"),
         ({"module": "1", "no_python": "1"}, "contradict"),
         ({"quiet": "1", "json": "1"}, "--quiet and --json contradict"),
@@ -306,7 +331,7 @@ def test_an_impossible_flag_is_named(given: dict[str, Any], words: str) -> None:
 
 
 def test_an_impossible_variable_is_named_as_the_variable() -> None:
-    with pytest.raises(SettingError, match="PET_NPROC_PER_NODE is 0"):
+    with pytest.raises(SettingError, match=r"PET_NPROC_PER_NODE.* 0"):
         options_of({"PET_NPROC_PER_NODE": "0"})
 
 

@@ -1,4 +1,4 @@
-"""Starting, watching and ending processes: here they are not workers but `sleep`."""
+"""Starting, watching and result processes: here they are not workers but `sleep`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from sentences import says
 
 from paceline.env import FAILURE_VARIABLE, Placement
 from paceline.errors import UsageError
+from paceline.launcher import roster
 from paceline.launcher.flags import LaunchOptions
+from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec, plan_workers
-from paceline.launcher.process import WorkerProcess, private_folder
-from paceline.launcher.supervise import SignalInbox, Supervisor
+from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
+from paceline.launcher.roster import Roster
+from paceline.launcher.supervise import Supervisor
 
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
@@ -43,9 +48,15 @@ class Sleepers:
         self.started.append(worker)
         return worker
 
-    def supervisor(self, inbox: SignalInbox | None = None) -> Supervisor:
+    def supervisor(
+        self, inbox: SignalInbox | None = None, generations: Generations | None = None
+    ) -> Supervisor:
         console = Console({1: lambda data: None, 2: lambda data: None})
-        return Supervisor(self.specs, self.start, self.options, console, inbox=inbox)
+        return Supervisor(
+            *(self.specs, self.start, self.options, console),
+            inbox=inbox,
+            generations=generations or without_survival(),
+        )
 
 
 def test_a_signal_ends_the_start_of_many_workers(tmp_path: Path) -> None:
@@ -59,9 +70,10 @@ def test_a_signal_ends_the_start_of_many_workers(tmp_path: Path) -> None:
     with closing(SignalInbox([signal.SIGTERM])) as inbox:
         supervisor = sleepers.supervisor(inbox)
         supervisor.start = start_and_signal
-        ending = supervisor.run()
+        result = supervisor.run()
     assert len(sleepers.started) == 3
-    assert (ending.signal, ending.exit_code) == (signal.SIGTERM, 143)
+    assert result.reason is not None
+    assert (result.reason.signal, result.exit_code) == (signal.SIGTERM, 143)
     assert all(worker.poll() is not None for worker in sleepers.started)
 
 
@@ -80,13 +92,51 @@ def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) ->
     assert [worker.poll() for worker in sleepers.started] == [-signal.SIGKILL] * 3
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.EMFILE, "open files"), (errno.EAGAIN, "processes"), (errno.ENOMEM, "memory")],
+)
+def test_a_replacement_that_cannot_be_started_is_tried_five_times_and_ends_nobody(
+    tmp_path: Path, number: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "FIRST_BACKOFF_S", 0.01)
+    sleepers, said, tried = Sleepers(tmp_path, 3), list[str](), list[float]()
+    generations = Generations(say=said.append, roster=Roster(size=3), is_on=True)
+    for worker in range(3):
+        generations.roster.on_joined(worker, 0)
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        if len(sleepers.started) == 3:
+            tried.append(time.monotonic())
+            raise OSError(number, os.strerror(number))
+        pipes.theirs += generations.open_worker_channel(spec.rank).theirs
+        return sleepers.start(spec, pipes)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "not replaced" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    generations.say = say
+    with closing(SignalInbox([signal.SIGTERM])) as inbox:
+        supervisor = sleepers.supervisor(inbox, generations)
+        supervisor.start = start
+        supervisor._after(0.0, "kill one", lambda: sleepers.started[1].send(signal.SIGKILL))
+        result = supervisor.run()
+    waits = [after - before for before, after in pairwise(tried)]
+    assert len(tried) == 5
+    assert all(wait >= 0.01 * 2**n for n, wait in enumerate(waits)), "later and later"
+    assert says(said[-1], "worker 1", "5 tries", reason)
+    assert (result.exit_code, generations.roster.members) == (143, (0, 2))
+    assert [worker.poll() for worker in sleepers.started] == [-15, -9, -15]
+
+
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_stopped_worker_is_named_and_ended_within_the_stall_window(
+def test_a_stopped_worker_is_named_and_ended_before_the_others_are_done(
     tmp_path: Path, stopped: int
 ) -> None:
     sleepers = Sleepers(tmp_path, 3, stall_s=0.8)
     supervisor = sleepers.supervisor()
-    begin_s = time.monotonic()
 
     def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
         worker = sleepers.start(spec, pipes)
@@ -95,13 +145,12 @@ def test_a_stopped_worker_is_named_and_ended_within_the_stall_window(
         return worker
 
     supervisor.start = start
-    ending = supervisor.run()
-    assert time.monotonic() - begin_s < 3
-    first = ending.first_failure
+    result = supervisor.run()
+    first = result.first_failure
     assert first is not None
     assert first.rank == stopped
-    assert str(ending).startswith(f"paceline: rank {stopped} failed: stopped by a signal for 0.6 s")
-    assert ending.exit_code == 1
+    assert str(result).startswith(f"paceline: worker {stopped} was stopped by a signal for 0.6 s")
+    assert result.exit_code == 1
     assert Path(sleepers.specs[0].environment[FAILURE_VARIABLE]).exists(), "the others can know why"
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.learn import values
-from paceline.learn.values import is_same, read, show
+from paceline.show.learn import values
+from paceline.show.learn.values import is_same, read, show
 
 DEVICES = ["cpu:0", "cpu:1", "nowhere"]
 
@@ -79,7 +79,7 @@ def test_other_values_too(kind: Any, text: str, value: Any) -> None:
     ],
 )
 def test_what_is_no_answer_is_refused_with_the_form_expected(kind: Any, text: str) -> None:
-    with pytest.raises(UsageError, match="is not an answer") as caught:
+    with pytest.raises(UsageError, match="not an answer") as caught:
         read(kind, text, DEVICES)
     assert caught.value.advice == f"Type {values.form_of(kind, DEVICES)}."
 

@@ -122,9 +122,9 @@ def test_a_sampler_continues_in_its_own_order_only() -> None:
     resumed = DistributedSampler(range(10**10), 1, 0, order="keyed")
     resumed.load_state_dict(sampler.state_dict())
     assert next(iter(resumed)) not in whole
-    with pytest.raises(UsageError, match="order is 'keyed' in the state, 'shuffled'"):
+    with pytest.raises(UsageError, match=r"order.* 'keyed' in.* state, 'shuffled'"):
         DistributedSampler(range(10**10), 2, 0).load_state_dict(sampler.state_dict())
-    with pytest.raises(UsageError, match="order is 'random'"):
+    with pytest.raises(UsageError, match=r"order.* 'random'"):
         DistributedSampler(range(9), 2, 0, order="random")  # type: ignore[arg-type]
 
 

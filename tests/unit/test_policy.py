@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentences import says
 from torch import nn
 
 from paceline.errors import UsageError
@@ -33,15 +34,14 @@ def test_a_device_batch_of_32_is_128_on_four_devices() -> None:
     assert plan.global_batch == 128
     assert plan.rows_by_worker == [32, 32, 32, 32]
     assert "Global batch 128" in plan.sentence
-    assert "keeps the 32 rows of one device" in plan.sentence
+    assert says(plan.sentence, "32 rows of one device")
 
 
 def test_a_global_batch_of_32_is_8_on_each_of_four_devices() -> None:
     plan = plan_batch(32, 4, keep="global")
     assert plan.global_batch == 32
     assert plan.rows_by_worker == [8, 8, 8, 8]
-    assert "each of 4 workers gets 8 rows" in plan.sentence
-    assert "so does the learning rate" in plan.sentence
+    assert says(plan.sentence, "each of 4 workers", "8 rows", "learning rate")
 
 
 @unhurried
@@ -63,10 +63,8 @@ def test_passes_are_counted_for_the_busiest_worker_and_said() -> None:
     plan = plan_global_batch(128, 3, device_limit=10)
     assert plan.rows_by_worker == [43, 43, 42]
     assert plan.accumulation == 5
-    assert plan.sentence == (
-        "Global batch 128 on 3 workers, 42 or 43 rows each. Each worker takes its 43 rows in "
-        "5 passes of at most 9 and updates the model once."
-    )
+    numbers = ("128 on 3 workers", "42 or 43 rows", "43 rows", "5 passes", 9)
+    assert says(plan.sentence, *numbers)
 
 
 def test_one_worker_has_no_choice_to_explain() -> None:
@@ -84,18 +82,18 @@ def test_an_epoch_ends_with_a_smaller_step_if_the_rows_do_not_divide() -> None:
     ("make", "words"),
     [
         (lambda: plan_batch(3, 4), "4 workers cannot share a global batch of 3 rows"),
-        (lambda: plan_batch(0, 1), "single_batch is 0"),
-        (lambda: plan_batch(8, 2.0), "workers is 2.0"),  # type: ignore[arg-type]
-        (lambda: plan_batch(8, 2, device_limit=0), "device_limit is 0"),
-        (lambda: plan_batch(8, 2, keep="rows"), "keep is 'rows'"),  # type: ignore[arg-type]
-        (lambda: LearningRate(single_batch=0, global_batch=1), "single_batch is 0"),
+        (lambda: plan_batch(0, 1), "single_batch.* 0"),
+        (lambda: plan_batch(8, 2.0), "workers.* 2.0"),  # type: ignore[arg-type]
+        (lambda: plan_batch(8, 2, device_limit=0), "device_limit.* 0"),
+        (lambda: plan_batch(8, 2, keep="rows"), "keep.* 'rows'"),  # type: ignore[arg-type]
+        (lambda: LearningRate(single_batch=0, global_batch=1), "single_batch.* 0"),
         (lambda: rate(rule="cubic"), "Use one of 'none', 'linear', 'sqrt'"),
         (lambda: rate(decay="cosine"), "Set steps"),
         (lambda: rate(decay="cosine", steps=5, warmup_steps=5), "after 5 steps of warm-up"),
         (lambda: rate(warmup_from=2.0), "from 0 to 1"),
-        (lambda: rate(warmup_steps=-1), "warmup_steps is -1"),
-        (lambda: rate(warmup_steps=2.5), "warmup_steps is 2.5"),
-        (lambda: rate(decay="linear", steps=math.inf), "steps is inf"),
+        (lambda: rate(warmup_steps=-1), "warmup_steps.* -1"),
+        (lambda: rate(warmup_steps=2.5), "warmup_steps.* 2.5"),
+        (lambda: rate(decay="linear", steps=math.inf), "steps.* inf"),
     ],
 )
 def test_an_impossible_policy_is_refused_in_words(make: Any, words: str) -> None:
@@ -135,10 +133,8 @@ def test_a_decay_falls_from_the_full_height_to_its_end(
 
 
 def test_the_learning_rate_says_what_it_does() -> None:
-    assert rate(rule="linear", warmup_steps=500).sentence == (
-        "Learning rate times 4 by the linear rule (global batch 128, found with 32), "
-        "warmed up over 500 steps."
-    )
+    warm = rate(rule="linear", warmup_steps=500).sentence
+    assert says(warm, "times 4", "linear rule", "global batch 128", 32, "500 steps")
     assert rate().sentence == "Learning rate as given (global batch 128, found with 32)."
     assert "sqrt rule" in rate(rule="sqrt").sentence
     assert rate(decay="cosine", steps=9).sentence.endswith(", cosine decay until step 9.")
@@ -270,17 +266,19 @@ def test_too_few_measurements_say_nothing_and_overflows_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("noise_scale", "words"),
+    ("noise_scale", "parts"),
     [
-        (10_000.0, "about 10,000, the global batch 128. More workers still help"),
-        (128.0, "still help: twice the batch would save about 25% of the steps"),
-        (12.34, "about 12, the global batch 128. More workers hardly help"),
-        (0.0, "would save about 0% of the steps"),
-        (math.inf, "above anything measurable, the global batch 128. More workers still help"),
+        (10_000.0, ["10,000", 128, "still help"]),
+        (128.0, ["still help", "25%"]),
+        (12.34, [12, 128, "hardly help"]),
+        (0.0, ["0%"]),
+        (math.inf, ["above anything measurable", 128, "still help"]),
     ],
 )
-def test_the_advice_says_whether_more_workers_would_help(noise_scale: float, words: str) -> None:
-    assert words in NoiseEstimate(noise_scale, 128.0, 10).advice
+def test_the_advice_says_whether_more_workers_would_help(
+    noise_scale: float, parts: list[object]
+) -> None:
+    assert says(NoiseEstimate(noise_scale, 128.0, 10).advice, *parts)
 
 
 def test_a_gradient_drowned_in_noise_has_no_finite_scale() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.progress import Progress
+from paceline.telemetry import Progress
 
 pytest.importorskip("rich")
 

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.env import SCREEN_VARIABLE, read_screen, screen_environment
 from paceline.launcher.output import Console, Records, Stream
-from paceline.progress import Progress
-from paceline.progress.screen import Screen, Status, read_record, write_bytes
+from paceline.telemetry import Progress, text
+from paceline.telemetry.screen import RunStatus, Screen, read_record, write_bytes
+from paceline.telemetry.text import ProgressState
 from tests.terminals import Glass
 
 pytest.importorskip("rich")
 
-HALF = Status(0.5, ((2, "epoch 1/2"), (5, "step 50/100"), (0, "loss 0.5000")))
+HALF = RunStatus(0.5, ((2, "epoch 1/2"), (5, "step 50/100"), (0, "loss 0.5000")))
 
 
 class Desk(io.TextIOWrapper):
@@ -51,7 +52,10 @@ class Desk(io.TextIOWrapper):
 
     def console(self) -> Console:
         write = partial(write_bytes, self)
-        return Console({1: write, 2: write}, screen=self.screen, on_screen=frozenset({1, 2}))
+        on_screen = frozenset({1, 2})
+        return Console(
+            {1: write, 2: write}, screen=self.screen, on_screen=on_screen, terminal=self.fd
+        )
 
     def close(self) -> None:
         super().close()
@@ -77,6 +81,32 @@ def desk() -> Iterator[Desk]:
     found.close()
 
 
+def test_what_the_launcher_says_stands_above_the_line_and_breaks_between_words(desk: Desk) -> None:
+    desk.resize(60)
+    desk.screen.show(HALF)
+    console = desk.console()
+    console.tell("worker 1 was killed by signal 9 in step 40, and 2 others continue.")
+    console.say("paceline: rank 1 failed:\n  File \"train.py\", line 3\nKeyError: 'lost'\n")
+    assert desk.glass.lines[:-1] == [
+        "paceline: worker 1 was killed by signal 9 in step 40, and 2",
+        "  others continue.",
+        "paceline: rank 1 failed:",
+        '  File "train.py", line 3',
+        "KeyError: 'lost'",
+    ]
+    assert "50%" in desk.glass.bottom
+
+
+def test_a_run_on_a_narrow_terminal_breaks_no_word_and_no_row_of_its_table() -> None:
+    state = ProgressState(name="digits", workers=3, samples=8000, step=668, now_s=33.0)
+    for epoch in range(2):
+        names = ("loss", "accuracy", "eval loss", "eval accuracy")
+        state.add_row(epoch, dict.fromkeys(names, 0.5), 17.5, 4000)
+    lines = text.summary(state, "finished", ["To see more: paceline report runs/digits"], 60)
+    assert max(map(len, lines)) <= 60
+    assert [line.split()[0] for line in lines if "50.0%" in line] == ["1", "2"]
+
+
 class Worker:
     """Rank 0's end: its standard output and the pipe of its records, neither of which it waits
     for."""
@@ -97,7 +127,7 @@ class Worker:
     def said(self) -> str:
         return _all_of(self.reader).decode()
 
-    def sent(self) -> list[Status | str | None]:
+    def sent(self) -> list[RunStatus | str | None]:
         return [read_record(line) for line in _all_of(self.records).splitlines()]
 
     def close(self) -> None:
@@ -124,7 +154,7 @@ def _all_of(fd: int) -> bytes:
 
 
 def test_the_line_is_drawn_in_place_and_cleared_without_a_trace(desk: Desk) -> None:
-    desk.screen.show(Status(0.0, ()))
+    desk.screen.show(RunStatus(0.0, ()))
     desk.screen.show(HALF)
     assert desk.glass.lines == [desk.glass.bottom]
     assert re.fullmatch("━+[╺╸]?━+ +50%  epoch 1/2  step 50/100  loss 0.5000", desk.glass.bottom), (
@@ -239,7 +269,7 @@ def test_a_line_that_a_process_has_removed_itself_is_not_removed_again(desk: Des
 
 def test_letters_and_colours_that_the_terminal_does_not_have_are_not_sent() -> None:
     desk = Desk(encoding="ascii", has_colour=False)
-    desk.screen.show(Status(0.5, ((0, "loss é 0.5"),)))
+    desk.screen.show(RunStatus(0.5, ((0, "loss é 0.5"),)))
     assert "---" in desk.glass.bottom
     assert desk.glass.bottom.endswith(r"loss \xe9 0.5")
     assert set(re.findall(rb"\x1b\[[0-9;]*m", desk.written[-1])) == {b"\x1b[0m"}
@@ -290,7 +320,7 @@ def test_behind_a_launcher_a_run_writes_what_stays_and_sends_what_does_not(worke
     assert all(line.startswith("<mark>") for line in said[3:])
     sent = worker.sent()
     assert sent[-1] == "end"
-    glances = [record for record in sent if isinstance(record, Status)]
+    glances = [record for record in sent if isinstance(record, RunStatus)]
     assert len(glances) == len(sent) - 1
     assert 20 <= len(glances) <= 28, "a few a second, for five seconds"
     assert glances[0].done == 0
@@ -309,7 +339,7 @@ def test_a_launcher_that_does_not_read_never_makes_the_run_wait(worker: Worker) 
     worker.now_s += 1.0
     progress.step(6_000, epoch=0, samples=1)
     (newest,) = worker.sent()
-    assert isinstance(newest, Status)
+    assert isinstance(newest, RunStatus)
     assert newest.done == 0.06
     progress.close()
     assert worker.sent() == ["end"]
@@ -364,7 +394,7 @@ def test_names_of_any_letters_and_length_fit_into_a_record(worker: Worker) -> No
     worker.sent()
     progress.step(1, epoch=0, samples=1, metrics={f"\ud800\x01é{n}" * 500: 0.5 for n in range(500)})
     (record,) = worker.sent()
-    assert isinstance(record, Status)
+    assert isinstance(record, RunStatus)
     assert record.done == pytest.approx(1 / 3)
     progress.close()
 
@@ -444,7 +474,7 @@ def test_records_are_drawn_as_they_come_and_the_end_of_rank_0_removes_the_line(d
     os.write(writer, HALF.to_json().encode()[:20])
     records.read(0.0)
     assert desk.glass.lines == []
-    os.write(writer, HALF.to_json().encode()[20:] + b"\n" + Status(0.6, ()).to_json().encode())
+    os.write(writer, HALF.to_json().encode()[20:] + b"\n" + RunStatus(0.6, ()).to_json().encode())
     os.write(writer, b"\n")
     records.read(0.0)
     assert "60%" in desk.glass.bottom
@@ -489,12 +519,13 @@ def test_what_is_no_record_is_nothing(record: bytes) -> None:
     assert read_record(record) is None
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(
     st.none() | st.floats(0, 1),
     st.lists(st.tuples(st.integers(-5, 99), st.text(max_size=56)), max_size=12),
 )
 def test_a_status_line_travels_unchanged(done: float | None, parts: list[tuple[int, str]]) -> None:
-    glance = Status(done, tuple(parts))
+    glance = RunStatus(done, tuple(parts))
     assert read_record(glance.to_json().encode("utf-8", "surrogatepass")) in (glance, None)
 
 
@@ -502,12 +533,12 @@ def test_a_status_line_travels_unchanged(done: float | None, parts: list[tuple[i
 def test_letters_that_take_two_columns_do_not_squeeze_the_rest(repeats: int) -> None:
     desk = Desk(80)
     parts = ((2, "epoch 1"), (0, "損失" * repeats + " 0.5"), (4, "20 samples/s"), (1, "3 s left"))
-    desk.screen.show(Status(0.25, parts))
+    desk.screen.show(RunStatus(0.25, parts))
     assert re.search(r"━ +25%  ", desk.glass.bottom)
     assert desk.glass.bottom.split("  ")[-1] in {text for _, text in parts}
     desk.close()
 
 
 def test_control_characters_in_a_metrics_name_stay_text(desk: Desk) -> None:
-    desk.screen.show(Status(0.5, ((0, "loss\x1b[2J\n"),)))
+    desk.screen.show(RunStatus(0.5, ((0, "loss\x1b[2J\n"),)))
     assert desk.glass.bottom.endswith(r"loss\x1b[2J\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentences import says
 from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
 from paceline.errors import UsageError
-from paceline.explain.report.collect import collect
-from paceline.explain.report.curves import Curve
-from paceline.explain.report.document import build
-from paceline.explain.report.run_data import RunData
-from paceline.explain.report.sentences import (
+from paceline.files.run_folder import EventWriter, RunFolder, RunInfo, write_info
+from paceline.record.schema import write as write_trace
+from paceline.show.report.collect import collect
+from paceline.show.report.curves import Curve
+from paceline.show.report.document import build
+from paceline.show.report.pace import PaceTable, RecentStep, find_spans
+from paceline.show.report.run_data import RunData
+from paceline.show.report.sentences import (
     best_accuracy,
     how_far,
     how_it_learned,
@@ -31,8 +36,7 @@ from paceline.explain.report.sentences import (
     where_time_went,
     who_waited,
 )
-from paceline.observe.run_folder import EventWriter, RunFolder, RunInfo, write_info
-from paceline.record.schema import write as write_trace
+from paceline.telemetry import Phase
 
 INFO = RunInfo(name="small", created=1.0, updated=2.0, workers=2, global_batch=4)
 
@@ -117,14 +121,14 @@ def test_memory_does_not_grow_with_the_length_of_the_run(
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (lambda f: f.info.unlink(), "There is no run.json"),
-        (lambda f: f.info.write_text("{"), "The description of the run could not be read"),
+        (lambda f: f.info.unlink(), "no run.json"),
+        (lambda f: f.info.write_text("{"), "could not be read"),
         (lambda f: f.info.write_text('{"schema": 99}'), "has schema 99"),
-        (lambda f: f.events_of(1).unlink(), "no events of rank 1"),
+        (lambda f: f.events_of(1).unlink(), "no events of worker 1"),
         (lambda f: f.events_of(1).write_bytes(b"\xff\xfe\n{}\n"), "2 lines of events/rank1.jsonl"),
-        (lambda f: f.scaling.write_text("[1]"), "The scaling study could not be read"),
-        (lambda f: f.scaling.mkdir(), "The scaling study could not be read"),
-        (lambda f: f.pipeline_of(4).write_text("{"), "The recording of step 4 could not be read"),
+        (lambda f: f.scaling.write_text("[1]"), "scaling study could not be read"),
+        (lambda f: f.scaling.mkdir(), "scaling study could not be read"),
+        (lambda f: f.pipeline_of(4).write_text("{"), "recording of step 4 could not be read"),
         (lambda f: f.pipeline_of(4).write_text('{"schema": 1}'), "step has no 'engine'"),
     ],
 )
@@ -186,7 +190,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(folder.events / "rank1.jsonl")
     os.mkfifo(folder.path / "timeline")
     said = " ".join(collect(folder.path).missing)
-    assert "scaling.json is not a plain file" in said
+    assert re.search(r"scaling\.json.* not a plain file", said)
 
 
 def test_a_line_or_a_document_that_is_too_long_is_left_out(tmp_path: Path) -> None:
@@ -205,8 +209,8 @@ def data_of(tmp_path: Path, **options: Any) -> RunData:
 
 def test_the_slow_worker_is_named_with_its_phase_as_the_run_blamed_it(tmp_path: Path) -> None:
     said = who_waited(data_of(tmp_path, slow_rank=1))
-    assert said.startswith("Worker 1 holds the others up: its own work takes 12.3 ms longer")
-    assert "backward (computing gradients) makes the difference" in said
+    assert said.startswith("Worker 1 ")
+    assert says(said, "12.3 ms longer", "backward (computing gradients)")
 
 
 def test_waiting_in_turns_is_explained_by_who_is_last(tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_waiting_in_turns_is_explained_by_who_is_last(tmp_path: Path) -> None:
         turns = [late if (step + rank) % 2 else early for step in range(30)]
         write_steps(folder, rank, *({"phases": phases} for phases in turns))
     data = collect(folder.path)
-    assert "who is last changes from step to step" in who_waited(data)
+    assert says(who_waited(data), "changes from step to step")
     told = where_time_went(data)
     assert "65 % to computing, 32 % to waiting for slower workers and 3 % to exch" in told
 
@@ -226,9 +230,9 @@ def test_waiting_that_all_do_in_every_step_is_the_exchange(tmp_path: Path) -> No
     for rank in range(2):
         write_steps(folder, rank, *({"phases": {"forward": 0.01, "wait": 0.02}} for _ in range(30)))
     data = collect(folder.path)
-    assert "All wait for the exchange of gradients" in who_waited(data)
+    assert says(who_waited(data), "All wait for", "exchange of gradients")
     told = where_time_went(data)
-    assert told == "The workers' time went 33 % to computing and 67 % to exchanging gradients."
+    assert says(told, "33 % to computing", "67 % to exchanging gradients")
 
 
 def test_a_metric_without_numbers_is_not_called_a_training_that_diverged(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_metrics_beyond_the_limit_are_counted_and_said(tmp_path: Path) -> None:
         write_steps(folder, rank, *({"metrics": many} for _ in range(2)))
     data = collect(folder.path)
     assert len(data.metrics) == 12
-    assert "Only the first 12 metrics are shown." in data.missing
+    assert any(says(each, "12 metrics") for each in data.missing)
 
 
 @pytest.mark.parametrize("kind", ["scaling", "pipeline"])
@@ -268,7 +272,7 @@ def test_a_folder_with_a_study_or_a_batch_alone_is_not_called_empty(
 
 
 def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:
-    assert who_waited(data_of(tmp_path, slow_rank=None)).startswith("No worker holds the others")
+    assert who_waited(data_of(tmp_path, slow_rank=None)).startswith("No worker holds ")
 
 
 def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
@@ -287,7 +291,7 @@ def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
 def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> None:
     data = data_of(tmp_path, status=status)
     data.read_t = data.last_t + 1
-    assert how_far(data).startswith(words)
+    assert words in how_far(data)
 
 
 def run_of(path: Path, host: str, pid: int) -> RunData:
@@ -336,10 +340,9 @@ def test_a_run_that_was_killed_says_how_to_continue(kept: list[int], tmp_path: P
         (folder.checkpoints / f"step{step:08d}").mkdir(parents=True)
     data = collect(folder.path)
     data.is_gone = True
-    said = "There is no checkpoint: the same command would begin again."
-    if kept:
-        said = f"The same command continues it after step {kept[-1]}, its newest checkpoint."
-    assert how_to_continue(data) == said
+    said = how_to_continue(data)
+    parts = ["continues", f"step {kept[-1]}", "newest checkpoint"] if kept else ["no checkpoint"]
+    assert says(said, *parts)
     assert said in build(data)["sentences"]
 
 
@@ -421,14 +424,31 @@ def test_without_two_epochs_the_loss_is_said_to_begin_where_its_curve_begins(
 ) -> None:
     folder = folder_with(tmp_path / "run")
     write_steps(folder, 0, *({"metrics": {"loss": [1 / step, 1]}} for step in range(1, 101)))
-    said = "The training loss fell from 1.0000 in the first step to 0.0100 in the last steps."
-    assert said in how_it_learned(collect(folder.path))
+    said = how_it_learned(collect(folder.path))
+    parts = ("training loss fell", "1.0000", "first step", "0.0100", "last steps")
+    assert any(says(each, *parts) for each in said)
 
 
 def test_the_loss_is_the_mean_of_an_epoch_in_sentence_tile_and_table(tmp_path: Path) -> None:
     found = build(data_of(tmp_path))
     first, last = (event["metrics"]["loss"] for event in found["learning"]["epochs"])
-    said = f"The training loss fell from {first:.4f} in epoch 1 to {last:.4f} in epoch 2."
-    assert said in found["sentences"]
+    parts = ("training loss fell", f"{first:.4f} in epoch 1", f"{last:.4f} in epoch 2")
+    assert any(says(each, *parts) for each in found["sentences"])
     tile = ("training loss", f"{last:.4f}", f"in epoch 2; {first:.4f} in epoch 1")
     assert tile in map(tuple, found["tiles"])
+
+
+def test_a_worker_that_was_slow_and_is_no_more_is_named_once_and_not_as_slow_now() -> None:
+    tables = {rank: PaceTable() for rank in range(3)}
+    recent: dict[int, list[RecentStep]] = {rank: [] for rank in range(3)}
+    for step in range(1, 250):
+        for rank, table in tables.items():
+            is_slow = rank == 1 and 121 <= step <= 210
+            if rank == 1 and 211 <= step <= 241:
+                continue  # it was killed, and its replacement has just joined
+            own_s = 0.010 + (0.012 if is_slow else 0.0) + 1e-5 * ((step * 7 + rank) % 5)
+            spent = {Phase.FORWARD: own_s, Phase.WAIT: 0.0 if is_slow else 0.012}
+            table.add(step, spent, own_s)
+            recent[rank] = [*recent[rank], RecentStep(step, float(step), 0, 1.0, spent)][-100:]
+    (span,) = find_spans(tables, recent)
+    assert (span.rank, span.first, span.last, span.is_now) == (1, 121, 210, False)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.documents import plain_json
-from paceline.explain.report.bounds import amount, bounded, number, text, whole
-from paceline.explain.report.curves import Curve, Point
+from paceline.files.documents import plain_json
+from paceline.show.report.bounds import amount, bounded, number, text, whole
+from paceline.show.report.curves import Curve, CurvePoint
 
 
 def test_a_curve_is_the_sum_over_all_ranks_divided_by_the_count() -> None:
     curve = Curve()
     curve.add(7, total=6.0, weight=2)
     curve.add(7, total=1.0, weight=1)
-    assert curve.points(10) == [Point(7, 7 / 3, 7 / 3, 7 / 3)]
+    assert curve.points(10) == [CurvePoint(7, 7 / 3, 7 / 3, 7 / 3)]
 
 
 @given(

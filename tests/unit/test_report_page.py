@@ -21,11 +21,11 @@ from synthetic_run import SCALING, synthetic_run, synthetic_trace
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.explain import report
-from paceline.explain.report import page as page_module
-from paceline.explain.report.collect import collect
-from paceline.explain.report.document import build
-from paceline.observe.run_folder import RunFolder
+from paceline.files.run_folder import RunFolder
+from paceline.show import report
+from paceline.show.report import page as page_module
+from paceline.show.report.collect import collect
+from paceline.show.report.document import build
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--"
 VOID = {"meta", "link", "br"}
@@ -148,7 +148,7 @@ def test_the_page_holds_the_whole_document_and_without_script_its_sentences(
 
 def test_the_scripts_put_text_in_as_text_only_and_only_the_live_one_asks_for_anything() -> None:
     script = "".join(path.read_text() for path in ASSETS.glob("*.js"))
-    live = (ASSETS.parents[2] / "watch" / "assets" / "live.js").read_text()
+    live = (ASSETS.parents[1] / "watch" / "assets" / "live.js").read_text()
     for way in ("innerHTML", "HTML(", "document.write", "eval(", "dangerously"):
         assert way not in script + live
     assert "fetch" not in script
@@ -181,7 +181,7 @@ def test_an_older_report_is_replaced_and_another_file_is_not(
 ) -> None:
     path = tmp_path / "notes.html"
     path.write_text("my notes")
-    with pytest.raises(UsageError, match="is not a report"):
+    with pytest.raises(UsageError, match="not a report"):
         report.write(folder.path, path)
     assert path.read_text() == "my notes"
     report.write(folder.path, path, force=True)
@@ -194,7 +194,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path) -> Non
     before = target.read_text()
     link = tmp_path / "link.html"
     link.symlink_to(target)
-    with pytest.raises(UsageError, match="is not a report"):
+    with pytest.raises(UsageError, match="not a report"):
         report.write(folder.path, link)
     report.write(folder.path, link, force=True)
     assert not link.is_symlink()
@@ -205,10 +205,10 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (["no/such/run"], ["no run folder 'no/such/run'", "run.json and events/"]),
-        (["RUN", "-o", "."], ["is not a report", "Name another file"]),
+        (["RUN", "-o", "."], ["not a report", "Name another file"]),
         (["RUN", "-o", "no/such/place.html"], ["No such file or directory", "Name another file"]),
         (["RUN/..", "-o", "x.html"], ["holds no run", "digits"]),
-        (["RUN", "--fore"], ["did you mean --force?"]),
+        (["RUN", "--fore"], ["Did you mean '--force'?"]),
     ],
 )
 def test_mistakes_on_the_command_line_are_explained(
@@ -233,8 +233,8 @@ def test_writing_a_report_loads_neither_torch_nor_anything_beyond_the_standard_l
     code = (
         "import sys\n"
         "before = set(sys.modules)\n"
-        "import paceline.explain.report\n"
-        "paceline.explain.report.write(sys.argv[1], sys.argv[2])\n"
+        "import paceline.show.report\n"
+        "paceline.show.report.write(sys.argv[1], sys.argv[2])\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new - sys.stdlib_module_names - {'paceline'}))"
     )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.observe.run_folder import RunFolder, read_events, read_info
+from paceline.files.run_folder import RunFolder, read_events, read_info
 from paceline.run import RunOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "run.md"

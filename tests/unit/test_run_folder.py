@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError, WireError
-from paceline.observe.run_folder import (
+from paceline.files.run_folder import (
+    EventTail,
     EventWriter,
     RunFolder,
     RunInfo,
     parse_event,
     read_events,
     read_info,
-    stream_events,
     write_info,
 )
 
@@ -91,7 +93,7 @@ def test_events_are_streamed_with_a_gap_for_every_line_that_is_not_one(folder: R
     folder.events.mkdir()
     event, long = b'{"kind":"step","t":1,"rank":0}\n', b"x" * 2**21 + b"\n"
     folder.events_of(0).write_bytes(event + b"nonsense\n\n" + long + event + b'{"kind":"st')
-    found = [each and each["kind"] for each in stream_events(folder, 0)]
+    found = [each and each["kind"] for each in EventTail(folder.events_of(0)).read()]
     assert found == ["step", None, None, "step"]
 
 
@@ -157,7 +159,7 @@ def test_events_have_a_time_that_clocks_agree_on(folder: RunFolder) -> None:
 
 
 def test_it_is_read_without_torch() -> None:
-    code = "import sys, paceline.observe.run_folder; assert 'torch' not in sys.modules"
+    code = "import sys, paceline.files.run_folder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -175,3 +177,43 @@ def test_a_number_that_is_none_makes_run_json_a_typed_error(folder: RunFolder, s
 )
 def test_an_event_with_an_absurd_value_is_left_out(value: str) -> None:
     assert parse_event(f'{{"kind": "step", "rank": 0, "t": 0, "x": {value}}}'.encode()) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"kind":"step","t":1,"rank":0,"x":"nan"}',
+        b'{"kind":"step","t":1,"rank":0,"x":1e999}',
+        b'{"kind":"step","t":1,"rank":0},{"kind":"step","t":1,"rank":0}',
+        b'{"kind":"step","t":1,"rank":0,"x":[1}',
+        b'{"kind":"step","t":1,"rank":0,"x":"]["}',
+        b'{"kind":"step","t":1,"rank":0,"x":"\\u00e9"}',
+        b'{"kind":"step","t":1,"rank":0,"x":' + b"9" * 40 + b"}",
+        b'{"kind":"step","t":1,"rank":0,"x":' + b"[" * 70 + b"]" * 70 + b"}",
+        b"] [",
+        b"3",
+        b" ",
+    ],
+)
+def test_many_lines_at_once_say_what_each_says_alone(odd: bytes, folder: RunFolder) -> None:
+    folder.events.mkdir()
+    usual = b'{"kind":"step","t":1.5,"rank":0,"metrics":{"loss":[0.00016023700000000014,1]}}'
+    lines = [usual] * 3 + [odd] + [usual] * 3
+    folder.events_of(0).write_bytes(b"\n".join(lines) + b"\n")
+    assert list(EventTail(folder.events_of(0)).read()) == [
+        parse_event(line) for line in lines if line.strip()
+    ]
+
+
+def test_events_of_a_folder_that_is_deleted_go_on_in_a_new_one_with_a_word(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with EventWriter(folder, 0) as writer:
+        for step in (1, 2):
+            writer.write("step", step=step)
+        for again in (True, False):
+            shutil.rmtree(folder.path)
+            with pytest.warns(UserWarning, match="was deleted") if again else nullcontext():
+                writer.write("step", step=3)
+            writer.write("step", step=4)
+    assert [event["step"] for event in read_events(folder)] == [3, 4]

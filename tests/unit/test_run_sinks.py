@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from paceline.errors import UsageError
-from paceline.run import Run, RunOptions
+from paceline.files import RunInfo
+from paceline.run import Run, RunOptions, Sink, StepReport
+from paceline.telemetry import Message, TerminalSink
 from paceline.testing import run_ranks
 
 
@@ -93,7 +97,20 @@ def test_a_sink_that_raises_is_named_once_and_switched_off(
     said = [m.text for m in told.of("message") if "Broken" in m.text]
     assert len(said) == 1
     assert f"{method}() raised ConnectionError: no route to host" in said[0]
-    assert capsys.readouterr().out.count("The sink Broken is switched off") == 1
+    assert len(re.findall(r"\bBroken\b.* off\b", capsys.readouterr().out)) == 1
+
+
+def test_a_subclass_of_sink_has_the_methods_that_it_cares_about() -> None:
+    class Steps(Sink):
+        def __init__(self) -> None:
+            self.numbers: list[int] = []
+
+        def step(self, report: StepReport) -> None:
+            self.numbers.append(report.step)
+
+    steps = Steps()
+    go([steps])
+    assert steps.numbers == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_sink_that_lacks_a_method_is_refused_by_name() -> None:
@@ -102,3 +119,18 @@ def test_a_sink_that_lacks_a_method_is_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"sinks\[1\] \(Half\) has no method step\(\)"):
         go([Told(), Half()])
+
+
+def test_a_worker_that_came_late_sums_up_the_whole_run_and_those_who_train(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {"dataset_size": 20, "steps_per_epoch": 3, "steps": 30, "global_batch": 8}
+    info = RunInfo(name="run", created=0.0, updated=0.0, workers=3, epochs=10, **shape)  # type: ignore[arg-type]
+    sink = TerminalSink("plain", None, draws=True, began=(2, time.time() - 60))
+    sink.start(info, 28, [])
+    for step, samples in ((29, 8), (30, 4)):
+        sink.step(StepReport(step, 9, samples, samples, 0.1, {}, {}))
+    sink.message(Message("", kind="generation", facts={"workers": 2}))
+    sink.stop(30, "finished", "all steps are applied")
+    # Ten epochs of 20 samples, without the 16 of two steps of an earlier start.
+    assert "run finished on 2 workers: 28 steps, 184 samples" in capsys.readouterr().out

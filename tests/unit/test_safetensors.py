@@ -7,7 +7,6 @@ import io
 import json
 import os
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.checkpoint.formats import read_tensors, write_tensors
-from paceline.comm.safetensors import MAX_HEADER_BYTES, Header, plan_file, read_header
 from paceline.errors import CheckpointError, UsageError, WireError
+from paceline.files.safetensors import MAX_HEADER_BYTES, Header, plan_file, read_header
 
 NATIVE = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -114,7 +113,7 @@ def test_tensors_have_memory_of_their_own(tmp_path: Path) -> None:
 def test_a_file_is_private_and_takes_the_place_of_the_old_one_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"x": torch.ones(3)})
-    with pytest.raises(UsageError, match=r"'bad' is a torch\.sparse_coo tensor"):
+    with pytest.raises(UsageError, match=r"'bad'.* torch\.sparse_coo tensor"):
         write_tensors(path, {"x": torch.zeros(3), "bad": torch.ones(2).to_sparse()})
     assert read_tensors(path)["x"].tolist() == [1, 1, 1]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -250,12 +249,10 @@ def test_a_file_without_a_header_length_is_refused(start: bytes) -> None:
     ],
     ids=["deep", "wide", "long shape", "long name"],
 )
-def test_a_bomb_of_a_header_costs_little_memory_and_time(bomb: bytes) -> None:
+def test_a_bomb_of_a_header_costs_little_memory(bomb: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.process_time()
     with pytest.raises(WireError) as caught:
         read_entries(bomb)
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown_mb < 12 * MAX_HEADER_BYTES / 2**20
-    assert time.process_time() - begin < 10
     assert len(str(caught.value)) < 500

@@ -183,7 +183,7 @@ class TestWhoseShare:
     def test_is_an_error_when_half_of_it_is_given_and_nothing_says_the_rest(
         self, half: dict[str, int]
     ) -> None:
-        with pytest.raises(NotInitializedError, match="or pass num_replicas and rank"):
+        with pytest.raises(NotInitializedError, match=r"or.* num_replicas and rank"):
             DistributedSampler(range(4), **half)
 
 
@@ -195,17 +195,17 @@ class TestBadInput:
 
     @pytest.mark.parametrize("rank", [-1, 2, 7])
     def test_a_rank_outside_the_world(self, rank: int) -> None:
-        with pytest.raises(UsageError, match=f"rank is {rank}, .*\nRanks count from 0"):
+        with pytest.raises(UsageError, match=f"rank.* {rank}, .*\nRanks count from 0"):
             DistributedSampler(range(4), 2, rank)
 
     @pytest.mark.parametrize("name", ["num_replicas", "rank", "seed"])
     def test_a_number_that_is_not_whole(self, name: str) -> None:
         arguments: dict[str, Any] = {"num_replicas": 2, "rank": 0, name: 0.5}
-        with pytest.raises(UsageError, match=f"{name} is 0.5, a float"):
+        with pytest.raises(UsageError, match=f"{name}.* 0.5, a float"):
             DistributedSampler(range(4), **arguments)
 
     def test_an_epoch_that_is_not_a_number(self) -> None:
-        with pytest.raises(UsageError, match="epoch is 'two', a str"):
+        with pytest.raises(UsageError, match=r"epoch.* 'two', a str"):
             DistributedSampler(range(4), 1, 0).set_epoch("two")  # type: ignore[arg-type]
 
     def test_a_dataset_without_a_length(self) -> None:
@@ -224,7 +224,7 @@ class TestBadInput:
             iter(sampler)
 
     def test_torch_users_catch_what_they_always_caught(self) -> None:
-        with pytest.raises(ValueError, match="rank is 2"):
+        with pytest.raises(ValueError, match=r"rank.* 2"):
             DistributedSampler(range(4), 2, 2)
 
 

@@ -273,7 +273,7 @@ class TestBatches:
 class TestBadInput:
     def test_samples_that_are_already_dealt(self) -> None:
         dealt = TorchDistributedSampler(list(DATA), 2, 0)
-        with pytest.raises(UsageError, match="There is a DistributedSampler in this BatchSampler"):
+        with pytest.raises(UsageError, match="DistributedSampler in this BatchSampler"):
             DistributedBatchSampler(BatchSampler(dealt, 4, False), 2, 0)
 
     def test_something_that_is_not_a_sampler(self) -> None:
@@ -285,5 +285,5 @@ class TestBadInput:
             DistributedSampler.of(iter(DATA), 2, 0)
 
     def test_a_rank_outside_the_world(self) -> None:
-        with pytest.raises(UsageError, match="rank is 2"):
+        with pytest.raises(UsageError, match=r"rank.* 2"):
             DistributedBatchSampler([[0]], 2, 2)

@@ -200,7 +200,7 @@ class TestAdvance:
     def test_refuses_more_than_was_drawn_and_less_than_nothing(self, count: int) -> None:
         sampler = DistributedSampler(range(100), 4, 1)
         list(islice(sampler, 6))
-        with pytest.raises(UsageError, match=r"drawn 6 in this pass.\nPass the number of samples"):
+        with pytest.raises(UsageError, match=rf"advance\({count}\) on rank 1 .*drawn 6 "):
             sampler.advance(count)
         assert sampler.consumed == 24
 
@@ -218,7 +218,7 @@ class TestWrongState:
     def test_of_another_order_names_the_first_difference(self, key: str, value: object) -> None:
         sampler = DistributedSampler(range(10), 2, 0)
         state = {**sampler.state_dict(), key: value}
-        with pytest.raises(UsageError, match=f"First difference: {key} is {value!r} in the state"):
+        with pytest.raises(UsageError, match=f"First difference: {key}.* {value!r} in.* state"):
             sampler.load_state_dict(state)
 
     @pytest.mark.parametrize("consumed", [-1, 11])
@@ -228,7 +228,7 @@ class TestWrongState:
             sampler.load_state_dict({**sampler.state_dict(), "consumed": consumed})
 
     def test_of_something_else(self) -> None:
-        with pytest.raises(UsageError, match=r"The state has no 'consumed'; it has \['yielded'\]"):
+        with pytest.raises(UsageError, match=r"state has no 'consumed'; it has \['yielded'\]"):
             DistributedSampler(range(10), 2, 0).load_state_dict({"yielded": 3})
 
     def test_leaves_the_sampler_as_it_was(self) -> None:

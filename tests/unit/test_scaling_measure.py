@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.explain.scaling.measure import (
+from paceline.show.scaling.measure import (
     BucketTiming,
     Profile,
     combine,
@@ -20,8 +20,8 @@ from paceline.explain.scaling.measure import (
     usual_buckets,
     usual_steps,
 )
-from paceline.observe.phases import Phase
-from paceline.observe.spans import SpanRecorder
+from paceline.telemetry.phases import Phase
+from paceline.telemetry.spans import SpanRecorder
 
 MS = 1_000_000
 

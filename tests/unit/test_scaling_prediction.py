@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.explain.scaling.attribution import Mode, stretch_of
-from paceline.explain.scaling.measure import BucketTiming, Profile, read_run
-from paceline.explain.scaling.prediction import (
+from paceline.show.scaling.attribution import Mode, stretch_of
+from paceline.show.scaling.measure import BucketTiming, Profile, read_run
+from paceline.show.scaling.prediction import (
     HAND_OVER_S,
     NETWORKS,
     Network,
@@ -24,8 +24,8 @@ from paceline.explain.scaling.prediction import (
     learn_job,
     ring_s,
 )
-from paceline.observe.phases import Phase
-from paceline.observe.spans import SpanRecorder
+from paceline.telemetry.phases import Phase
+from paceline.telemetry.spans import SpanRecorder
 
 CORES = 64
 COSTS = {

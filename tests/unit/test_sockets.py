@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
 from datetime import timedelta
 
 import pytest
+from sentences import says
 
-from paceline.comm import world
-from paceline.comm.sockets import interface_towards, is_served, listen
-from paceline.comm.world import _wait_until_served, init_process_group
 from paceline.env import Placement
 from paceline.errors import PeerError, UsageError
+from paceline.group import world
+from paceline.group.sockets import interface_towards, is_served, listen
+from paceline.group.world import _wait_until_served, init_process_group
 
 
 def test_a_port_is_served_from_listening_to_closing() -> None:
@@ -89,7 +91,7 @@ def test_a_store_that_cannot_be_reached_is_said_long_before_the_error(
         place = Placement(rank=1, size=2, local_size=2, master_addr=address, master_port=port)
         with pytest.raises(PeerError, match="found no store"):
             world.connect(place, timedelta(seconds=0.3))
-    assert f"still waits for the store at {address}, port {port}" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "still waits", f"{address}, port {port}")
 
 
 def test_a_store_that_never_answers_is_said_long_before_the_error(
@@ -101,10 +103,10 @@ def test_a_store_that_never_answers_is_said_long_before_the_error(
         place = Placement(rank=1, size=2, local_size=2, master_addr="127.0.0.1", master_port=port)
         with pytest.raises(PeerError, match="found no store"):
             world.connect(place, timedelta(seconds=0.3))
-    assert "still waits for the store" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "still waits", f"port {port}")
 
 
 @pytest.mark.parametrize("backend", ["foo", "", "cpu:foo", "gloo,cuda:", 3])
 def test_a_backend_that_torch_does_not_have_is_refused_by_name(backend: object) -> None:
-    with pytest.raises(UsageError, match=r"backend is .*which this torch does not have"):
+    with pytest.raises(UsageError, match=rf"backend.* {re.escape(repr(backend))},.*\n.*gloo"):
         init_process_group(backend)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ import chrome_trace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.observe import spans
-from paceline.observe.spans import SpanRecorder
+from paceline.telemetry import spans
+from paceline.telemetry.spans import SpanRecorder
 
 
 def events(path: Path, kinds: str = "Xi") -> list[dict[str, Any]]:

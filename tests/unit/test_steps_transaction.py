@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from runs import CLASSES, QUIET, WIDTH, Rows, Told, assert_same, mlp, train
+from sentences import says
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import NotFiniteError, UsageError
 from paceline.run import Run, RunOptions, Step
+from paceline.run.plan import Position
+from paceline.run.recovery import NoRecovery
 from paceline.testing import seeded
 
 
@@ -49,7 +52,7 @@ class Stumble(Exception):
 def test_an_error_in_the_block_leaves_everything_as_it_was() -> None:
     net = with_statistics()
     run = make(net)
-    optimizer = run._context.config.optimizer
+    optimizer = run._parts.config.optimizer
     steps = iter(run)
     advance(run, next(steps))
     before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
@@ -132,8 +135,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_parameters(value
         go_on()
     number, shard = expected[0]
     assert shard is not None
-    assert f"Step {number}: the loss of shard {shard.number}, on rank 0, is" in raised.value.what
-    assert "13" in raised.value.what
+    parts = (f"Step {number}", f"shard {shard.number}", "rank 0", 13)
+    assert says(raised.value.what, *parts)
     assert_same(dict(net.state_dict()), before[-1], rtol=0, atol=0)
     assert run.step == number - 1
 
@@ -151,7 +154,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_though_its_loss_is() -> Non
                     root = (out - out.detach()).abs().sum().sqrt()
                     step.backward(F.cross_entropy(out, y, reduction="sum") + root, reduction="sum")
 
-    with pytest.raises(NotFiniteError, match=r"gradient of '\d.\w+' is not"):
+    with pytest.raises(NotFiniteError, match=r"gradient of '\d.\w+'.* not"):
         go_on()
 
 
@@ -309,17 +312,17 @@ def misuse_reduction(run: Run, step: Step) -> None:
         (misuse_twice, "called once per batch"),
         (misuse_never, r"no step.backward\(\) for shard 0"),
         (misuse_break, "0 of this worker's 2 shards"),
-        (misuse_batches, "one loop inside"),
-        (misuse_outside, "inside the loop"),
-        (misuse_elements, "the loss has 4 elements"),
+        (misuse_batches, r"batches\(\) .*once"),
+        (misuse_outside, "inside.* loop"),
+        (misuse_elements, "loss has 4 elements"),
         (misuse_evaluate, "inside step 1"),
         (misuse_mixture, "items were given for one batch and not for another"),
-        (misuse_items, "items is -1"),
-        (misuse_words, "items is 'all'"),
+        (misuse_items, "items.* -1"),
+        (misuse_words, "items.* 'all'"),
         (misuse_item, "not a tensor"),
         (misuse_detach, "does not depend on any parameter"),
         (misuse_weight, "no weight= any more"),
-        (misuse_reduction, "reduction is 'none'"),
+        (misuse_reduction, "reduction.* 'none'"),
     ],
 )
 def test_misuse_is_refused_and_leaves_the_step_unapplied(misuse: Any, message: str) -> None:
@@ -359,20 +362,20 @@ def test_a_step_is_not_run_twice() -> None:
     steps = iter(run)
     step = next(steps)
     advance(run, step)
-    with pytest.raises(UsageError, match="is applied"), step:
+    with pytest.raises(UsageError, match="applied"), step:
         pass
 
 
 def test_a_step_whose_loop_is_over_is_refused() -> None:
     run = make(mlp())
     step = next(iter(run))
-    with pytest.raises(UsageError, match="a loop that is over"):
+    with pytest.raises(UsageError, match=r"a loop that.* over"):
         advance(run, step)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     optimizer = torch.optim.SGD(mlp().parameters())
-    with pytest.raises(UsageError, match="not the model's"):
+    with pytest.raises(UsageError, match=r"not.* model's"):
         Run(mlp(), optimizer, Rows(), global_batch=8, epochs=1)
 
 
@@ -396,24 +399,24 @@ def test_an_error_speaks_of_checkpoints_only_where_there_are_any(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"global_batch": 0}, "global_batch is 0"),
-        ({"epochs": 1.5}, "epochs is 1.5"),
-        ({"epochs": None}, "epochs is None"),
-        ({"workers": -1}, "workers is -1"),
-        ({"options": RunOptions(progress="loud")}, "progress is 'loud'"),
+        ({"global_batch": 0}, "global_batch.* 0"),
+        ({"epochs": 1.5}, "epochs.* 1.5"),
+        ({"epochs": None}, "epochs.* None"),
+        ({"workers": -1}, "workers.* -1"),
+        ({"options": RunOptions(progress="loud")}, "progress.* 'loud'"),
         ({"shards": 9}, "cannot be cut into 9 shards"),
-        ({"seed": "0"}, "seed is '0'"),
+        ({"seed": "0"}, "seed.* '0'"),
         ({"state": {"ema": 3}}, "no state_dict"),
-        ({"dataset": 7}, "is not a dataset"),
-        ({"folder": 7}, "folder is 7"),
-        ({"options": {"clip_norm": 1}}, "options is {'clip_norm': 1}"),
-        ({"ddp": {}}, "ddp is {}"),
-        ({"sinks": "tracker"}, "sinks is 'tracker'"),
-        ({"scheduler": 7}, "scheduler is 7, which has no step"),
-        ({"scaler": True}, "scaler is True, which has no is_enabled"),
-        ({"state": [3]}, r"state is \[3\]"),
-        ({"world": 2}, "world is 2"),
-        ({"dataset": Rows(0)}, "is empty"),
+        ({"dataset": 7}, "not a dataset"),
+        ({"folder": 7}, "folder.* 7"),
+        ({"options": {"clip_norm": 1}}, "options.* {'clip_norm': 1}"),
+        ({"ddp": {}}, "ddp.* {}"),
+        ({"sinks": "tracker"}, "sinks.* 'tracker'"),
+        ({"scheduler": 7}, "scheduler.* 7, which has no step"),
+        ({"scaler": True}, "scaler.* True, which has no is_enabled"),
+        ({"state": [3]}, r"state.* \[3\]"),
+        ({"world": 2}, "world.* 2"),
+        ({"dataset": Rows(0)}, "empty"),
     ],
 )
 def test_impossible_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -430,3 +433,30 @@ def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as raised:
         RunOptions(**options)
     assert raised.value.advice
+
+
+class HealedInStep(NoRecovery):
+    """Another worker dies in backward of step 2; those who have applied it give their state."""
+
+    def __init__(self, run: Run) -> None:
+        self._progress = run._parts.progress
+
+    def holds(self, task: Callable[[], object]) -> bool:
+        is_lost = self._progress.position.step == 1
+        task()
+        return not is_lost
+
+    def deal_anew(self, step: int) -> None:
+        self._progress.position = Position(step, 0, step)
+
+
+def test_a_step_that_was_healed_moves_the_position_once() -> None:
+    run = make(mlp())
+    run._parts.recovery = HealedInStep(run)
+    states = []
+    for step in run:
+        advance(run, step)
+        states.append(step.state)
+        if step.number == 2:
+            assert run._parts.progress.position == Position(2, 0, 2)
+    assert states[:3] == ["applied", "healed", "applied"]

@@ -9,20 +9,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentences import says
 
-from paceline.observe.phases import MEASURED, OWN, Phase
-from paceline.observe.stopwatch import StepTimes
-from paceline.observe.stragglers import (
-    LEAST_PERIOD,
-    MOST_PERIOD,
+from paceline.telemetry.blame import (
     Blame,
     OwnWork,
     find_slow,
-    next_period,
+    find_slow_worker,
+    has_lead,
     summarise,
 )
+from paceline.telemetry.phases import MEASURED, OWN, Phase
+from paceline.telemetry.stragglers import LEAST_PERIOD, MOST_PERIOD, next_period
 
-MS = 1_000_000
 WINDOW = 5
 
 NOISES: dict[str, Callable[[random.Random], float]] = {
@@ -35,15 +34,18 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-def step(**ms_by_phase: float) -> StepTimes:
-    return StepTimes(0, {phase: int(ms_by_phase.get(phase, 0) * MS) for phase in MEASURED})
+Step = dict[Phase, float]
 
 
-def usual(rng: random.Random, noise: Callable[[random.Random], float]) -> StepTimes:
+def step(**ms_by_phase: float) -> Step:
+    return {phase: ms_by_phase.get(phase, 0) / 1000 for phase in MEASURED}
+
+
+def usual(rng: random.Random, noise: Callable[[random.Random], float]) -> Step:
     return step(**{phase: 5 * noise(rng) for phase in ("data", "forward", "backward", "optimizer")})
 
 
-def window(by_rank: Sequence[Sequence[StepTimes]]) -> list[OwnWork]:
+def window(by_rank: Sequence[Sequence[Step]]) -> list[OwnWork]:
     return [summarise(steps) for steps in by_rank]
 
 
@@ -55,7 +57,7 @@ def windows_with_delay(
     for _ in range(count):
         by_rank = [[usual(rng, NOISES["normal"]) for _ in range(WINDOW)] for _ in range(size)]
         for times in by_rank[slow]:
-            times.ns_by_phase[phase] += int(ms * MS)
+            times[phase] += ms / 1000
         found.append(window(by_rank))
     return found
 
@@ -112,6 +114,16 @@ def test_a_rank_that_recovers_is_forgiven() -> None:
     assert find_slow(windows) is None
 
 
+def test_steps_before_a_rank_became_slow_are_not_counted() -> None:
+    windows = windows_with_delay(3, 1, Phase.DATA, 0, count=2)
+    windows += windows_with_delay(3, 1, Phase.DATA, 500, count=2)
+    blame = find_slow(windows)
+    assert blame is not None
+    assert blame.steps <= 2 * WINDOW
+    assert blame.slower_by_s > 0.4
+    assert [has_lead(window) for window in windows] == [False, False, True, True]
+
+
 def test_waiting_is_not_work() -> None:
     waiting = [step(forward=5, wait=200) for _ in range(WINDOW)]
     working = [step(forward=205, wait=0) for _ in range(WINDOW)]
@@ -136,6 +148,38 @@ def test_too_few_windows_say_nothing() -> None:
     assert find_slow(windows_with_delay(3, 1, Phase.DATA, 500, count=1)) is None
 
 
+def recorded(count: int, slow_ms: float = 0) -> dict[int, list[Step]]:
+    """The steps of workers 3, 5 and 8, of which worker 5 is slow in data."""
+    rng = random.Random(3)
+    found = {worker: [usual(rng, NOISES["normal"]) for _ in range(count)] for worker in (3, 5, 8)}
+    for times in found[5]:
+        times[Phase.DATA] += slow_ms / 1000
+    return found
+
+
+@pytest.mark.parametrize("count", [10, 37, 100])
+def test_recorded_steps_name_the_slow_worker_too(count: int) -> None:
+    blame = find_slow_worker(recorded(count, slow_ms=20))
+    assert blame is not None
+    assert (blame.rank, blame.phase) == (5, Phase.DATA)
+    assert blame.slower_by_s * 1000 == pytest.approx(20, rel=0.2)
+    assert find_slow_worker(recorded(count)) is None
+
+
+def test_a_worker_that_has_joined_since_does_not_hide_the_slow_one() -> None:
+    steps = recorded(100, slow_ms=20)
+    steps[8] = steps[8][:3]
+    blame = find_slow_worker(steps)
+    assert blame is not None
+    assert blame.rank == 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_a_few_recorded_steps_say_nothing(count: int) -> None:
+    assert find_slow_worker(recorded(count, slow_ms=500)) is None
+    assert find_slow_worker({}) is None
+
+
 def numbers(took_s: float, step_s: float) -> OwnWork:
     return replace(summarise([step(forward=5)], took_s), step_s=step_s)
 
@@ -145,8 +189,8 @@ def test_what_a_rank_tells_survives_a_row_of_floats() -> None:
     assert OwnWork.from_row(told.row()) == told
 
 
-def test_comparing_takes_a_thousandth_of_the_time() -> None:
-    assert next_period([numbers(0.002, 0.1), numbers(0.5, 0.1)]) == 20  # who waited does not count
+def test_comparing_takes_two_thousandths_of_the_time() -> None:
+    assert next_period([numbers(0.002, 0.1), numbers(0.5, 0.1)]) == 10  # who waited does not count
     assert next_period([numbers(0.00001, 0.1)]) == LEAST_PERIOD
     assert next_period([numbers(1.0, 0.001)]) == MOST_PERIOD
     assert next_period([numbers(0.001, 0.0)]) == MOST_PERIOD
@@ -161,7 +205,5 @@ def test_the_sentence_says_who_what_and_how_much() -> None:
         others_phase_s=0.0044,
         steps=16,
     )
-    assert str(blame) == (
-        "Rank 2 is slow: its forward takes 212 ms, the others' 4.4 ms. "
-        "All ranks wait for it, 201 ms in each of the last 16 steps."
-    )
+    parts = ("Worker 2", "slow", "forward", "212 ms", "others", "4.4 ms", "201 ms", "16 steps")
+    assert says(str(blame), *parts)

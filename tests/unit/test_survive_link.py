@@ -11,8 +11,8 @@ from dataclasses import asdict
 import pytest
 
 from paceline.env import SURVIVAL_VARIABLE as VARIABLE
-from paceline.launcher.generations import Line
-from paceline.survive.link import SLOT_BYTES, Generation, Ledger, Link, receive, send
+from paceline.group.link import SLOT_BYTES, Generation, Ledger, Link, receive, send
+from paceline.launcher.workers import WorkerChannel
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_message_of_any_length_arrives_and_leaves_nothing_open(length: int) ->
 def test_the_line_is_for_the_first_run_of_a_replacement_which_hears_the_facts_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line = Line.open()
+    line = WorkerChannel.open()
     send(line.socket, {"seed": 3})
     numbers = {"line": line.theirs[0], "ledger": line.theirs[1]}
     given = {"pid": os.getpid(), "is_replacement": True, **numbers}

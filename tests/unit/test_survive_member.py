@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from paceline.comm import collectives
-from paceline.comm.membership import Membership
-from paceline.survive.link import Generation, Ledger, Link
-from paceline.survive.member import Survival
+from paceline.group import collectives
+from paceline.group.link import Generation, Ledger, Link
+from paceline.group.membership import Membership, NoGroup
+from paceline.run.member import Member
 
 
 class SlowGroups:
@@ -40,8 +40,8 @@ class SlowGroups:
     def is_complete(self) -> bool:
         return True
 
-    def make(self, _: Any) -> str:
-        return "a group"
+    def make(self, _: Any) -> NoGroup:
+        return NoGroup()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_new_group_is_not_interrupted_for_the_one_before(
     monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
     launcher, link = line
     groups: Any = SlowGroups()
-    survival = Survival(link, Membership.of(None), groups, lambda _: None)
+    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
     launcher.send(json.dumps(asdict(Generation(1, 0, 2))).encode())
     survival.regroup(is_lost=True)
     assert groups.events == ["interrupted", "met in 1"]
@@ -74,5 +74,32 @@ def test_a_new_group_is_not_interrupted_for_the_one_before(
     survival.regroup(is_lost=False)  # all have agreed to change
     said = json.loads(launcher.recv(2**16))
     assert (said["said"], said["generation"]) == ("joined", 2)
+    launcher.close()
+    survival._listener.join()
+
+
+def test_a_collective_of_the_scripts_own_may_fail_before_the_launcher_tells_of_the_death(
+    line: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
+    launcher, link = line
+    groups: Any = SlowGroups()
+    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
+    assert not survival.explains(ValueError("the script's own"))
+    launcher.send(json.dumps(asdict(Generation(1, 0, 2))).encode())  # the interruption takes time
+    assert survival.explains(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed"))
+    launcher.close()
+    survival._listener.join()
+
+
+def test_a_collective_that_fails_while_all_live_is_an_error_of_the_script(
+    line: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
+    monkeypatch.setattr("paceline.run.member.EXPLAIN_S", 0.01)
+    launcher, link = line
+    groups: Any = SlowGroups()
+    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
+    assert not survival.explains(RuntimeError("gloo: sizes differ"))
     launcher.close()
     survival._listener.join()

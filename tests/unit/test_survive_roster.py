@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 
-from paceline.survive.roster import (
+from paceline.launcher.deaths import WorkerExit
+from paceline.launcher.roster import (
     Announce,
     Dismiss,
     GiveUp,
@@ -22,13 +24,14 @@ NOW_S = 100.0
 
 def formed(size: int = 3, **options: int) -> Roster:
     roster = Roster(size=size, **options)
-    for seat in range(size):
-        assert roster.on_joined(seat, 0) == []
+    for worker in range(size):
+        assert roster.on_joined(worker, 0) == []
     return roster
 
 
-def die(roster: Roster, seat: int, step: int = 5, *, is_kill: bool = True) -> list[Order]:
-    return roster.on_died(seat, step=step, how="was killed", is_kill=is_kill, now_s=NOW_S)
+def die(roster: Roster, worker: int, step: int = 5, *, is_kill: bool = True) -> list[Order]:
+    code = -signal.SIGKILL if is_kill else 3
+    return roster.on_died(WorkerExit(rank=worker, exit_code=code, step=step), NOW_S)
 
 
 def test_survivors_form_the_next_generation_at_once_and_the_seat_is_filled() -> None:
@@ -101,8 +104,8 @@ def test_the_third_death_of_a_worker_at_one_step_is_a_bug(is_kill: bool) -> None
         roster.on_joined(0, roster.generation)
         roster.on_joined(2, roster.generation)
         roster.on_ready(1)
-        for seat in range(3):
-            roster.on_joined(seat, roster.generation)
+        for worker in range(3):
+            roster.on_joined(worker, roster.generation)
     [order] = die(roster, 1, is_kill=is_kill)
     assert isinstance(order, Stop)
     assert "step 5" in order.reason
@@ -113,24 +116,14 @@ def test_a_crash_that_follows_its_sample_is_a_bug_too_but_kills_of_different_wor
 ):
     for is_kill in (True, False):
         roster = formed(4)
-        orders = [die(roster, seat, is_kill=is_kill)[0] for seat in (1, 2, 3)]
+        orders = [die(roster, worker, is_kill=is_kill)[0] for worker in (1, 2, 3)]
         assert isinstance(orders[2], Announce if is_kill else Stop)
-
-
-def test_running_out_of_memory_again_and_again_is_not_an_accident_in_whatever_step() -> None:
-    roster = formed(5)
-    how = "raised RuntimeError: DefaultCPUAllocator: can't allocate memory"
-    facts = {"how": how, "is_kill": False, "now_s": NOW_S}
-    orders = [roster.on_died(seat, step=10 * seat, **facts)[0] for seat in (1, 2, 3)]  # type: ignore[arg-type]
-    assert isinstance(orders[1], Announce)
-    assert isinstance(orders[2], Stop)
-    assert "too little memory near step 30 ended a worker 3 times" in orders[2].reason
 
 
 def test_all_but_one_at_once_leave_one_that_continues() -> None:
     roster = formed(4)
-    for seat in (0, 1, 3):
-        die(roster, seat, is_kill=True)
+    for worker in (0, 1, 3):
+        die(roster, worker, is_kill=True)
     assert roster.members == (2,)
 
 
@@ -153,11 +146,12 @@ def test_where_no_replacement_will_come_the_rest_does_not_wait() -> None:
 def test_replicas_that_differ_are_not_healed_with_whichever_is_left() -> None:
     roster = formed()
     die(roster, 2)
-    facts = {"step": 5, "how": "raised ReplicaError", "is_kill": False, "now_s": NOW_S}
-    [order] = roster.on_died(0, **facts, ends_run=True)  # type: ignore[arg-type]
-    assert order == Stop("worker 0 raised ReplicaError")
+    facts = {"exit_code": 1, "step": 5, "summary": "ReplicaError: x", "ends_run": True}
+    [order] = roster.on_died(WorkerExit(rank=0, **facts), NOW_S)  # type: ignore[arg-type]
+    assert order == Stop("worker 0 failed in step 5: ReplicaError: x")
     roster.on_ready(2)
-    assert not any(isinstance(each, Stop) for each in roster.on_died(2, **facts, ends_run=True))  # type: ignore[arg-type]
+    orders = roster.on_died(WorkerExit(rank=2, **facts), NOW_S)  # type: ignore[arg-type]
+    assert not any(isinstance(each, Stop) for each in orders)
 
 
 def test_a_group_that_broke_without_a_death_is_formed_anew_after_a_moment() -> None:
@@ -173,8 +167,8 @@ def test_a_group_that_broke_is_left_by_all_although_a_newcomer_waits_to_be_let_i
     for is_lost_first in (True, False):
         roster = formed(3)
         die(roster, 2)
-        for seat in (0, 1):
-            roster.on_joined(seat, 1)
+        for worker in (0, 1):
+            roster.on_joined(worker, 1)
         if is_lost_first:
             roster.on_lost(0, 1, NOW_S)
             assert roster.on_ready(2) == []  # not now
@@ -245,11 +239,23 @@ def test_where_too_few_would_be_left_another_one_comes_first() -> None:
 
 
 def test_nobody_leaves_whose_state_only_newcomers_would_inherit() -> None:
-    roster = formed(1)
-    assert roster.on_leaving(0, NOW_S) == [Start(1, NOW_S)]
-    assert roster.on_ready(1) == [Announce(1, (0, 1), is_urgent=False)]
-    roster.on_joined(0, 1)
-    assert roster.on_joined(1, 1) == [Announce(2, (0, 1), is_urgent=False, leaving=(0,))]
+    roster = formed(2)
+    assert roster.on_leaving(0, NOW_S) == [Announce(1, (0, 1), is_urgent=False, leaving=(0,))]
+    assert die(roster, 1) == [Announce(2, (0,), is_urgent=True), Start(1, NOW_S)]
+    roster.on_joined(0, 2)
+    assert roster.on_ready(1) == [Announce(3, (0, 1), is_urgent=False)]
+    roster.on_joined(0, 3)
+    assert roster.on_joined(1, 3) == [Announce(4, (0, 1), is_urgent=False, leaving=(0,))]
+
+
+def test_that_all_are_asked_to_leave_is_for_the_run_and_nobody_comes_instead() -> None:
+    roster = formed(3)
+    roster.on_leaving(0, NOW_S)
+    roster.on_left(0)
+    assert roster.on_leaving(1, NOW_S) == []
+    assert not roster.is_left
+    assert roster.on_leaving(2, NOW_S) == []
+    assert roster.is_left
 
 
 def test_too_few_workers_that_nobody_can_join_stop_the_run() -> None:
@@ -268,8 +274,8 @@ def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() 
     roster = formed(4)
     die(roster, 0)
     die(roster, 1)
-    for seat in (2, 3):
-        roster.on_joined(seat, 2)
+    for worker in (2, 3):
+        roster.on_joined(worker, 2)
     assert roster.on_ready(1) == [Announce(3, (2, 3, 1), is_urgent=False)]
     assert roster.on_finished(2) == [Dismiss(0), Dismiss(1)]
     assert roster.on_finished(3) == []
@@ -277,17 +283,28 @@ def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() 
     assert die(roster, 1) == []
 
 
+def test_a_newcomer_does_not_wait_for_those_who_have_left_their_loops() -> None:
+    roster = formed()
+    die(roster, 2)
+    for worker in (0, 1):
+        roster.on_joined(worker, 1)
+    assert roster.on_ready(2) == [Announce(2, (0, 1, 2), is_urgent=False)]
+    assert roster.on_finished(0, is_left=True, now_s=NOW_S) == []
+    assert roster.on_finished(1, is_left=True, now_s=NOW_S) == [Dismiss(2)]
+    assert roster.due_s is None
+
+
 def test_a_run_can_grow_and_shrink_and_fills_free_seats_first() -> None:
     roster = formed(2)
     assert roster.grow(NOW_S) == [Start(2, NOW_S)]
     assert roster.on_ready(2) == [Announce(1, (0, 1, 2), is_urgent=False)]
-    for seat in range(3):
-        roster.on_joined(seat, 1)
+    for worker in range(3):
+        roster.on_joined(worker, 1)
     assert roster.shrink(NOW_S) == [Announce(2, (0, 1, 2), is_urgent=False, leaving=(2,))]
     roster.on_left(2)
     roster.on_joined(0, 3)
     roster.on_joined(1, 3)
-    assert roster.grow(NOW_S) == [Start(3, NOW_S)], "the process on seat 2 has not ended yet"
+    assert roster.grow(NOW_S) == [Start(3, NOW_S)], "the process of worker 2 has not ended yet"
     assert die(roster, 2) == []
     assert roster.grow(NOW_S) == [Start(2, NOW_S)]
     assert roster.size == 4
@@ -301,23 +318,23 @@ def test_whatever_happens_members_are_alive_and_generations_grow(seed: int) -> N
     for moment in range(300):
         choice = rng.random()
         if choice < 0.2 and len(alive) > 1:
-            seat = rng.choice(sorted(alive | starting))
-            alive.discard(seat)
-            starting.discard(seat)
-            orders = die(roster, seat, step=moment)
+            worker = rng.choice(sorted(alive | starting))
+            alive.discard(worker)
+            starting.discard(worker)
+            orders = die(roster, worker, step=moment)
         elif choice < 0.5 and starting:
-            seat = rng.choice(sorted(starting))
-            starting.remove(seat)
-            alive.add(seat)
-            orders = roster.on_ready(seat)
+            worker = rng.choice(sorted(starting))
+            starting.remove(worker)
+            alive.add(worker)
+            orders = roster.on_ready(worker)
         else:
             orders = []
-            for seat in roster.members:
-                orders += roster.on_joined(seat, roster.generation)
+            for worker in roster.members:
+                orders += roster.on_joined(worker, roster.generation)
         for order in orders:
             assert not isinstance(order, Stop)
             if isinstance(order, Start):
-                starting.add(order.seat)
+                starting.add(order.worker)
             if isinstance(order, Announce):
                 assert order.generation == generation + 1
                 generation = order.generation
@@ -328,10 +345,10 @@ def test_whatever_happens_members_are_alive_and_generations_grow(seed: int) -> N
 
 def on_machines(*sizes: int, **options: int) -> Roster:
     """A roster in the launcher of machine 0."""
-    machine_by_seat = dict(enumerate(m for m, size in enumerate(sizes) for _ in range(size)))
-    roster = Roster(size=sum(sizes), machine_by_seat=machine_by_seat, **options)
-    for seat in range(sum(sizes)):
-        roster.on_joined(seat, 0)
+    machine_by_worker = dict(enumerate(m for m, size in enumerate(sizes) for _ in range(size)))
+    roster = Roster(size=sum(sizes), machine_by_worker=machine_by_worker, **options)
+    for worker in range(sum(sizes)):
+        roster.on_joined(worker, 0)
     return roster
 
 
@@ -344,8 +361,8 @@ def test_a_machine_takes_all_its_workers_along_at_once_and_none_is_replaced() ->
 
 def test_a_machine_takes_those_along_that_wait_or_are_on_their_way() -> None:
     roster = on_machines(1, 3)
-    for seat in (1, 2):
-        die(roster, seat, step=seat)
+    for worker in (1, 2):
+        die(roster, worker, step=worker)
     roster.on_ready(1)
     roster.on_machine_gone(1)
     assert roster.on_joined(0, roster.generation) == []
@@ -360,7 +377,7 @@ def test_the_last_machine_with_workers_leaves_the_checkpoint() -> None:
 
 
 def test_a_machine_lost_before_training_began_starts_everybody_again() -> None:
-    roster = Roster(size=2, machine_by_seat={1: 1})
+    roster = Roster(size=2, machine_by_worker={1: 1})
     assert isinstance(roster.on_machine_gone(1)[0], RestartAll)
 
 
@@ -368,12 +385,12 @@ def test_rank_0s_duties_stay_on_the_rosters_machine_while_somebody_is_there() ->
     roster = on_machines(2, 2)
     die(roster, 0)
     assert roster.members == (1, 2, 3)
-    for seat in (1, 2, 3):
-        roster.on_joined(seat, 1)
+    for worker in (1, 2, 3):
+        roster.on_joined(worker, 1)
     roster.on_ready(0)
     assert roster.members == (1, 2, 3, 0)
-    for seat in roster.members:
-        roster.on_joined(seat, 2)
+    for worker in roster.members:
+        roster.on_joined(worker, 2)
     die(roster, 1)
     assert roster.members == (0, 2, 3)
 
@@ -381,12 +398,12 @@ def test_rank_0s_duties_stay_on_the_rosters_machine_while_somebody_is_there() ->
 def test_rank_0s_duties_do_not_come_back_before_their_holder_is_gone() -> None:
     roster = on_machines(1, 2)
     die(roster, 0)
-    for seat in (1, 2):
-        roster.on_joined(seat, 1)
+    for worker in (1, 2):
+        roster.on_joined(worker, 1)
     roster.on_ready(0)
     assert roster.members == (1, 2, 0)
-    for seat in roster.members:
-        roster.on_joined(seat, 2)
+    for worker in roster.members:
+        roster.on_joined(worker, 2)
     die(roster, 2)
     assert roster.members == (1, 0)
 

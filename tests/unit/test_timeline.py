@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli import main
-from paceline.observe import timeline
-from paceline.observe.spans import SpanRecorder
+from paceline.telemetry import timeline
+from paceline.telemetry.spans import SpanRecorder
 
 US = 1000
 # By rank: own work and wait of every step, in microseconds. Rank 1 is late; the sum takes 50.

@@ -6,20 +6,18 @@ import io
 import json
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from xml.etree import ElementTree
 
 import pytest
+from counting import lines_executed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentences import says
 
-from paceline.comm.documents import parse_json
-from paceline.explain.trace.card import draw_card
-from paceline.explain.trace.command import Screen
-from paceline.explain.trace.drawing import TextBox, connect, draw, paint, side_by_side
+from paceline.files.documents import parse_json
 from paceline.record import schema
 from paceline.record.stages import (
     Answer,
@@ -39,6 +37,9 @@ from paceline.record.stages import (
     Weight,
     WeightStop,
 )
+from paceline.show.trace.card import draw_card
+from paceline.show.trace.command import Printer
+from paceline.show.trace.drawing import TextBox, connect, draw, paint, side_by_side
 
 DATA = Path(__file__).parents[1] / "data"
 DP = schema.read(DATA / "pipeline-dp.json")
@@ -81,7 +82,7 @@ def test_the_stages_of_the_issue_are_in_the_picture_of_distributed_data_parallel
 
 def test_the_sample_and_the_weight_are_marked_where_they_are() -> None:
     shown = text_of(DDP)
-    assert "● row 17 is row 34 here" in shown
+    assert re.search("● row 17 .*row 34 ", shown)
     assert shown.count("◆") > 8
     assert "averaged gradient" in shown
 
@@ -95,8 +96,8 @@ def test_a_step_that_is_not_the_same_says_so() -> None:
         is_equal_on_all=False,
     )
     shown = text_of(replace(DDP, check=check))
-    assert "✗ NOT the same" in shown
-    assert "✗ the 2 workers' weights are NOT EQUAL" in shown
+    assert f"✗ {check.text[:8]}" in shown
+    assert re.search("✗ .*2 workers' weights.* NOT EQUAL", shown)
 
 
 def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
@@ -106,7 +107,7 @@ def test_of_many_workers_the_first_the_last_and_the_samples_are_drawn() -> None:
     assert "worker 37 " in shown
     assert "worker 63 " in shown
     assert "worker 5 " not in shown
-    assert "and 61 other workers in the same way" in shown
+    assert says(shown, "and 61 other workers")
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -148,11 +149,10 @@ PART = {"title": "x", "worker": None, "tensors": []}
         lambda d: d["check"].update(text=LONG, reason="\x1b[2J" + LONG),
     ],
 )
-def test_giant_counts_and_texts_of_a_file_are_drawn_at_once_and_cut(change: Any) -> None:
+def test_giant_counts_and_texts_of_a_file_are_drawn_with_little_work_and_cut(change: Any) -> None:
     trace = giant(change)
-    begin_s = time.process_time()
-    lines = draw(trace)
-    assert time.process_time() - begin_s < 2
+    lines: list[str] = []
+    assert lines_executed(lambda: lines.extend(draw(trace))) < 2_000_000
     assert len(lines) < 20_000
     assert max(map(len, lines)) <= 80
     assert all(map(str.isprintable, lines))
@@ -268,7 +268,7 @@ def test_whatever_is_in_it_the_picture_is_not_wider_than_it_may_be(
 
 
 def show(trace: Trace, stream: IO[str]) -> None:
-    screen = Screen(stream)
+    screen = Printer(stream)
     screen.show(draw(trace, width=screen.width, plain=screen.is_plain))
 
 
@@ -289,7 +289,7 @@ def test_colour_is_for_marks_and_titles_and_only_on_a_terminal(
     show(DDP, pipe)
     monkeypatch.setenv("NO_COLOR", "1")
     show(DDP, quiet)
-    assert "\x1b[36m● row 17 is row 34 here" in terminal.getvalue()
+    assert re.search(r"\x1b\[36m● row 17 .*row 34 ", terminal.getvalue())
     assert "\x1b[32m✓ same as one process" in terminal.getvalue()
     assert re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()) == quiet.getvalue()
     assert "\x1b" not in quiet.getvalue() + pipe.getvalue()
@@ -316,7 +316,7 @@ def test_step_by_step_waits_for_enter_after_each_stage_until_nobody_presses_it(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal("\n\n"))
-    screen = Screen(terminal, waits=True)
+    screen = Printer(terminal, waits=True)
     shown: list[str] = []
     monkeypatch.setattr(
         "builtins.input",
@@ -406,7 +406,7 @@ def big_trace(workers: int, owner: int, buckets: int = 1) -> Trace:
 def test_a_prediction_is_followed_through_every_device(trace: Trace, width: int) -> None:
     lines = draw(trace, width=width)
     assert max(map(len, lines)) <= width
-    shown = "\n".join(lines).partition("The same sample in a batch of 100")[2]
+    shown = re.split("same sample in a batch of 100", "\n".join(lines))[1]
     assert trace.prediction is not None
     assert trace.prediction.answer is not None
     places = [stop for stop in trace.prediction.stops if stop.stage != "data"]
@@ -435,7 +435,7 @@ def test_a_card_shows_rows_gradients_their_average_and_the_check(trace: Trace) -
 def test_a_card_has_lanes_for_a_few_workers_and_says_how_many_more(workers: int) -> None:
     card = draw_card(big_trace(workers, owner=0))
     assert card.count(">worker ") == min(4, workers)
-    assert ("in the same way" in card) == (workers > 4)
+    assert says(card, "and", workers - 4) == (workers > 4)
 
 
 @pytest.mark.parametrize("engine", ["DataParallel", "<script>"])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sentences import says
 from torch import Tensor, nn
 
 from paceline import DataParallel
 from paceline.errors import UsageError
-from paceline.explain.trace import observe, trace_prediction
-from paceline.explain.trace.prediction import answer_of
-from paceline.explain.trace.training import with_median_times
 from paceline.record import schema
 from paceline.record.stages import Epoch, Trace
+from paceline.show.trace import observe, trace_prediction
+from paceline.show.trace.prediction import answer_of
+from paceline.show.trace.training import with_median_times
 from paceline.testing import seeded
 
 
@@ -92,20 +94,22 @@ def test_a_model_that_gives_no_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "kind", "text"),
+    ("output", "kind", "parts"),
     [
-        ([[2.0]], "binary", "class 1, with a probability of 88.1%; the dataset says 1"),
-        ([[-2.0]], "binary", "class 0, with a probability of 88.1%; the dataset says 1"),
-        ([[0.0, 0.0, 9.0]], "classes", "class 2, with a probability of 100.0%"),
-        ([[1.5]], "value", "1.5; the dataset says 1"),
-        ([[1.0, 2.0, 3.0, 4.0, 5.0]], "value", "1, 2, 3, 4, ...; the dataset says 1"),
-        ([[3.0]], "classes", "3; the dataset says 1"),
+        ([[2.0]], "binary", ["class 1", "88.1%", 1]),
+        ([[-2.0]], "binary", ["class 0", "88.1%", 1]),
+        ([[0.0, 0.0, 9.0]], "classes", ["class 2", "100.0%"]),
+        ([[1.5]], "value", ["1.5", 1]),
+        ([[1.0, 2.0, 3.0, 4.0, 5.0]], "value", ["1, 2, 3, 4, ...", 1]),
+        ([[3.0]], "classes", ["3", 1]),
     ],
 )
 def test_an_answer_is_a_class_with_its_probability_or_a_value(
-    output: list[list[float]], kind: Any, text: str
+    output: list[list[float]], kind: Any, parts: list[object]
 ) -> None:
-    assert answer_of(torch.tensor(output), kind, 1.0).text.startswith(text)
+    text = answer_of(torch.tensor(output), kind, 1.0).text
+    assert text.startswith(str(parts[0]))
+    assert says(text, *parts)
 
 
 def epochs(losses: list[float], new: list[float] | None = None) -> list[Epoch]:
@@ -118,21 +122,21 @@ def epochs(losses: list[float], new: list[float] | None = None) -> list[Epoch]:
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ([1.0, 0.5, 0.3], ["the start", "falling fast", "falling fast"]),
-        ([1.0, 0.9, 0.89], ["the start", "falling", "flat"]),
-        ([1.0, 1.001, 1.2], ["the start", "flat", "rising"]),
-        ([1.0, 0.5, 2.0], ["the start", "falling fast", "diverged: 4 times the best loss"]),
-        ([1e-9, 1.0], ["the start", "diverged: 1e+09 times the best loss"]),
-        ([1.0, 1200.0], ["the start", "diverged: 1.2e+03 times the best loss"]),
-        ([1.0, math.nan], ["the start", "diverged: the loss is not a number"]),
-        ([1.0, math.inf, 1.0], ["the start", "diverged: the loss is not a number"]),
-        ([0.0, 0.0], ["the start", "flat"]),
-        ([-1.0, -2.0], ["the start", "falling fast"]),
+        ([1.0, 0.5, 0.3], [".*start", "falling fast", "falling fast"]),
+        ([1.0, 0.9, 0.89], [".*start", "falling", "flat"]),
+        ([1.0, 1.001, 1.2], [".*start", "flat", "rising"]),
+        ([1.0, 0.5, 2.0], [".*start", "falling fast", "diverged: 4 times .*"]),
+        ([1e-9, 1.0], [".*start", r"diverged: 1e\+09 times .*"]),
+        ([1.0, 1200.0], [".*start", r"diverged: 1\.2e\+03 times .*"]),
+        ([1.0, math.nan], [".*start", "diverged: .* not a number"]),
+        ([1.0, math.inf, 1.0], [".*start", "diverged: .* not a number"]),
+        ([0.0, 0.0], [".*start", "flat"]),
+        ([-1.0, -2.0], [".*start", "falling fast"]),
     ],
 )
 def test_each_epoch_is_compared_with_those_before(losses: list[float], words: list[str]) -> None:
     told = [epoch.observation for epoch in observe(epochs(losses)).epochs]
-    assert told[: len(words)] == words
+    assert all(map(re.fullmatch, words, told))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +144,9 @@ def test_each_epoch_is_compared_with_those_before(losses: list[float], words: li
     [
         ([], None, ""),
         ([0.7], None, "One epoch"),
-        ([1.0, 0.5, 0.3], None, "fell from 1 to 0.3 and is still falling"),
-        ([1.0, 0.5, 0.499], None, "is flat now"),
-        ([1.0, 0.5, 0.6], None, "rose at the end"),
+        ([1.0, 0.5, 0.3], None, "fell from 1 to 0.3 .*still falling"),
+        ([1.0, 0.5, 0.499], None, "flat now"),
+        ([1.0, 0.5, 0.6], None, "rose at .*end"),
         ([1.0, 1.5], None, "nothing was learned"),
         ([1.0, 0.999, 1.001], None, "nothing was learned"),
         ([1.0, 0.1, 5.0], None, "diverged; its best epoch was 2"),
@@ -156,7 +160,7 @@ def test_all_epochs_together_are_summed_up(
     losses: list[float], new: list[float] | None, words: str
 ) -> None:
     said = observe(epochs(losses, new)).observation
-    assert words in said
+    assert re.search(words, said)
     assert said == "" or said.endswith(".")
 
 

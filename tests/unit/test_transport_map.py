@@ -42,12 +42,12 @@ def test_no_two_ranks_write_to_the_same_cache_line_of_words(ranks: int, sizes: l
     places = SegmentMap(ranks, tuple(sizes))
     lines = [
         {
-            (places.row(kind, rank) + number) * 8 // LINE_BYTES
+            (places.rows[kind][rank] + number) * 8 // LINE_BYTES
             for number in range(max(1, len(sizes)))
         }
         for kind in range(KINDS)
         for rank in range(ranks)
-    ] + [{places.status_word(rank) * 8 // LINE_BYTES} for rank in range(ranks)]
+    ] + [{places.status[rank] * 8 // LINE_BYTES} for rank in range(ranks)]
     assert sum(map(len, lines)) == len(set().union(*lines))
     assert min(set().union(*lines)) > 0  # the first line is the header's
     assert (max(set().union(*lines)) + 1) * LINE_BYTES <= places.control_bytes
@@ -116,15 +116,14 @@ def test_slices_cover_a_buffer_and_their_borders_are_aligned(length: int, count:
     assert all(start % ALIGNMENT == 0 or start == length for start, _ in found)
 
 
-class Three:
+class Gatherless:
     """A transport that cannot gather."""
 
     def sum(self, flat: object, what: str) -> None: ...
-    def scatter_sum(self, flat: object, what: str) -> None: ...
     def copy(self, flat: object, root: int, what: str) -> None: ...
 
 
-@pytest.mark.parametrize("transport", [Three(), None, 3])
+@pytest.mark.parametrize("transport", [Gatherless(), None, 3])
 def test_an_object_that_lacks_a_method_is_refused_by_its_name(transport: Any) -> None:
     with pytest.raises(UsageError, match=r"lacks .*gather"):
         DDPOptions(transport=transport)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.units import (
+from paceline.telemetry.units import (
     bytes_text,
     count_text,
     list_text,

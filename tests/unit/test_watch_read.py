@@ -7,23 +7,39 @@ import json
 import os
 import random
 import socket
+import sys
 import time
 import tracemalloc
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from sentences import says
 from synthetic_run import BEGAN, synthetic_run, synthetic_trace
 
-from paceline.explain.report import document
-from paceline.explain.report.collect import SKETCHED, RunReader, collect
-from paceline.explain.report.sketch import choose_lines
-from paceline.observe.run_folder import EventTail, EventWriter, RunFolder, RunInfo, write_info
+from paceline.files.run_folder import (
+    EventTail,
+    EventWriter,
+    OutputLog,
+    RunFolder,
+    RunInfo,
+    read_info,
+    read_log,
+    write_info,
+)
 from paceline.record.schema import write as write_trace
-from paceline.watch import live
-from paceline.watch.follow import Watched
-from paceline.watch.terminal import draw, head
+from paceline.show.report import document
+from paceline.show.report.collect import SKETCHED, RunReader, collect
+from paceline.show.report.sentences import who_waited
+from paceline.show.report.sketch import choose_lines
+from paceline.show.watch import live
+from paceline.show.watch.command import find_paths
+from paceline.show.watch.follow import Watched
+from paceline.show.watch.machine import read_sockets
+from paceline.show.watch.terminal import draw, head
 
 
 def shown(data: Any) -> dict[str, Any]:
@@ -125,7 +141,7 @@ def test_a_sketch_shows_what_the_whole_shows_and_follows_what_comes(tmp_path: Pa
     reader.read()
     sketch, exact = reader.data, collect(folder.path)
     one, other = shown(sketch), shown(exact)
-    assert one["missing"] == [SKETCHED]
+    assert one["missing"][0].startswith(SKETCHED)
     assert one["sentences"][:4] == other["sentences"][:4]
     assert one["tiles"] == other["tiles"]
     assert one["checkpoints"] == other["checkpoints"]
@@ -184,12 +200,30 @@ def test_a_page_of_a_long_run_says_that_it_is_sketched(
     folder = synthetic_run(tmp_path / "run", steps=600, ranks=2)
     with open(folder.events_of(0), "ab") as file:
         file.write(b'{"kind":"step","t":1,"ra')  # it was killed
-    monkeypatch.setattr("paceline.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
+    monkeypatch.setattr("paceline.show.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
+    monkeypatch.setattr("paceline.show.watch.follow.BATCHES", 1)
     run = Watched([folder.path]).first
     assert run.read()
     assert run.build_live()["step"] == 600
-    assert run._build()["missing"] == [SKETCHED]
+    assert run._build()["missing"][0].startswith(SKETCHED)
     assert not run.read()
+
+
+def test_what_was_sketched_is_read_exactly_in_pieces_and_then_says_what_a_report_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=600, ranks=3, slow_rank=1)
+    monkeypatch.setattr("paceline.show.watch.follow.SKETCHED_ABOVE_BYTES", 2**17)
+    monkeypatch.setattr("paceline.show.watch.follow.BATCHES", 1)
+    run = Watched([folder.path]).first
+    run.read()
+    pieces = 1
+    while run.read_exactly():
+        pieces += 1
+    assert pieces > 3  # so many workers
+    assert run._reader.data.notes == {}
+    exact, read = shown(collect(folder.path)), shown(run._reader.data)
+    assert {**read, "timeline": None} == {**exact, "timeline": None}
 
 
 def test_memory_stays_flat_however_much_a_run_writes(tmp_path: Path) -> None:
@@ -248,7 +282,7 @@ def test_the_terminal_has_a_row_for_each_worker_at_any_width(width: int, tmp_pat
     assert [line.split()[:2] for line in rows] == [[str(rank), "40"] for rank in range(3)]
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
-    assert any(line.startswith("Worker 1 holds the others up") for line in lines)
+    assert any(line.startswith("Worker 1 held ") for line in lines)
 
 
 def test_a_folder_that_vanishes_leaves_the_page_as_it_was(tmp_path: Path) -> None:
@@ -269,6 +303,27 @@ def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_p
     synthetic_run(tmp_path / "run", steps=20, ranks=2)
     assert run.read()
     assert run.build_live()["step"] == 20
+
+
+def test_runs_that_begin_later_in_a_folder_are_found_and_take_the_place_of_none(
+    tmp_path: Path,
+) -> None:
+    watched = Watched([tmp_path], partial(find_paths, [str(tmp_path)]))
+    assert [run.path for run in watched.runs] == [tmp_path]
+    synthetic_run(tmp_path / "one", steps=20, ranks=2)
+    assert watched.look()
+    assert [run.name for run in watched.runs] == ["one"]
+    assert watched.first.path == tmp_path / "one"
+    synthetic_run(tmp_path / "two", steps=30, ranks=1)
+    assert watched.look()
+    assert not watched.look()
+    found = [run.describe() for run in watched.runs]
+    assert [(each["name"], each["state"], each["step"]) for each in found] == [
+        ("one", "finished", 20),
+        ("two", "finished", 30),
+    ]
+    assert [each["settings"]["workers"] for each in found] == [2, 1]
+    assert watched.first.path == tmp_path / "one"
 
 
 @pytest.mark.parametrize(
@@ -304,15 +359,15 @@ def test_workers_are_alive_whose_processes_are_there(
 
 def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=4, ranks=1)
-    (folder.logs / "attempt_0" / "1").mkdir(parents=True)
-    lines = "".join(f"line {number}\n" for number in range(10_000))
-    (folder.logs / "attempt_0" / "1" / "stderr.log").write_text(lines)
-    (tmp_path / "secret.log").write_text("secret")
-    (folder.logs / "link.log").symlink_to(tmp_path / "secret.log")
-    (folder.logs / "folder").symlink_to(tmp_path)
+    log = OutputLog(lambda: str(folder.path))
+    log.add((number % 2, b"line %d" % number) for number in range(10_000))
+    log.add([(None, b"\x1b[31mall 2 workers\x1b[0m train again")])
+    log.close()
     said = live.build(collect(folder.path))["log"]
-    assert len(said) == 20
-    assert said[-1] == "1/stderr: line 9999"
+    assert len(said) == 100
+    assert (said[-1]["rank"], said[-1]["text"]) == (None, "all 2 workers train again")
+    assert (said[-2]["rank"], said[-2]["text"]) == (1, "line 9999")
+    assert [each["text"] for each in read_log(folder, 9, wanted="LINE 9350")] == ["line 9350"]
     for place in (folder.logs, folder.events, folder.pipeline):
         elsewhere = tmp_path / place.name
         if place.exists():
@@ -322,12 +377,87 @@ def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -
     assert (live.build(data)["log"], data.ranks, data.traces) == ([], {}, [])
 
 
-def test_blame_is_about_now(tmp_path: Path) -> None:
+def running(folder: RunFolder, **changes: Any) -> None:
+    """Let a made-up run be one that runs now, in this process."""
+    info = read_info(folder)
+    assert info is not None
+    write_info(folder, replace(info, status="running", **changes))
+    for rank in folder.event_ranks():
+        with EventWriter(folder, rank) as writer:
+            facts = {"pid": os.getpid(), "host": socket.gethostname(), "device": "cpu"}
+            writer.write("start", t=BEGAN, step=0, size=info.workers, **facts)
+
+
+def test_one_verdict_names_the_slow_worker_and_its_steps_now_and_when_it_has_recovered(
+    tmp_path: Path,
+) -> None:
     folder = synthetic_run(tmp_path / "run", steps=150, ranks=2, slow_rank=1)
-    assert live.build(collect(folder.path))["blame"].startswith("Worker 1 holds the others up")
+    running(folder, steps=600)
+
+    def go_on(steps: range, slow_s: float) -> dict[str, Any]:
+        for rank in range(2):
+            with EventWriter(folder, rank) as writer:
+                for step in steps:
+                    phases = {"forward": 0.01 + slow_s * (rank == 0), "wait": 0.01}
+                    t = time.time() - 0.01 * (steps.stop - step)
+                    writer.write("step", t=t, step=step, samples=64, phases=phases)
+        data = collect(folder.path)
+        built, now = document.build(data), live.build(data)
+        assert now["blame"] == who_waited(data)
+        assert built["workers"]["verdict"].startswith(now["blame"])
+        assert built["workers"]["look"] == now["blame_look"]
+        return now
+
+    past = go_on(range(151, 301), 0.0)
+    assert says(past["blame"], "Worker 1 held", "1 to 150", "150 of 300")
+    assert past["blame_look"] == "past"
+    again = go_on(range(301, 401), 0.02)
+    assert says(again["blame"], "Worker 0 holds", "since step 301", "20 ms", "Worker 1 held")
+    assert again["blame_look"] == "bad"
+
+
+@pytest.mark.parametrize(("ago_s", "is_late"), [(0.0, False), (1.5, False), (4.0, True)])
+def test_a_run_without_a_step_for_ten_usual_ones_says_so_and_promises_no_end(
+    ago_s: float, is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    folder = synthetic_run(tmp_path / "run", steps=20, ranks=2)
+    running(folder, steps=1000)
     for rank in range(2):
         with EventWriter(folder, rank) as writer:
-            for step in range(151, 300):  # it has recovered
-                phases = {"forward": 0.01, "wait": 0.01}
-                writer.write("step", t=BEGAN + step, step=step, samples=64, phases=phases)
-    assert live.build(collect(folder.path))["blame"].startswith("No worker holds the others up")
+            for step in range(21, 41):
+                t = now_s - ago_s - 0.05 * (40 - step)
+                writer.write("step", t=t, step=step, samples=64, phases={"forward": 0.05})
+    found = live.build(collect(folder.path))
+    assert found["state"] == "running"
+    assert (found["late_s"] > 0, found["eta_s"] is None) == (is_late, is_late)
+
+
+def test_speed_counts_the_samples_of_a_short_last_batch_as_they_are(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for rank in range(2):
+        with EventWriter(folder, rank) as writer:
+            for step in range(1, 12):
+                samples = 1 if step == 11 else 64
+                writer.write("step", t=BEGAN + 0.1 * step, step=step, samples=samples)
+    found = live.build(collect(folder.path))
+    assert found["samples_per_s"] == pytest.approx(2 * (9 * 64 + 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel by netlink")
+def test_what_a_process_sends_is_counted_at_both_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as two:
+            before = read_sockets()
+            one.sendall(bytes(50_000))
+            left = 50_000
+            while left:
+                left -= len(two.recv(left))
+            for end in (one, two):
+                name, counted, deadline_s = os.readlink(f"/proc/self/fd/{end.fileno()}"), 0, 20.0
+                begin_s = time.monotonic()
+                while counted < 50_000 and time.monotonic() - begin_s < deadline_s:
+                    counted = read_sockets()[name] - before[name]  # what is sent is acknowledged
+                assert 50_000 <= counted < 51_000

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
 import pickletools
 import resource
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from counting import lines_executed
+from sentences import says
 from torch import Tensor, nn
 
 import paceline
@@ -185,22 +187,22 @@ def test_a_batch_norm_from_before_it_counted_batches_loads(tmp_path: Path) -> No
         (
             nn.Linear(2, 3),
             nn.Linear(2, 4),
-            ["2 of another shape", "'weight' is (3, 2) in the file, (4, 2) in the model"],
+            ["2 of another shape", "'weight'", "(3, 2)", "file", "(4, 2)", "model"],
         ),
         (
             nn.Sequential(nn.Linear(2, 2)),
             nn.Linear(2, 2),
-            ["2 missing, 2 unexpected", "Not in the model: '0.weight', '0.bias'"],
+            ["2 missing, 2 unexpected", "model: '0.weight', '0.bias'"],
         ),
         (
             nn.Linear(2, 2),
             nn.ModuleDict({"net": nn.Linear(2, 2)}),
-            ["Missing in the file: 'net.weight'", "strict=False"],
+            ["Missing", "file: 'net.weight'", "strict=False"],
         ),
         (
             nn.ModuleDict({"encoder": nn.Linear(2, 3), "head": nn.Linear(3, 1)}),
             nn.ModuleDict({"encodr": nn.Linear(2, 3), "head": nn.Linear(3, 1)}),
-            ["Missing in the file: 'encodr.weight'", "mean 'encodr.weight' by 'encoder.weight'?"],
+            ["Missing", "file: 'encodr.weight'", "'encoder.weight'", "'encodr.weight'?"],
         ),
         (nn.Linear(2, 2), nn.Linear(2, 2, bias=False), ["1 unexpected", "model: 'bias'"]),
     ],
@@ -214,7 +216,7 @@ def test_a_mismatch_is_explained_and_nothing_is_loaded(
     with pytest.raises(WeightsError) as caught:
         load_weights(model, tmp_path / "a.pt")
     said = str(caught.value).replace("module.", "")
-    assert all(word in said for word in words), said
+    assert says(said, *words)
     assert len(said.splitlines()) == 3
     assert all(map(torch.equal, values(model), before))
 
@@ -451,7 +453,7 @@ def test_a_file_without_weights_and_an_object_that_is_no_model_are_mistakes(tmp_
         load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.raises(UsageError, match="needs a module, not a dict"):
         load_weights({}, tmp_path / "a.pt")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
         load_weights(nn.Linear(2, 2), tmp_path)
 
 
@@ -527,19 +529,24 @@ def test_only_what_fits_is_matched() -> None:
     assert match_names([], ["a"]) == match_names(["a"], []) == {}
 
 
-def test_150_000_names_are_compared_at_once() -> None:
-    names = [f"layers.{i}.weight" for i in range(150_000)]
-    begin = time.process_time()
-    assert len(match_names(names, names)) == len(names)
-    assert time.process_time() - begin < 3
+def test_comparing_names_takes_work_in_proportion_to_their_number() -> None:
+    lines = []
+    for count in (1_000, 4_000):
+        names = [f"layers.{i}.weight" for i in range(count)]
+        lines.append(lines_executed(functools.partial(match_names, names, names)))
+        assert len(match_names(names, names)) == count
+    assert lines[1] < 4.5 * lines[0]
 
 
-def test_a_mismatch_of_many_names_is_explained_soon(tmp_path: Path) -> None:
-    torch.save({f"old.{i}": torch.zeros(1) for i in range(5_000)}, tmp_path / "a.pt")
-    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(500)])
-    begin = time.process_time()
-    torch.load(tmp_path / "a.pt")
-    read = time.process_time()
-    with pytest.raises(WeightsError, match="500 missing, 5,000 unexpected"):
-        load_weights(model, tmp_path / "a.pt")
-    assert time.process_time() - read < 4 * (read - begin)
+def test_a_mismatch_takes_work_in_proportion_to_the_number_of_names(tmp_path: Path) -> None:
+    lines = []
+    for count in (500, 2_000):
+        torch.save({f"old.{i}": torch.zeros(1) for i in range(count)}, tmp_path / "a.pt")
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+
+        def load(model: nn.Module = model, count: int = count) -> None:
+            with pytest.raises(WeightsError, match=f"{count:,} missing, {count:,} unexpected"):
+                load_weights(model, tmp_path / "a.pt")
+
+        lines.append(lines_executed(load))
+    assert lines[1] < 4.5 * lines[0]

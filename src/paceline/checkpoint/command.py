@@ -10,8 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from difflib import get_close_matches
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_fold
 from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.folders import FOLDERS, folder_of, hf_files
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
-from paceline.comm.codec import put_together
-from paceline.comm.documents import plain_json
-from paceline.comm.safetensors import Header, Place, read_header
-from paceline.errors import CheckpointError, UsageError
-from paceline.observe.units import bytes_text, count_text, printable, shape_text, table_lines
+from paceline.errors import CheckpointError, UsageError, did_you_mean
+from paceline.files import Header, Place, plain_json, put_together, read_header
+from paceline.telemetry import bytes_text, count_text, printable, shape_text, table_lines
 
 SHOWN = 40
+MOST_LISTED = 1000
+"""Manifests to be read for a list, in a second or two: the newest."""
 
 VERBS = {
     "ls": ("list the checkpoints in a folder", "folder --json"),
@@ -60,7 +59,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "--prefix": {
         "default": "",
         "choices": ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."],
-        "help": "put this before every name, for whoever loads into a wrapped or compiled model",
+        "help": "put this before every name, to load into a wrapped or compiled model",
     },
     "--part": {"metavar": "NAME", "help": "which weights, where there are several, such as ema"},
     "--step": {
@@ -99,10 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Do one verb; the exit code."""
     if args.verb not in VERBS:
-        near = get_close_matches(args.verb or "", VERBS, n=1)
         what = "A verb is missing" if args.verb is None else f"There is no verb {args.verb!r}"
         raise UsageError(
-            what + (f"; did you mean {near[0]}?" if near else "."),
+            f"{what}.{did_you_mean(args.verb, VERBS)}",
             advice=f"The verbs are {', '.join(VERBS)}; see `paceline ckpt --help`.",
         )
     parser = args.make_parser(
@@ -130,7 +128,8 @@ def ls(args: argparse.Namespace) -> int:
     unfinished = sum(path.name.startswith(directory.TEMPORARY) for path in folder.iterdir())
     rows: list[dict[str, Any]] = []
     table = [["step", "saved", "size", "metric", "name"]]
-    for entry, found in reversed(directory.list_manifests(folder)):
+    older = max(0, len(directory.list_entries(folder)) - MOST_LISTED)
+    for entry, found in reversed(directory.list_manifests(folder, MOST_LISTED)):
         rows.append({"step": entry.step, "name": entry.name, "path": str(entry.path)})
         if isinstance(found, CheckpointError):
             rows[-1] |= {"problem": str(found)}
@@ -142,9 +141,12 @@ def ls(args: argparse.Namespace) -> int:
             cells = [_date(found.created), bytes_text(found.total_bytes), metric, entry.name]
         table.append([str(entry.step), *cells])
     if args.json:
-        print_json({"folder": str(folder), "checkpoints": rows, "unfinished": unfinished})
+        counts = {"unfinished": unfinished, "older": older}
+        print_json({"folder": str(folder), "checkpoints": rows, **counts})
         return 0
-    print(f"{folder}: {count_text(len(rows), 'checkpoint')}")
+    print(f"{folder}: {count_text(len(rows) + older, 'checkpoint')}")
+    if older:
+        print(f"  {older} are older than these")
     print_table(table if rows else [])
     if unfinished:
         print(f"  {unfinished} unfinished: being written, or to be removed by the next save")
@@ -169,7 +171,8 @@ def show(args: argparse.Namespace) -> int:
         print_json(said)
         return 0
     count = count_text(len(header.places), "tensor")
-    print(printable(f"{said['path']}: {count}, {bytes_text(header.data_bytes)}"))
+    size = bytes_text(sum(each.nbytes for each in header.places.values()))
+    print(printable(f"{said['path']}: {count}, {size}"))
     if manifest is not None:
         metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
         print(f"  step {manifest.step}, saved {_date(manifest.created)}{metric}")
@@ -208,36 +211,26 @@ def _look(entry: Entry) -> tuple[Manifest, Header, dict[str, Any]]:
 
 def _header_of(path: Path) -> Header:
     """A safetensors file's header, or what it would be for what only torch can read."""
-    files = hf_files(path) if path.is_dir() else [path]
+    files = hf_files(path)[0] if path.is_dir() else [path]
     if files and all(format_of(each) is SAFETENSORS for each in files):
         headers = []
         for each in files:
             with open_file(each) as file:
                 headers.append(read_header(file, size_of(file), each, CheckpointError)[0])
-        return headers[0] if len(headers) == 1 else _joined(headers)
+        places = {name: place for header in headers for name, place in header.places.items()}
+        return Header(places, headers[0].metadata)
     from paceline.checkpoint.convert import header_of_torch_file
 
     return header_of_torch_file(path)
 
 
-def _joined(headers: Sequence[Header]) -> Header:
-    """The header of one file with the tensors of several."""
-    places: dict[str, Place] = {}
-    begin = 0
-    for header in headers:
-        for name, each in header.places.items():
-            places[name] = replace(each, begin=begin + each.begin, end=begin + each.end)
-        begin += header.data_bytes
-    return Header(places, headers[0].metadata)
-
-
 def verify(args: argparse.Namespace) -> int:
     path = Path(args.path)
     results: dict[str, str | None] = {}
-    foreign = folder_of(path)
-    if foreign is not None:
+    kind = folder_of(path)
+    if kind is not None:
         raise UsageError(
-            f"{path} is {foreign.title}, which has no hash to compare.",
+            f"{path} is {kind.title}, which has no hash to compare.",
             advice="`paceline ckpt diff` reads every byte and compares it with another.",
         )
     if path.is_dir():

@@ -16,10 +16,10 @@ from paceline.checkpoint import folders, formats, weights
 from paceline.checkpoint.command import SHOWN, print_json, print_table
 from paceline.checkpoint.folders import folder_of, read_state
 from paceline.checkpoint.formats import flatten
-from paceline.comm.safetensors import Header, dtype_name, is_storable, plan_file
-from paceline.ddp.wrapper import find_wrappers, without_wrappers
+from paceline.ddp import find_wrappers, without_wrappers
 from paceline.errors import UsageError
-from paceline.observe.units import count_text, printable
+from paceline.files import Header, dtype_name, is_storable, plan_file
+from paceline.telemetry import count_text, printable
 
 _NAMES_SHOWN = 10
 

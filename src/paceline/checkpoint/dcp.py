@@ -22,8 +22,8 @@ from typing import Any
 
 from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.formats import MAX_INSTRUCTION_BYTES, read_saved
-from paceline.comm.codec import MAX_DEPTH
 from paceline.errors import CheckpointError, UsageError
+from paceline.files import MAX_DEPTH
 
 METADATA = ".metadata"
 
@@ -37,13 +37,8 @@ class _Described:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Where one part of a tensor, or one value, lies."""
-
-    file: str
-    begin: int
-    length: int
+Part = tuple[str, int, int]
+"""Where one part of a tensor, or one value, lies: file, first byte, length."""
 
 
 def read_dcp(folder: Path) -> Any:
@@ -91,21 +86,21 @@ def write_dcp(folder: Path, state: Mapping[str, Any]) -> None:
 
 def _understand(
     metadata: Any,
-) -> tuple[dict[str, Any], dict[str, dict[tuple[int, ...], _Part]], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, dict[tuple[int, ...], Part]], dict[str, Any]]:
     """What is there, where its parts lie, and the keys under which each belongs."""
     facts = _state_of(metadata, "Metadata")
-    parts: dict[str, dict[tuple[int, ...], _Part]] = defaultdict(dict)
+    parts: dict[str, dict[tuple[int, ...], Part]] = defaultdict(dict)
     for index, place in facts["storage_data"].items():
         key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
         if info.get("transform_descriptors"):
             raise ValueError(f"its files are packed by {info['transform_descriptors']}")
         offset = key.get("offset")
-        part = _Part(info["relative_path"], info["offset"], info["length"])
+        part = info["relative_path"], info["offset"], info["length"]
         parts[key["fqn"]][() if offset is None else _size(offset)] = part
     return facts["state_dict_metadata"], parts, facts.get("planner_data") or {}
 
 
-def _read_entry(folder: Path, name: str, entry: Any, parts: dict[tuple[int, ...], _Part]) -> Any:
+def _read_entry(folder: Path, name: str, entry: Any, parts: dict[tuple[int, ...], Part]) -> Any:
     """One tensor put together from its parts, or one value."""
     import torch
 
@@ -138,18 +133,19 @@ def _read_entry(folder: Path, name: str, entry: Any, parts: dict[tuple[int, ...]
     return whole
 
 
-def _read_part(folder: Path, part: _Part) -> Any:
-    path = folder / part.file
-    if Path(part.file).name != part.file:
-        raise ValueError(f"{part.file[:80]!r} is not the name of a file in this folder")
+def _read_part(folder: Path, part: Part) -> Any:
+    name, begin, length = part
+    path = folder / name
+    if Path(name).name != name:
+        raise ValueError(f"{name[:80]!r} is not the name of a file in this folder")
     with open_file(path) as file:
-        if part.begin < 0 or not 0 < part.length <= size_of(file) - part.begin:
+        if begin < 0 or not 0 < length <= size_of(file) - begin:
             raise CheckpointError(
                 f"{path} has {size_of(file):,} bytes, and less than {METADATA} says.",
                 advice="It was cut off, or its copy is not complete. Nothing of it was used.",
             )
-        file.seek(part.begin)
-        return read_saved(file.read(part.length), path)
+        file.seek(begin)
+        return read_saved(file.read(length), path)
 
 
 def _with_lists(value: Any) -> Any:

@@ -32,10 +32,8 @@ from typing import Any, Literal
 
 from paceline.checkpoint import files
 from paceline.checkpoint.files import open_file, open_folder, size_of
-from paceline.comm.codec import MAX_SKELETON_BYTES
-from paceline.comm.documents import plain_json, read_json, read_value
 from paceline.errors import CheckpointError, UsageError, WireError
-from paceline.observe.run_folder import sync_folder
+from paceline.files import MAX_SKELETON_BYTES, plain_json, read_json, read_value, sync_folder
 
 MANIFEST = "manifest.json"
 TENSORS = "state.safetensors"
@@ -98,10 +96,12 @@ def list_entries(folder: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.serial, entry.step), reverse=True)
 
 
-def list_manifests(folder: Path) -> list[tuple[Entry, Manifest | CheckpointError]]:
-    """The same, each with its manifest, or with what is wrong with that."""
+def list_manifests(
+    folder: Path, most: int | None = None
+) -> list[tuple[Entry, Manifest | CheckpointError]]:
+    """The same, or the newest of them, each with its manifest, or with what is wrong with that."""
     found: list[tuple[Entry, Manifest | CheckpointError]] = []
-    for entry in list_entries(folder):
+    for entry in list_entries(folder)[:most]:
         try:
             with open_checkpoint(entry) as checkpoint:
                 found.append((entry, checkpoint.manifest))
@@ -215,7 +215,7 @@ def publish(
         sync_folder(folder.parent)
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < sum(map(len, contents.values())):
-        # Do not even begin to fill a disk: whoever else writes to it would fail too.
+        # Do not even begin to fill a disk: whatever else writes to it would fail too.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     temporary, inside = _make_temporary(folder)
     try:
@@ -234,7 +234,7 @@ def publish(
 
 
 def remove(entry: Entry) -> None:
-    """Remove a checkpoint; nobody ever sees half of it under its name."""
+    """Remove a checkpoint; no reader ever sees half of it under its name."""
     gone = entry.path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
         os.rename(entry.path, gone)
@@ -273,7 +273,7 @@ def plan_removals(
     """Which of the checkpoints found go: not the newest sound ones, nor the best of them.
 
     Damaged ones, also those named in `damaged`, count for nothing, so they never push a sound one
-    out; those among the kept newest ones stay, for somebody to look at.
+    out; those among the kept newest ones stay, to be looked at.
     """
     metric_by_entry = {
         entry: manifest.metric
@@ -387,7 +387,7 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
     if manifest.files.keys() != {TENSORS, SKELETON}:
         raise CheckpointError(
             f"{path} does not describe {TENSORS} and {SKELETON}, and these alone.",
-            advice="Nothing of this checkpoint was used: somebody may have made it to do harm.",
+            advice="Nothing of this checkpoint was used: it may have been made to do harm.",
         )
     return manifest
 

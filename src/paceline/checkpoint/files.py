@@ -100,7 +100,7 @@ def _write_directly(file: int, view: memoryview) -> int:
 
 
 # Note [Past the page cache]
-# A save writes some hundred megabytes that nobody will read soon. Through the page cache they cost
+# A save writes some hundred megabytes that will not be read soon. Through the page cache they cost
 # a second copy and fresh pages: 50 to 600 ms of processor time for 210 MB, taken from training on a
 # machine whose cores all train. Handed to the disk directly they cost 8 ms (ext4 in a virtual
 # machine, AMD EPYC), and what training has in the cache stays there.

@@ -1,6 +1,6 @@
 """Folders with weights: our checkpoints, and those of DCP and Hugging Face.
 
-A foreign folder is an entry of `FOLDERS` and is known by the files in it. One that we write is
+A folder of another library is an entry of `FOLDERS`, known by the files in it. One that we write is
 there as a whole or not at all, and never takes the place of another. Starts without torch.
 """
 
@@ -18,9 +18,8 @@ from paceline.checkpoint.dcp import METADATA, read_dcp, write_dcp
 from paceline.checkpoint.directory import MANIFEST, TEMPORARY, find_entry, find_folder
 from paceline.checkpoint.files import open_file
 from paceline.checkpoint.formats import format_of, write_tensors
-from paceline.comm.documents import JsonLimits, parse_json
 from paceline.errors import CheckpointError, UsageError
-from paceline.observe.run_folder import make_private, replace_file, sync_folder
+from paceline.files import JsonLimits, make_private, parse_json, replace_file, sync_folder
 
 SHARD_BYTES = 5 * 10**9
 """How large a file of a Hugging Face folder becomes before the next is begun, as theirs."""
@@ -45,26 +44,26 @@ class Folder:
 
 
 def folder_of(path: Path) -> Folder | None:
-    """Which kind of foreign folder this is; None for ours, and for what is not a folder."""
+    """Which library's folder this is; None for ours, and for what is not a folder."""
     if not path.is_dir() or (path / MANIFEST).exists():
         return None
     return next((kind for kind in FOLDERS.values() if kind.is_one(path)), None)
 
 
 def read_state(path: Path, step: int | None = None) -> Any:
-    """Everything a file, a checkpoint or a foreign folder holds, on the CPU."""
+    """Everything a file, a checkpoint or another library's folder holds, on the CPU."""
     if not path.is_dir():
         return format_of(path).read(path)
-    foreign = folder_of(path)
-    if foreign is None:
+    kind = folder_of(path)
+    if kind is None:
         return _read_checkpoint(path, step)
     if step is not None:
-        raise UsageError(f"{path} is {foreign.title}, which has one step.", advice="Omit --step.")
-    return foreign.read(path)
+        raise UsageError(f"{path} is {kind.title}, which has one step.", advice="Omit --step.")
+    return kind.read(path)
 
 
 def write_folder(kind: str, path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as a new folder of a foreign kind, as a whole or not at all."""
+    """Write a state as a new folder of another library, as a whole or not at all."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
         make_private(temporary)
@@ -88,18 +87,18 @@ def _read_checkpoint(path: Path, step: int | None) -> Any:
     return None if saved is None else saved.state
 
 
-def hf_files(folder: Path) -> list[Path]:
-    """The files with weights in a Hugging Face folder: one, or those that its index names."""
-    first = _first_hf_file(folder)
-    if first is None or not first.name.endswith(_INDEX):
-        return [] if first is None else [first]
-    return [folder / name for name in dict.fromkeys(_read_index(first).values())]
+def hf_files(folder: Path) -> tuple[list[Path], set[str]]:
+    """The files with weights in a Hugging Face folder, and the names that its index promises.
 
-
-def _first_hf_file(folder: Path) -> Path | None:
-    """The index, or the only file; safetensors before what torch.save wrote."""
-    names = [f"{name}{ending}" for name in _HF_FILES for ending in (_INDEX, "")]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    safetensors come before what torch.save wrote; without an index there is one file, or none.
+    """
+    for name in _HF_FILES:
+        if (index := folder / f"{name}{_INDEX}").is_file():
+            file_by_name = _read_index(index)
+            return [folder / each for each in dict.fromkeys(file_by_name.values())], {*file_by_name}
+        if (folder / name).is_file():
+            return [folder / name], set()
+    return [], set()
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -120,7 +119,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _read_hf(folder: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
-    for path in hf_files(folder):
+    paths, names = hf_files(folder)
+    for path in paths:
         found = format_of(path).read(path)
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{path} holds no tensors by name.")
@@ -128,14 +128,11 @@ def _read_hf(folder: Path) -> dict[str, Any]:
         if twice:
             raise CheckpointError(f"{path} has {min(twice)[:80]!r}, as another file has.")
         tensors.update(found)
-    index = _first_hf_file(folder)
-    if index is not None and index.name.endswith(_INDEX):
-        missing = _read_index(index).keys() - tensors.keys()
-        if missing:
-            raise CheckpointError(
-                f"{index} names {min(missing)[:80]!r}, which is in none of its files.",
-                advice="A file is missing or of another version: fetch the folder again.",
-            )
+    if missing := names - tensors.keys():
+        raise CheckpointError(
+            f"The index in {folder} names {min(missing)[:80]!r}, which is in none of its files.",
+            advice="A file is missing or of another version: fetch the folder again.",
+        )
     return tensors
 
 
@@ -171,6 +168,6 @@ FOLDERS = {
         write_dcp,
     ),
     "hf": Folder(
-        "a Hugging Face folder", lambda path: _first_hf_file(path) is not None, _read_hf, _write_hf
+        "a Hugging Face folder", lambda path: bool(hf_files(path)[0]), _read_hf, _write_hf
     ),
 }

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.files import open_file, size_of, write_fully
-from paceline.comm import safetensors
-from paceline.comm.codec import MAX_DEPTH
-from paceline.comm.safetensors import (
+from paceline.errors import CheckpointError, UsageError
+from paceline.files import (
     LENGTH_BYTES,
+    MAX_DEPTH,
     MAX_HEADER_BYTES,
     as_plain,
     is_storable,
     memory_of,
+    new_file,
     plan_file,
 )
-from paceline.errors import CheckpointError, UsageError
-from paceline.observe.run_folder import new_file
+from paceline.files import read_tensors as read_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ _COPIES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FileFormat:
     """One kind of file."""
 
     begins: Callable[[bytes], bool]
@@ -56,7 +56,7 @@ class Format:
     write: Callable[[Path, Any], None]
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> FileFormat:
     """Which format a file has; one that we cannot read is refused."""
     with open_file(path) as file:
         start = file.read(LENGTH_BYTES + 1)
@@ -77,7 +77,7 @@ def write_state(path: Path, state: Any) -> None:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def format_to_write(path: Path) -> Format:
+def format_to_write(path: Path) -> FileFormat:
     for each in FORMATS:
         if path.suffix in each.suffixes:
             return each
@@ -113,7 +113,7 @@ def flatten(state: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file."""
     with open_file(path) as file:
-        return safetensors.read_tensors(file, size_of(file), path, CheckpointError)
+        return read_safetensors(file, size_of(file), path, CheckpointError)
 
 
 def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ def _load(source: Path | io.BytesIO, size: int, path: Path, mmap: bool) -> Any:
 
 
 def _check_state(state: Any, size: int, path: Path) -> None:
-    """Refuse what torch reads and nobody could walk or copy.
+    """Refuse what torch reads, but no program could walk or copy.
 
     A file can hold a dictionary inside itself, one list a million times, and a view of a terabyte
     on four bytes.
@@ -195,7 +195,7 @@ def _check_state(state: Any, size: int, path: Path) -> None:
         value, depth = waiting.pop()
         values += 1
         if depth > MAX_DEPTH or values > _MAX_VALUES:
-            what = "holds itself, or more than anybody saves"
+            what = "holds itself, or more than a training saves"
         elif isinstance(value, Mapping):
             waiting += [(each, depth + 1) for each in value.values()]
         elif isinstance(value, list | tuple | set):
@@ -225,7 +225,7 @@ def _needs_running(path: Path, wanted: str) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read without running what is in it: it asks for {wanted}.",
         "Nothing was run.",
-        "If you trust whoever made it, load it with torch where you trained it, and save "
+        "If you trust its author, load it with torch where you trained it, and save "
         "model.state_dict() alone.",
     )
 
@@ -326,13 +326,13 @@ def _check_instructions(file: io.BytesIO, path: Path) -> list[list[Any]]:
     return storages
 
 
-SAFETENSORS = Format(
+SAFETENSORS = FileFormat(
     lambda start: start[LENGTH_BYTES:] == b"{", read_tensors, (".safetensors",), write_tensors
 )
 FORMATS = [
-    Format(
+    FileFormat(
         lambda start: start[:4] == b"PK\x03\x04", _read_zip, (".pt", ".pth", ".bin", ".ckpt"), _save
     ),
     SAFETENSORS,
-    Format(lambda start: start[:1] == b"\x80", _read_old_file, (), _save),
+    FileFormat(lambda start: start[:1] == b"\x80", _read_old_file, (), _save),
 ]

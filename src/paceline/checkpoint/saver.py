@@ -26,12 +26,11 @@ from torch import Tensor
 from paceline.checkpoint import directory
 from paceline.checkpoint.directory import SKELETON, TENSORS, Entry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
-from paceline.comm.codec import put_together, take_apart
-from paceline.comm.safetensors import FilePlan, memory_of, plan_file, read_tensors
 from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
-from paceline.observe.units import count_text
+from paceline.files import FilePlan, memory_of, plan_file, put_together, read_tensors, take_apart
+from paceline.telemetry import Written, count_text
+from paceline.torch_private import foreach_copy_
 
-FEWEST_KEPT = 2
 LARGEST_STEP = 10**15 - 1
 _NICENESS = 10
 
@@ -49,22 +48,6 @@ class Saved:
     facts: dict[str, Any]
     path: Path
     metric: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A checkpoint that has reached the disk."""
-
-    step: int
-    name: str
-    bytes: int
-    seconds: float
-    """What it cost training: the wait for the save before, and the copy into memory."""
-    background_seconds: float
-    """How long the writing took beside training."""
-    metric: float | None
-    better: Literal["lower", "higher"]
-    """Which metric is better."""
 
 
 class Checkpoints:
@@ -87,11 +70,8 @@ class Checkpoints:
         keep_best: int = 1,
         better: Literal["lower", "higher"] = "lower",
     ) -> None:
-        if keep < FEWEST_KEPT:
-            raise UsageError(
-                f"keep is {keep}; at least {FEWEST_KEPT} checkpoints are kept.",
-                advice="If the newest one is damaged, the one before it is all that is left.",
-            )
+        # If the newest one is damaged, the one before it is all that is left.
+        check_whole("keep", keep, 2)
         check_whole("keep_best", keep_best, 0)
         check_choice("better", better, ("lower", "higher"))
         self.folder = Path(folder)
@@ -118,8 +98,7 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         step = operator.index(step)
-        if not 0 <= step <= LARGEST_STEP:
-            raise UsageError(f"The step {step} cannot be saved.", advice="Steps count from 0.")
+        check_whole("step", step, 0, most=LARGEST_STEP)
         said = directory.plain_facts(facts)
         self.wait()
         tensors, skeleton = take_apart(state, "state", UsageError)
@@ -162,13 +141,17 @@ class Checkpoints:
         """
         self.wait()
         if step is not None:
-            return self._begin_at(read_entry(directory.find_entry(self.folder, step)))
+            saved = read_entry(directory.find_entry(self.folder, step))
+            self.saved_step = saved.step
+            return saved
         entries = directory.list_entries(self.folder)
         if not entries:
             return None
         for entry in entries:
             try:
-                return self._begin_at(read_entry(entry))
+                saved = read_entry(entry)
+                self.saved_step = saved.step
+                return saved
             except CheckpointError as error:
                 if not os.path.lexists(entry.path):
                     return self.load()  # another process has just removed it: look again
@@ -234,10 +217,6 @@ class Checkpoints:
         else:
             self._has_complained = False
 
-    def _begin_at(self, saved: Saved) -> Saved:
-        self.saved_step = saved.step
-        return saved
-
     def _note_failure(self, step: int, reason: object) -> None:
         self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
         lost = count_text(max(0, step - (self.saved_step or 0)), "step")
@@ -288,7 +267,7 @@ class Staging:
         if plan.prefix != self._prefix:
             self._lay_out(plan)
         if plan.tensors:
-            torch._foreach_copy_(self._slots, plan.tensors, non_blocking=self._buffer.is_pinned())
+            foreach_copy_(self._slots, plan.tensors, non_blocking=self._buffer.is_pinned())
         for device in {each.device for each in plan.tensors if each.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return memory_of(self._buffer)[: plan.total_bytes]

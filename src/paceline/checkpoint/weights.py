@@ -8,7 +8,6 @@ keeps its own and an error says in words what does not fit.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,17 +22,11 @@ from torch.nn.parameter import is_lazy
 
 from paceline.checkpoint.folders import read_state
 from paceline.checkpoint.formats import is_state_dict
-from paceline.comm.safetensors import dtype_name
-from paceline.ddp.wrapper import (
-    Wrapper,
-    bare_name,
-    find_wrappers,
-    match_names,
-    rename,
-    without_wrappers,
-)
-from paceline.errors import CheckpointError, UsageError, WeightsError
-from paceline.observe.units import count_text
+from paceline.ddp import Wrapper, bare_name, find_wrappers, match_names, rename, without_wrappers
+from paceline.errors import CheckpointError, UsageError, WeightsError, did_you_mean
+from paceline.files import dtype_name
+from paceline.telemetry import count_text
+from paceline.torch_private import has_loading_code, has_loading_hooks
 
 # What people call the weights in the dictionary they save, likeliest first.
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
@@ -201,12 +194,7 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     """Whether code from outside torch takes part in loading: it may rename, reshape and fail."""
     kind = type(module)
     has_own_code = not isinstance(module, Wrapper) and not kind.__module__.startswith("torch.")
-    return bool(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or (has_own_code and kind._load_from_state_dict is not nn.Module._load_from_state_dict)
-        or (has_own_code and kind.set_extra_state is not nn.Module.set_extra_state)
-    )
+    return bool(has_loading_hooks(module) or (has_own_code and has_loading_code(kind)))
 
 
 def _copy_of(own: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -257,8 +245,8 @@ def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport
     for name in plan.unexpected[:_GUESSED]:
         shape = getattr(given[name], "shape", None)
         same = [each for each in missing if getattr(own[each], "shape", None) == shape]
-        for meant in difflib.get_close_matches(bare_name(name), sorted(same), n=1, cutoff=0.6):
-            yield f"Did you mean {meant!r} by {name!r}?"
+        if meant := did_you_mean(bare_name(name), sorted(same)):
+            yield f"The model has no {name!r}.{meant}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,26 +7,12 @@ cards, and the only thing to remember is how many cards are gone:
     deal            which positions of the order are whose, and how far a pass got
     sampler         `DistributedSampler`, for a dataset or around any other sampler
     batch_sampler   `DistributedBatchSampler`, around any batch sampler
-    files           `Files`, samples in many files, of which everybody reads a share
+    files           `Files`, samples in many files, of which every worker reads a share
     formats         what is in a file: tar, Parquet, Arrow, a stream of Hugging Face's
     lanes           which part of which file belongs to which step
-    foreign         makes a sampler somebody else wrote draw the same order on every rank
+    third_party_samplers   make a sampler of another library draw the same order on every rank
 """
 
-from paceline.data.batch_sampler import DistributedBatchSampler
-from paceline.data.deal import EpochNotSetWarning
-from paceline.data.files import Files
-from paceline.data.formats import Arrow, Format, Parquet, Tar
-from paceline.data.sampler import DistributedSampler, PaddedDistributedSampler
+from paceline.lazy import attach
 
-__all__ = [
-    "Arrow",
-    "DistributedBatchSampler",
-    "DistributedSampler",
-    "EpochNotSetWarning",
-    "Files",
-    "Format",
-    "PaddedDistributedSampler",
-    "Parquet",
-    "Tar",
-]
+__getattr__, __dir__, __all__ = attach(__name__)

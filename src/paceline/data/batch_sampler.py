@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from paceline.data import foreign
+from paceline.data import third_party_samplers as third_party
 from paceline.data.deal import ResumableSampler, deal, share, whole_number
 from paceline.errors import UsageError
-from paceline.observe.units import count_text
+from paceline.telemetry import count_text
 
 
 class DistributedBatchSampler(ResumableSampler[list[Any]]):
@@ -49,11 +49,11 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
         pad: bool | None = None,
     ) -> None:
         self._take_place(num_replicas, rank, seed)
-        foreign.check(batch_sampler)
+        third_party.check(batch_sampler)
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self.split = split
-        self.shuffle = not foreign.keeps_order(batch_sampler)
+        self.shuffle = not third_party.keeps_order(batch_sampler)
         self.pad = self.shuffle and not split if pad is None else bool(pad)
         self._allows_empty_parts = pad is False
         if split:
@@ -82,7 +82,7 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
         return range(start, max(self._total(), start)) if self.split else super()._share(start)
 
     def _deal(self, start: int) -> Iterator[list[Any]]:
-        batches: Iterator[list[Any]] = foreign.draw(self.batch_sampler, self.seed, self.epoch)
+        batches: Iterator[list[Any]] = third_party.draw(self.batch_sampler, self.seed, self.epoch)
         if not self.split:
             return deal(batches, start, self.rank, self.num_replicas, self._tail)
         return (self._part_of(batch) for batch in islice(batches, start, None))

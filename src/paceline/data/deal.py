@@ -25,14 +25,14 @@ from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import Sampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline import env
 from paceline.errors import NotInitializedError, UsageError
+from paceline.torch_private import PREFETCHING
 
 T = TypeVar("T")
 _MOST_LOOKS = 3
-"""So many passes of which nobody knows whether they were trained on say nothing."""
+"""So many passes that may have been prefetched only, and not trained on, are no repetition."""
 _DEEPEST = 12
 """Frames between a loader and the sampler that it draws from."""
 
@@ -43,7 +43,7 @@ class Tail(Enum):
     FILL = "fill"
     """Everyone gets an item: the order begins anew until the round is full."""
     DROP = "drop"
-    """Nobody gets an item: the last few are left out."""
+    """No rank gets an item: the last few are left out."""
     SHORT = "short"
     """The first ranks get an item: each item is dealt exactly once."""
 
@@ -80,7 +80,7 @@ def deal(items: Iterable[T], start: int, rank: int, size: int, tail: Tail) -> It
 
 
 class EpochNotSetWarning(UserWarning):
-    """A second pass repeats the order of the first, because nobody called `set_epoch()`."""
+    """A second pass repeats the order of the first, because `set_epoch()` was not called."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class SamplerPass:
     finished: int = 0
     """How many passes over this order were drawn to their end since `set_epoch()`."""
     prefetched: int = 0
-    """How many more were, but by a loader with workers before it had given a batch to anybody."""
+    """How many more were, but by a loader with workers before it had yielded a batch."""
 
 
 class ResumableSampler(Sampler[T], ABC):
@@ -143,7 +143,7 @@ class ResumableSampler(Sampler[T], ABC):
 
     @abstractmethod
     def _total(self) -> int:
-        """The number of items in the order; TypeError where nobody knows."""
+        """The number of items in the order; TypeError where it is unknown."""
 
     @abstractmethod
     def _deal(self, start: int) -> Iterator[T]:
@@ -276,7 +276,7 @@ class ResumableSampler(Sampler[T], ABC):
             current.finished += 1
 
     def _warn_if_the_order_repeats(self) -> None:
-        """Whoever sets epochs may look at the first batch before setting the next one.
+        """A loop that sets epochs may look at the first batch before it sets the next one.
 
         A loader with workers draws all of a small dataset for that, so such passes may be looks.
         """
@@ -296,12 +296,12 @@ class ResumableSampler(Sampler[T], ABC):
 
 
 def _is_prefetching() -> bool:
-    """Whether a loader with workers is filling their queues, before anybody has got a batch."""
+    """Whether a loader with workers is filling their queues, before it has yielded a batch."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:
             return False
-        if frame.f_code is _MultiProcessingDataLoaderIter._reset.__code__:
+        if frame.f_code is PREFETCHING:
             return True
         frame = frame.f_back
     return False

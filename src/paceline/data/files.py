@@ -20,8 +20,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from paceline.data.formats import FORMAT_BY_SUFFIX, Format, Streamed, count_samples
-from paceline.errors import UsageError, check_whole
-from paceline.observe.units import count_text
+from paceline.errors import UsageError, check_members, check_whole
+from paceline.telemetry import count_text
 
 
 class Files(Dataset[Any]):
@@ -51,11 +51,8 @@ class Files(Dataset[Any]):
     ) -> None:
         self.files = _find(files)
         self.format: Format = _guess_format(self.files) if format is None else format
-        if missing := [each for each in ("count", "read") if not hasattr(self.format, each)]:
-            raise UsageError(
-                f"format is {format!r:.80}, which has no {missing[0]}().",
-                advice="Pass an object with count(file) and read(file, start); see docs/data.md.",
-            )
+        advice = "Pass an object with count(file) and read(file, start); see docs/data.md."
+        check_members("format", self.format, ("count", "read"), advice)
         check_whole("window", window)
         check_whole("lanes", lanes)
         self.window, self.lanes = window, lanes
@@ -68,12 +65,8 @@ class Files(Dataset[Any]):
     @classmethod
     def streamed(cls, dataset: Any, **arguments: Any) -> Files:
         """The shards of a Hugging Face `datasets.IterableDataset`, which must not be shuffled."""
-        if not all(hasattr(dataset, name) for name in ("num_shards", "shard", "skip", "iter")):
-            raise UsageError(
-                f"dataset has the type {type(dataset).__name__}, and not that of a stream of "
-                "Hugging Face's datasets.",
-                advice="Pass what load_dataset(..., streaming=True) returns for one split.",
-            )
+        advice = "Pass what load_dataset(..., streaming=True) returns for one split."
+        check_members("dataset", dataset, ("num_shards", "shard", "skip", "iter"), advice)
         return cls(range(dataset.num_shards), Streamed(dataset), **arguments)
 
     @property

@@ -72,7 +72,7 @@ class Lanes:
         return EpochOfFiles(self, epoch)
 
     def processes(self, workers: int, shards: int, *, is_merged: bool) -> int:
-        """How many of `workers` processes can load for somebody who computes `shards` shards.
+        """How many of `workers` processes can load for a worker that computes `shards` shards.
 
         They take batches in turn, and a lane must always come to the same one.
         """
@@ -150,7 +150,7 @@ class EpochOfFiles:
 
 
 class DealtFiles:
-    """The samples of files by number, for somebody who asks for them in the order of the lanes."""
+    """The samples of files by number, for a loader that asks for them in the order of the lanes."""
 
     def __init__(self, files: Files, lanes: Lanes) -> None:
         self._files, self._lanes = files, lanes

@@ -81,7 +81,7 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
 
 
 def choose_order(total: int) -> OrderName:
-    """What a run takes where nobody says: torch's, until keeping it costs something."""
+    """What a run takes by default: torch's, until keeping it costs something."""
     return "torch" if total <= KEEPS_UP_TO else "keyed"
 
 

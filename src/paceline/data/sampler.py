@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from paceline.data import foreign
+from paceline.data import third_party_samplers as third_party
 from paceline.data.deal import ResumableSampler, Tail, deal
 from paceline.data.order import KeyedOrder, OrderName, draw_order
 from paceline.errors import UsageError, check_choice
@@ -81,8 +81,8 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
         """Deal what any other sampler yields, even if it never ends.
 
         Every rank runs the whole sampler and keeps its share, so all must draw the same order:
-        its random numbers are seeded by (seed, epoch). See `foreign`. `pad=None` pads, unless
-        the sampler is known to keep the order of the dataset.
+        its random numbers are seeded by (seed, epoch); see `third_party_samplers`. `pad=None`
+        pads, unless the sampler is known to keep the order of the dataset.
         """
         return _SamplerOfSampler(sampler, num_replicas, rank, seed, drop_last, pad)
 
@@ -157,9 +157,9 @@ class _SamplerOfSampler(DistributedSampler):
         pad: bool | None,
     ) -> None:
         self._take_place(num_replicas, rank, seed)
-        foreign.check(sampler)
+        third_party.check(sampler)
         self.sampler = self.dataset = sampler
-        self.shuffle = not foreign.keeps_order(sampler)
+        self.shuffle = not third_party.keeps_order(sampler)
         self.drop_last = drop_last
         self.pad = self.shuffle if pad is None else bool(pad)
 
@@ -176,7 +176,7 @@ class _SamplerOfSampler(DistributedSampler):
         return len(self.sampler)
 
     def _deal(self, start: int) -> Iterator[int]:
-        order: Iterator[int] = foreign.draw(self.sampler, self.seed, self.epoch)
+        order: Iterator[int] = third_party.draw(self.sampler, self.seed, self.epoch)
         return deal(order, start, self.rank, self.num_replicas, self._tail)
 
     def _order_name(self) -> str:

@@ -1,4 +1,5 @@
 """One process per device: `DistributedDataParallel`, and what belongs to it."""
 
-from paceline.ddp.distributed import DDPOptions as DDPOptions
-from paceline.ddp.distributed import DistributedDataParallel as DistributedDataParallel
+from paceline.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -16,15 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from paceline import comm
-from paceline.comm import Group
 from paceline.ddp.wrapper import bare
 from paceline.errors import (
     DesyncError,
@@ -34,6 +32,8 @@ from paceline.errors import (
     UsageError,
     name_ranks,
 )
+from paceline.group import Group, all_gather, broadcast, exchange
+from paceline.torch_private import NormBase
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -70,7 +70,7 @@ def verify_same_model(
         "number": next(_numbers),
         "engine": engine,
     }
-    everyone = comm.exchange(group, mine, device, "Comparing the models")
+    everyone = exchange(group, mine, device, "Comparing the models")
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):
@@ -78,7 +78,7 @@ def verify_same_model(
             what, advice = theirs["problem"]
             raise DesyncError(f"Rank {rank} cannot wrap its model: {what}", advice=advice)
     if any(theirs["model"] != everyone[0]["model"] for theirs in everyone):
-        models = comm.exchange(group, description, device, "Comparing the models")
+        models = exchange(group, description, device, "Comparing the models")
         odd = next(rank for rank, model in enumerate(models) if model != models[0])
         raise _difference(models[0], models[odd], odd)
     for rank, theirs in enumerate(everyone):
@@ -186,7 +186,7 @@ def check_in_sync(group: Group, named: Named, device: torch.device, step: int) -
     if group.size() == 1 or not named:
         return
     mine = torch.stack([checksum(tensor).to(device) for _, tensor in named])
-    sums = torch.stack(comm.all_gather(group, mine, "Checking that all ranks are in sync"))
+    sums = torch.stack(all_gather(group, mine, "Checking that all ranks are in sync"))
     differs = (sums != sums[0]).any(dim=2)
     if not differs.any():
         return
@@ -195,8 +195,8 @@ def check_in_sync(group: Group, named: Named, device: torch.device, step: int) -
     name, tensor = named[index]
     reference = next(rank for rank in range(group.size()) if rank not in odd)
     flat, what = _as_bytes(tensor).clone(), "Comparing a tensor that differs"
-    comm.broadcast(group, flat, reference, what)
-    seen = comm.exchange(group, _first_difference(tensor, flat), device, what)[odd[0]]
+    broadcast(group, flat, reference, what)
+    seen = exchange(group, _first_difference(tensor, flat), device, what)[odd[0]]
     total = int(differs.any(dim=0).sum())
     raise ReplicaError(
         f"Step {step}: {total} of {len(named)} tensors differ between ranks.",
@@ -245,13 +245,28 @@ class _Registrations:
         self.total += 1
 
 
-count_registrations = cache(_Registrations)
+_count_registrations = cache(_Registrations)
 
 
-def check_parameters_are_known(module: nn.Module | None, known: Iterable[nn.Parameter]) -> None:
+class ModelCheck:
+    """Raises if a model has got parameters, since it was wrapped, that nobody averages."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.registrations = _count_registrations()
+        """Parameters that were put into any module of this process; another total is news."""
+        self.seen = 0
+
+    def __call__(self, known: Iterable[nn.Parameter]) -> None:
+        self.seen = self.registrations.total
+        if (module := self._module()) is not None:
+            check_parameters_are_known(module, known)
+
+
+def check_parameters_are_known(module: nn.Module, known: Iterable[nn.Parameter]) -> None:
     """Raise if the module has got parameters that nobody averages."""
     ids = set(map(id, known))
-    if module is None or ids.issuperset(id(p) for m in modules(module) for p in _own(m)):
+    if ids.issuperset(id(p) for m in modules(module) for p in _own(m)):
         return  # the usual case, in a fraction of the time that names take
     for name, param in named_parameters(module):
         if id(param) not in ids:
@@ -288,7 +303,7 @@ def find_problem(
     for name, tensor in (*named, *buffers):
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             return UsageError(
-                f"{name!r} has no shape yet.",
+                f"Modules with uninitialized parameters cannot be averaged: {name!r} has no shape.",
                 advice="Run one batch through the bare model first, then wrap it.",
             )
     for name, param in named:
@@ -345,8 +360,9 @@ def _find_device_problem(
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters to keep equal, each once, under the bare model's names."""
-    ignored = _ignored_names(module)
-    return [(n, p) for n, p in bare(module).named_parameters() if n not in ignored]
+    inner = bare(module)
+    ignored = _ignored_names(module, inner)
+    return [(n, p) for n, p in inner.named_parameters() if n not in ignored]
 
 
 def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -355,22 +371,21 @@ def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     Statistics of normalisation layers come without their version counter: in training mode their
     backward does not read them, but would refuse to run after a second forward pass copied them.
     """
-    ignored = _ignored_names(module)
-    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    inner = bare(module)
+    ignored = _ignored_names(module, inner)
+    norms = [layer for layer in module.modules() if isinstance(layer, NormBase)]
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return [
         (name, buffer.data if id(buffer) in statistics else buffer)
-        for name, buffer in bare(module).named_buffers()
+        for name, buffer in inner.named_buffers()
         if name not in ignored
     ]
 
 
-def _ignored_names(module: nn.Module) -> set[str]:
+def _ignored_names(*modules: nn.Module) -> set[str]:
     """Names that torch's class would leave alone, by the attribute it looks for."""
-    names = chain.from_iterable(
-        getattr(m, "_ddp_params_and_buffers_to_ignore", ()) for m in (module, bare(module))
-    )
-    return set(names)
+    found = [getattr(each, "_ddp_params_and_buffers_to_ignore", ()) for each in modules]
+    return set(chain.from_iterable(found))
 
 
 def sparse_names(module: nn.Module) -> frozenset[str]:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from paceline import comm
 from paceline.errors import UsageError
+from paceline.group import Group, Membership, all_reduce
+from paceline.torch_private import BatchNorm, outside_graphs
 
+_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 # The layouts the kernels know, by number of dimensions.
 _LAYOUTS = defaultdict(
     lambda: [torch.contiguous_format],
@@ -47,17 +48,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_channels(input)
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
-            plain: Tensor = _BatchNorm.forward(self, input)
+            plain: Tensor = BatchNorm.forward(self, input)
             return plain
-        if torch.compiler.is_compiling():
-            # The collective is Python's to call, so a compiler has to step around it.
-            from paceline.ddp import uncompiled
-
-            outside: Tensor = uncompiled.call(self._normalize, input, group)
-            return outside
         return self._normalize(input, group)
 
-    def _normalize(self, input: Tensor, group: comm.Group) -> Tensor:
+    @outside_graphs  # the collective is Python's to call
+    def _normalize(self, input: Tensor, group: Group) -> Tensor:
         what = f"The batch statistics of {self._name!r}" if self._name else "The batch statistics"
         normalized: tuple[Tensor, Tensor, Tensor, Tensor] = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, group, what
@@ -90,8 +86,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             share = weight.to(running.dtype) if isinstance(weight, Tensor) else weight
             running.lerp_(new.to(running.dtype), share)
 
-    def _group(self) -> comm.Group | None:
-        if isinstance(self.process_group, comm.Membership):
+    def _group(self) -> Group | None:
+        if isinstance(self.process_group, Membership):
             return self.process_group.group
         if self.process_group is not None:
             return self.process_group
@@ -107,7 +103,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: nn.Module, process_group: comm.Group | None = None
+        cls, module: nn.Module, process_group: Group | None = None
     ) -> nn.Module:
         """Replace every BatchNorm in `module` by one of these, sharing its parameters and buffers.
 
@@ -118,11 +114,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def _convert(
-        cls, module: nn.Module, group: comm.Group | None, name: str, done: dict[int, nn.Module]
+        cls, module: nn.Module, group: Group | None, name: str, done: dict[int, nn.Module]
     ) -> nn.Module:
         if id(module) in done:
             return done[id(module)]
-        converted = cls._like(module, group, name) if isinstance(module, _BatchNorm) else module
+        converted = cls._like(module, group, name) if isinstance(module, BatchNorm) else module
         done[id(module)] = converted
         for child_name, child in list(module._modules.items()):
             if child is not None:
@@ -131,7 +127,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return converted
 
     @classmethod
-    def _like(cls, module: _BatchNorm, group: comm.Group | None, name: str) -> SyncBatchNorm:
+    def _like(cls, module: BatchNorm, group: Group | None, name: str) -> SyncBatchNorm:
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             raise UsageError(
                 f"{name!r} is a {type(module).__name__} that does not know its channels yet.",
@@ -145,15 +141,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             module.track_running_stats,
             group,
         )
-        sync.weight = module.weight
-        sync.bias = module.bias
-        sync.running_mean = module.running_mean
-        sync.running_var = module.running_var
-        sync.num_batches_tracked = module.num_batches_tracked
-        sync.training = module.training
+        for kept in (*_TENSORS, "training", "qconfig"):
+            if hasattr(module, kept):
+                setattr(sync, kept, getattr(module, kept))
         sync._name = name
-        if hasattr(module, "qconfig"):
-            sync.qconfig = module.qconfig
         return sync
 
 
@@ -167,7 +158,7 @@ class _Normalize(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: comm.Group,
+        group: Group,
         what: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -196,7 +187,7 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if needs_input:
             sums = torch.stack([sum_dy, sum_dy_xmu])
-            comm.all_reduce(ctx.group, sums, f"{ctx.what}, in backward,")
+            all_reduce(ctx.group, sums, f"{ctx.what}, in backward,")
             wide_weight = _to(weight, mean.dtype)
             grad_input = _input_gradient(
                 grad_output, input, wide_weight, mean, inverse, sums, count
@@ -207,7 +198,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _reduce_moments(
-    input: Tensor, wide: torch.dtype, group: comm.Group, what: str
+    input: Tensor, wide: torch.dtype, group: Group, what: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel, and the number of rows, over all ranks.
 
@@ -222,7 +213,7 @@ def _reduce_moments(
         mean = mean.double()
         message[:channels].mul_(mean)
         message[channels:-1].mul_(variance.double().addcmul_(mean, mean))
-    comm.all_reduce(group, message, what)
+    all_reduce(group, message, what)
     count = message[-1]
     moments = (message[:-1] / (count if rows > 0 else count.clamp(min=1))).view(2, channels)
     moments[1].addcmul_(moments[0], moments[0], value=-1).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""What torch's class has besides averaging: names that libraries use, `join()`, mixed precision.
+"""What torch's class has besides averaging: names that libraries use, and mixed precision.
 
 The names do no work; they say what the engine is doing, or ask it for what it does anyway.
 """
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 from torch.func import functional_call
 
-from paceline.comm import tree
 from paceline.errors import UsageError
+from paceline.group import map_tensors
 
 if TYPE_CHECKING:
-    from paceline.ddp import DistributedDataParallel
-    from paceline.gradients.reducer import Reducer
+    from paceline.ddp.reducer import Reducer
 
 
 class TorchSurface:
@@ -30,6 +28,8 @@ class TorchSurface:
     broadcast_buffers: bool
     logger = None
     """torch's class logs here; ours does not."""
+    require_manual_backward_finalization = False
+    """Whether the caller calls `finalize_backward()`, which may be done in any case."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -54,13 +54,16 @@ class TorchSurface:
 
     @property
     def reducer(self) -> Reducer:
+        """What averages the gradients; torch's class has one of this name too."""
         return self._reducer
 
-    def will_sync_module_buffers(self) -> bool:
-        return self._will_broadcast_buffers()
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """As torch's: whether `finalize_backward()` has to wait until backward has returned."""
+        return self.require_manual_backward_finalization
 
-    def _will_broadcast_buffers(self) -> bool:
-        raise NotImplementedError
+    def finalize_backward(self) -> None:
+        """Nothing to do: gradients are averages when backward returns."""
 
     def _set_static_graph(self) -> None:
         """Nothing to do: any graph may change at any time."""
@@ -90,30 +93,6 @@ class TorchSurface:
         self.register_comm_hook(None, hooks[kind])
 
 
-class UnevenInputs(JoinHook):
-    """One model in torch's `Join` context: ranks that run out of inputs keep the others company.
-
-    They repeat the collectives of the others' steps, with gradients of zero, until the last one is
-    done; then all take the last one's model.
-    """
-
-    def __init__(
-        self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool
-    ) -> None:
-        super().__init__()
-        self._model = model
-        # A rank without inputs counts like one that has, unless asked otherwise: torch's default.
-        self._weight = 1.0 if divide_by_initial_world_size else 0.0
-
-    def main_hook(self) -> None:
-        """Repeat the collectives of one step of the ranks that still have inputs."""
-        self._model.shadow_step(self._weight)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Give everybody the model of a rank that was there to the end."""
-        self._model.take_final_model(is_last_joiner)
-
-
 class LowPrecision:
     """Runs a module as one of torch's `_MixedPrecision` configurations says.
 
@@ -129,7 +108,7 @@ class LowPrecision:
                 buffer.data = buffer.to(config.buffer_dtype)
 
     def __call__(self, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-        inputs, kwargs = tree.map_tensors(self._cast, (inputs, kwargs))
+        inputs, kwargs = map_tensors(self._cast, (inputs, kwargs))
         low = {name: self._cast(param) for name, param in module.named_parameters()}
         return functional_call(module, low, inputs, kwargs)
 

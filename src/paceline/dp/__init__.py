@@ -3,6 +3,6 @@
 A batch goes through the files in this order: `scatter`, `replicate`, `parallel_apply`, `gather`.
 """
 
-from paceline.dp.data_parallel import DataParallel, DPOptions
+from paceline.lazy import attach
 
-__all__ = ["DPOptions", "DataParallel"]
+__getattr__, __dir__, __all__ = attach(__name__)

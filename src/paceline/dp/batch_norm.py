@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.dp.devices import ReplicaDevice
 from paceline.errors import UsageError
+from paceline.torch_private import BatchNorm
 
 Moments = tuple[Tensor, Tensor, int]
 """Mean and biased variance per channel, and over how many elements they are taken."""
@@ -149,7 +149,7 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether replicas of this layer wait for each other; SyncBatchNorm waits for ranks."""
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 @cache

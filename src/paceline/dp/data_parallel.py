@@ -16,8 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import tree
-from paceline.ddp.wrapper import Wrapper
+from paceline.ddp import Wrapper
 from paceline.dp.batch_norm import StatisticsExchange, has_batch_norm
 from paceline.dp.devices import (
     Device,
@@ -35,6 +34,8 @@ from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter import Chunk, check_weights, scatter
 from paceline.errors import UsageError, check_choice, check_whole
+from paceline.group import map_tensors
+from paceline.torch_private import never_compiled
 
 BatchNorm = Literal["first", "whole"]
 
@@ -105,11 +106,12 @@ class DataParallel(Wrapper):
         self._output = output.device
         self.output_device = output.torch_id
         self.src_device_obj = devices[0].device
-        self._engine: Engine | None = None
+        self._engine: ReplicaEngine | None = None
         if len(devices) == 1:
             module = module.to(devices[0].device)
         self.module = module
 
+    @never_compiled  # a graph captured by torch.compile cannot contain threads
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the replicas' parts of the inputs, and join their outputs."""
         if len(self._devices) == 1:
@@ -118,9 +120,6 @@ class DataParallel(Wrapper):
         outputs = self._ready_engine().forward(chunks)
         used = [self._devices[chunk.replica] for chunk in chunks]
         return gather(outputs, used, self._output, self.dim)
-
-    # A graph captured by torch.compile cannot contain threads.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def backward(
         self,
@@ -151,16 +150,16 @@ class DataParallel(Wrapper):
 
     def _run_alone(self, inputs: Any, kwargs: Any) -> Any:
         device = self._devices[0].device
-        inputs, kwargs = tree.map_tensors(lambda tensor: move(tensor, device), (inputs, kwargs))
+        inputs, kwargs = map_tensors(lambda tensor: move(tensor, device), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         if self._output != device:
-            output = tree.map_tensors(lambda tensor: tensor.to(self._output), output)
+            output = map_tensors(lambda tensor: tensor.to(self._output), output)
         return output
 
-    def _ready_engine(self) -> Engine:
+    def _ready_engine(self) -> ReplicaEngine:
         engine = self._engine
         if engine is None or not engine.is_usable(self.module):
-            engine = Engine(self.module, self._devices, self._dp_options)
+            engine = ReplicaEngine(self.module, self._devices, self._dp_options)
             self.__dict__["_engine"] = engine
         return engine
 
@@ -168,7 +167,7 @@ class DataParallel(Wrapper):
         return {**self.__dict__, "_engine": None}
 
 
-class Engine:
+class ReplicaEngine:
     """One module's replicas, the parameters they use, and the threads they run in.
 
         built --(forward | backward)--> used ... --(module or threads changed)--> dropped

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.comm import tree
 from paceline.dp.devices import ReplicaDevice, move
 from paceline.errors import UsageError
+from paceline.group import children_of, is_container, with_children
 
 
 def gather(
@@ -38,7 +38,7 @@ def gather(
             f"{path} is a packed sequence, whose rows lie mixed and cannot be joined.",
             advice="Return it padded, with pad_packed_sequence(..., total_length=...).",
         )
-    parts = [dict(tree.children(value)) for value in outputs]
+    parts = [dict(children_of(value)) for value in outputs]
     kinds = {Tensor if isinstance(value, Tensor) else type(value) for value in outputs}
     if len(kinds) > 1 or any(own.keys() != parts[0].keys() for own in parts):
         advice = "Make the module return the same structure for every chunk of a batch."
@@ -52,12 +52,12 @@ def gather(
         except (RuntimeError, IndexError) as error:
             advice = "Parts may differ in that dimension only: pad them, or return a list instead."
             raise refuse(f"cannot be joined along dim {dim}", _shape, advice) from error
-    if tree.is_container(first) and not isinstance(first, set | frozenset):
+    if is_container(first) and not isinstance(first, set | frozenset):
         joined = [
             gather([own[key] for own in parts], sources, device, dim, path + key)
             for key in parts[0]
         ]
-        return tree.with_children(first, joined)
+        return with_children(first, joined)
     if not all(value is first or _equal(value, first) for value in outputs[1:]):
         advice = "Return it as a tensor, or in a list, to get one element or row per replica."
         raise refuse("differs between replicas and is not a tensor", repr, advice)
@@ -65,7 +65,7 @@ def gather(
 
 
 def _structure(value: Any) -> str:
-    keys = [key for key, _ in tree.children(value)]
+    keys = [key for key, _ in children_of(value)]
     return f"a {type(value).__name__}{' of ' + ', '.join(keys) if keys else ''}"
 
 

@@ -21,11 +21,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from paceline.dp.batch_norm import AbsentError
 from paceline.dp.devices import ReplicaDevice
 from paceline.errors import UsageError
+from paceline.torch_private import is_transformed
 
 Job = Callable[[], Any]
 Work = tuple[contextvars.Context, Job, threading.Event]
@@ -196,7 +196,7 @@ class ThreadState:
 
 def refuse_transforms() -> None:
     """Raise where derivatives are taken in a way in which other threads take no part."""
-    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+    if is_transformed():
         raise UsageError(
             "Transforms of torch.func and forward-mode differentiation do not reach the replicas' "
             "threads, and derivatives would be zero.",

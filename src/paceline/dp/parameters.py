@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.dp.devices import ReplicaDevice, move
-from paceline.transport.flat import ALIGNMENT, dense_layout, round_up
+from paceline.torch_private import (
+    accumulated_grad_hooks,
+    foreach_add_,
+    foreach_copy_,
+    mark_as_parameters,
+    tensor_hooks,
+)
+from paceline.transport import ALIGNMENT, dense_layout, round_up
 
 Parameters = Mapping[int, Tensor]
 """What a replica uses in place of a parameter, by the parameter's `id`."""
@@ -128,7 +135,7 @@ def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             packed = group[0].new_empty(
                 sum(round_up(shape.numel(), ALIGNMENT) for shape, _ in layouts)
             )
-            torch._foreach_copy_(list(_views(packed, layouts)), group)
+            foreach_copy_(list(_views(packed, layouts)), group)
             views = _views(move(packed, device), layouts)
             for index, view in zip(indices, views, strict=True):
                 copies[index] = view
@@ -147,8 +154,7 @@ def _broadcast(
         return copies
     flat = [tensor.detach() for own in copies for tensor in own]
     linked: tuple[Tensor, ...] = _Broadcast.apply(flat, *params)  # type: ignore[no-untyped-call]
-    for tensor in linked:
-        tensor._is_param = True
+    mark_as_parameters(linked)
     return [linked[i : i + len(params)] for i in range(0, len(linked), len(params))]
 
 
@@ -205,7 +211,7 @@ def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
         if grad is None:
             continue
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
+        if tensor_hooks(param) or accumulated_grad_hooks(param):
             hooked.append((param, grad))
         elif param.grad is None:
             param.grad = grad
@@ -215,7 +221,7 @@ def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         else:
             param.grad = param.grad + grad
     if sums:
-        torch._foreach_add_(sums, added)
+        foreach_add_(sums, added)
     if hooked:
         roots, their_grads = zip(*hooked, strict=True)
         torch.autograd.backward(roots, their_grads)

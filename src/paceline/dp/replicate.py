@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from paceline.ddp.wrapper import Wrapper
+from paceline.ddp import Wrapper
 from paceline.dp.batch_norm import StatisticsExchange, is_replaced, whole_batch_class
 from paceline.dp.devices import ReplicaDevice
 from paceline.dp.parameters import Parameters, copy_flat

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.comm import tree
 from paceline.dp.devices import ReplicaDevice, move
 from paceline.errors import UsageError
+from paceline.group import children_of, map_tensors
 
 Contents = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional inputs, keyword inputs, targets."""
@@ -61,7 +61,7 @@ def scatter(
     An empty batch is one empty chunk, and no inputs at all are one chunk without any.
     """
     if not args and not kwargs:
-        whole = tree.map_tensors(lambda tensor: move(tensor, devices[0].device), targets)
+        whole = map_tensors(lambda tensor: move(tensor, devices[0].device), targets)
         return [Chunk(0, (), {}, 0, whole)]
     contents = (args, kwargs, targets)
     named = _named_tensors(contents)
@@ -81,7 +81,7 @@ def scatter(
             own = _part(tensor, sizes_of[id(tensor)], dim, replica) if tensor.dim() > 0 else tensor
             return move(own, devices[replica].device)
 
-        own_args, own_kwargs, own_targets = tree.map_tensors(part, contents)
+        own_args, own_kwargs, own_targets = map_tensors(part, contents)
         chunks.append(Chunk(replica, own_args, own_kwargs, rows, own_targets))
     return chunks
 
@@ -141,7 +141,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         )
     if isinstance(value, Tensor):
         yield path, value
-    for key, item in tree.children(value):
+    for key, item in children_of(value):
         yield from _walk(item, path + key)
 
 

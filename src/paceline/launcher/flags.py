@@ -212,6 +212,11 @@ class LaunchOptions:
         "--as-torch",
         "give the script Paceline's DistributedDataParallel and DistributedSampler for torch's",
     )
+    share_gpus: bool = flag(
+        "--share-gpus",
+        "let several workers use one GPU, with NCCL between them: to try a script for many GPUs "
+        "on the ones there are, not for speed",
+    )
     virtual_local_rank: bool = flag(
         "--virtual-local-rank",
         "show each worker only its own GPU, as device 0, and set LOCAL_RANK to 0",
@@ -267,6 +272,12 @@ class LaunchOptions:
         "join_timeout=S, last_call_timeout=S, is_host=0|1, separated by commas",
         rendezvous_conf,
     )
+    machine_timeout: float = flag(
+        "--machine-timeout S",
+        "how long a machine may be out of reach before others continue; as machine 0 says",
+        seconds,
+        default="15",
+    )
     standalone: bool = flag("--standalone", "a single machine, whatever is said about others")
 
     max_restarts: int | None = flag(
@@ -285,6 +296,10 @@ class LaunchOptions:
     no_survive: bool = flag(
         "--no-survive", "end a run with its first worker, instead of replacing it"
     )
+    survive_errors: bool = flag(
+        "--survive-errors",
+        "replace a worker whose script raised, too, until the same exception comes twice at a line",
+    )
     no_template: bool = flag(
         "--no-template",
         "start every worker as a new Python, instead of forking one that has imported torch",
@@ -300,12 +315,6 @@ class LaunchOptions:
         "signals to the launcher that are passed on to the workers and end the run",
         signals,
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    )
-    monitor_interval: float = flag(
-        "--monitor-interval S",
-        "seconds between looks at the other machines; workers here are watched without polling",
-        seconds,
-        default="0.1",
     )
 
     no_label: bool = flag("--no-label", "do not put `[rank N]` before each line", group="output")
@@ -371,6 +380,14 @@ class LaunchOptions:
         seconds,
         tells="PACELINE_STALL_S",
     )
+    stall_end: float | None = flag(
+        "--stall-end S",
+        "seconds of standstill in its own code after which a worker that others wait for is ended, "
+        "and replaced in a run that survives; 0 for never; by default PACELINE_STALL_END_S, else "
+        "ten times --stall-after",
+        seconds,
+        tells="PACELINE_STALL_END_S",
+    )
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; of several reasons, the first is told."""
@@ -380,6 +397,8 @@ class LaunchOptions:
         has_address = self.rdzv_endpoint is not None or (is_numbered and self.master_addr)
         drop = "Drop one of the two."
         refuse(self.module and self.no_python, "--module and --no-python contradict.", drop)
+        both = self.no_survive and self.survive_errors
+        refuse(both, "--no-survive and --survive-errors contradict.", drop)
         refuse(self.quiet and self.json, "--quiet and --json contradict.", drop)
         refuse(least > most, f"{said}, which is impossible.", "MIN is not above MAX.")
         refuse(self.standalone and most > 1, f"--standalone means one machine, but {said}.", drop)
@@ -444,10 +463,14 @@ class LaunchOptions:
 FLAGS: tuple[Flag, ...] = tuple(
     declared.metadata["flag"] for declared in fields(LaunchOptions) if declared.metadata
 )
-_TORCHS_ALONE = ("--run-path", "--start-method NAME", "--event-log-handler NAME")
-IGNORED = tuple(
-    Flag(usage, "no effect here", group="" if number else "accepted as torchrun does")
-    for number, usage in enumerate((*_TORCHS_ALONE, "--logs-specs NAME", "--local-addr ADDR"))
+IGNORED = (
+    Flag("--run-path", "no effect here", group="accepted as torchrun does"),
+    Flag("--start-method NAME", "no effect here"),
+    Flag("--event-log-handler NAME", "no effect here"),
+    Flag("--log-line-prefix-template TEXT", "no effect here: lines begin with [rank N]"),
+    Flag("--logs-specs NAME", "no effect here"),
+    Flag("--local-addr ADDR", "no effect here"),
+    Flag("--monitor-interval S", "no effect here: nothing is polled"),
 )
 
 

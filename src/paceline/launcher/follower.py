@@ -13,22 +13,21 @@ machine, so nobody here may write any more.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.launcher.generations import FOLLOWER_SILENCE_S, End, Workers
-from paceline.launcher.wire import BEAT_S
+from paceline.launcher.channel import BEAT_S
+from paceline.launcher.deaths import StopReason, WorkerExit
+from paceline.launcher.workers import Workers
 
 
 @dataclass(kw_only=True)
 class Follower(Workers):
     """The workers of this machine, about whom the launcher of another one decides."""
 
-    silence_s = FOLLOWER_SILENCE_S
     lead: int
     """The machine that leads."""
-    lead_is_gone: str
-    """What to say then."""
+    lead_name: str
     may_leave: bool = False
     _left: set[int] = field(default_factory=set)
     """Workers that were asked to go, and have gone."""
@@ -45,18 +44,20 @@ class Follower(Workers):
     def due_s(self) -> float | None:
         return None
 
-    def is_member(self, seat: int) -> bool:
-        return seat not in self._finished | self._left
+    def is_member(self, worker: int) -> bool:
+        return worker not in self._finished | self._left
 
-    def on_exit(self, seat: int, ledger: dict[str, Any], how: str, **death: Any) -> bool:
+    def on_exit(self, end: WorkerExit, ledger: dict[str, Any]) -> bool:
         """A worker has ended early; the lead decides, and ends everybody if nobody continues."""
-        if seat in self.dismissed:
+        worker = end.rank
+        if worker in self.dismissed:
             return True
-        if not self.is_on or seat in self._finished:
+        self._was_thrown_out(end)
+        if not self.is_on or worker in self._finished:
             return False
-        if seat not in self._left:
-            self.say(f"worker {seat} {how} in step {death['step']}.")
-        self._report(said="died", seat=seat, death={"ledger": ledger, "how": how, **death})
+        if worker not in self._left and (self.survives_errors or not end.raised):
+            self.say(f"worker {worker} {end.how}{end.where}.")
+        self._report(said="died", worker=worker, end=asdict(end), ledger=ledger)
         return True
 
     def keep_in_touch(self) -> None:
@@ -66,37 +67,39 @@ class Follower(Workers):
         if now_s < self._ledgers_at_s:
             return
         self._ledgers_at_s = now_s + BEAT_S
-        for seat, line in self.lines.items():
-            ledger = line.ledger.read()
-            if ledger != self._ledgers.get(seat, {}):
-                self._ledgers[seat] = ledger
-                self._report(said="ledger", seat=seat, ledger=ledger)
+        for worker, channel in self.worker_channels.items():
+            ledger = channel.ledger.read()
+            if ledger != self._ledgers.get(worker, {}):
+                self._ledgers[worker] = ledger
+                self._report(said="ledger", worker=worker, ledger=ledger)
 
-    def _hear(self, seat: int, message: dict[str, Any]) -> None:
+    def _hear(self, worker: int, message: dict[str, Any]) -> None:
         match message:
             case {"said": "joined"}:
                 self.is_on = True
                 self.facts = message.get("facts", self.facts)
             case {"said": "left"}:
-                self._left.add(seat)
-                message["ledger"] = self.lines[seat].ledger.read()
-            case {"said": "finished"}:
-                self._finished.add(seat)
-                message["ledger"] = self.lines[seat].ledger.read()
-        self._report(**message, seat=seat)
+                self._left.add(worker)
+            case {"said": "finished", "is_left": is_left}:
+                self._finished.add(worker)
+                self._leavers += [worker] if is_left else []
+        if message["said"] in ("joined", "left", "finished"):
+            message["ledger"] = self.worker_channels[worker].ledger.read()
+        self._report(**message, worker=worker)
 
     def _hear_machine(self, message: dict[str, Any]) -> None:
         match message:
             case {"do": "leave"}:
                 self.may_leave = True
             case {"do": "end", **end}:
-                self.end = self.end or End(**end)
+                self.end = self.end or StopReason(**end)
             case _:
                 self.obey(message)
 
     def _lose_machine(self, machine: int, why: str) -> None:
-        self.end = self.end or End(text=self.lead_is_gone, is_final=True, is_hard=True)
+        text = f"{self.lead_name} is gone: {why}"
+        self.end = self.end or StopReason(text=text, is_final=True, is_hard=True)
 
     def _report(self, **message: Any) -> None:
-        if self.lead in self.wires:
-            self.wires[self.lead].send(message)
+        if self.lead in self.channels:
+            self.channels[self.lead].send(message)

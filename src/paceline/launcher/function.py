@@ -25,6 +25,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import paceline
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import MAX_WORKERS, SHUTDOWN_TIMEOUT_S, LaunchOptions
@@ -46,12 +47,13 @@ def launch(
     threads: int | None = None,
     label: bool = True,
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
-) -> list[T]:
+) -> Results[T]:
     """Call `fn(*args)` in `workers` processes and return their results, by rank.
 
     `fn` joins the others with `paceline.init_process_group()`. Results may be numbers, strings,
     containers and tensors; anything else comes back as None, with a warning. The first worker to
-    fail ends all, and its traceback is in the `WorkerError` raised here.
+    fail ends all, and its traceback is in the `WorkerError` raised here. In a notebook the results
+    of a `Run` with a folder show its report.
     """
     _check(fn, workers, threads)
     for name in MODULES:  # loaded once here, not once per worker
@@ -62,28 +64,44 @@ def launch(
     )
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder())
-        store = stack.enter_context(closing(StoreServer()))
+        announced = os.path.join(folder, "run_folder")
+        with open(announced, "x") as file:
+            print(os.getpid(), file=file)
+        store = stack.enter_context(closing(StoreServer(folder)))
         forks = stack.enter_context(closing(_Forks(partial(fn, *args), store)))
         specs = plan_workers(
             options,
             store.first_place(workers),
             run_id=secrets.token_hex(8),
             folder=folder,
-            environ=os.environ,
+            environ={**os.environ, env.FOLDER_VARIABLE: announced},
             cores=count_cores(),
             interface=env.loopback_interface(),
         )
         specs = [replace(spec, takes_terminal=False) for spec in specs]
         console = open_console(os.environ)
-        ending = Supervisor(specs, forks.start, options, console, store=store).run()
-        if (first := ending.first_failure) is not None:
+        stack.callback(console.flush, None)
+        result = Supervisor(specs, forks.start, options, console, store=store).run()
+        if (reason := result.reason) is not None:
             raise WorkerError(
-                f"rank {first.rank} of {workers} failed: {first}",
-                where=first.traceback.rstrip(),
-                rank=first.rank,
-                traceback=first.traceback,
+                f"The function failed: {reason.text}.",
+                where=reason.traceback.rstrip(),
+                rank=reason.worker,
+                traceback=reason.traceback,
             )
-        return _read_results([_result_file(spec) for spec in specs])
+        found = Results(_read_results([_result_file(spec) for spec in specs]))
+        found.folder = env.find_announced(announced)
+        return found
+
+
+class Results(list[T]):
+    """What workers returned, by rank."""
+
+    folder = ""
+    """Of the run that they trained, if that has one."""
+
+    def _repr_html_(self) -> str | None:
+        return paceline.RunView(self.folder)._repr_html_() if self.folder else None
 
 
 class _Forks:
@@ -95,7 +113,7 @@ class _Forks:
 
     def __init__(self, call: Callable[[], object], store: StoreServer) -> None:
         self.call = call
-        self.ours = [store.socket.fileno()]
+        self.ours = [store.socket.fileno(), store.near.fileno()]
         """What only the calling process may hold open."""
         self.processes: list[Any] = []
         self.asked: SimpleQueue[tuple[WorkerSpec, Pipes, Future[WorkerProcess]] | None]
@@ -150,7 +168,10 @@ class _Forks:
         os.environ.update({**spec.environment, **pipes.variables})
         if "OMP_NUM_THREADS" in os.environ:  # torch read it when the parent imported it
             sys.modules["torch"].set_num_threads(env.read_int(os.environ, "OMP_NUM_THREADS"))
-        worker = Worker(Instructions(parent=parent, status_fd=pipes.status_writer))
+        end_s = env.read_observation(spec.environment).stall_end_s
+        worker = Worker(
+            Instructions(parent=parent, status_fd=pipes.status_writer, stall_end_s=end_s)
+        )
         worker.prepare()
         sys.exit(worker.call(lambda: _write_result(_result_file(spec), self.call())))
 
@@ -177,7 +198,7 @@ def _result_file(spec: WorkerSpec) -> str:
 
 
 def _write_result(path: str, result: object) -> None:
-    from paceline.comm.codec import encode
+    from paceline.files import encode
 
     try:
         message = encode({"value": result})
@@ -188,7 +209,7 @@ def _write_result(path: str, result: object) -> None:
 
 
 def _read_results(paths: list[str]) -> list[Any]:
-    from paceline.comm.codec import decode
+    from paceline.files import decode
 
     found: list[dict[str, Any]] = [{} for _ in paths]
     for rank, path in enumerate(paths):

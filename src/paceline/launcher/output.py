@@ -12,18 +12,31 @@ from __future__ import annotations
 import io
 import os
 import secrets
+import select
+import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO
+from typing import IO, TextIO
 
 from paceline.env import read_terminal, screen_environment
+from paceline.files import OutputLog
 from paceline.launcher.plan import STDERR, STDOUT, Route, WorkerSpec
-from paceline.progress.screen import Screen, Status, has_rich, read_record, terminal_of, write_bytes
+from paceline.telemetry import (
+    RunStatus,
+    Screen,
+    columns_of,
+    has_rich,
+    read_record,
+    terminal_of,
+    wrapped,
+    write_bytes,
+)
 
 MAX_LINE_BYTES = 64 * 2**10
+MAX_WAITING_BYTES = 2**20
 TERMINAL_PATIENCE_S = 1.0
 LOG_PATIENCE_S = 10.0
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -88,11 +101,29 @@ def _last_rewrite(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
+class PipeWriter:
+    """Writes to a pipe as much as it has room for, so that whoever reads it holds nobody up."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.waiting = fd, bytearray()
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def write(self, data: bytes, wait_ms: int | None = 0) -> None:
+        """Write what there is room for; the rest waits. None waits for room."""
+        self.waiting += data
+        # A pipe that has room at all has room for so much.
+        while self.waiting and self._poll.poll(wait_ms):
+            del self.waiting[: os.write(self.fd, self.waiting[: select.PIPE_BUF])]
+
+
 @dataclass(eq=False)
 class Console:
     """Where labelled lines go: the launcher's standard output and standard error."""
 
     write_by_stream: Mapping[int, Callable[[bytes], object]]
+    pipes: Sequence[PipeWriter] = ()
+    """Those of the streams that are pipes."""
     live: frozenset[int] = frozenset({STDOUT, STDERR})
     """Streams that somebody watches; the others are logs."""
     coloured: frozenset[int] = frozenset()
@@ -102,17 +133,39 @@ class Console:
     """Streams that lead to that terminal; whichever a line came from, it is written there."""
     mark: str = field(default_factory=lambda: f"\x1b_{secrets.token_hex(8)}\x1b\\")
     """Begins a line of the whole run. Terminals ignore it, should it ever be shown."""
-    greeting: Status | None = None
+    terminal: int = -1
+    """The descriptor of standard error's terminal, where there is one."""
+    log: OutputLog | None = None
+    """Where all that is shown is kept too."""
+    greeting: RunStatus | None = None
     """What the bottom line says until the first word of a worker."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a pipe has no room for what was shown."""
+        return any(pipe.waiting for pipe in self.pipes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that workers should, too."""
+        return any(len(pipe.waiting) > MAX_WAITING_BYTES for pipe in self.pipes)
+
+    def flush(self, wait_ms: int | None = 0) -> None:
+        """Write what waits, as far as there is room; None waits until all is written."""
+        for pipe in self.pipes:
+            pipe.write(b"", wait_ms)
 
     def greet(self, text: str) -> None:
         """Say at the bottom of the screen why nothing is to be seen yet."""
         if self.screen is not None and self.greeting is None and not self.screen.is_drawn:
-            self.greeting = Status(None, ((0, text),))
+            self.greeting = RunStatus(None, ((0, text),))
             self.screen.show(self.greeting)
 
     def show(self, stream: int, lines: Iterable[tuple[int | None, bytes]]) -> None:
         """Write lines at once, each with its rank unless that is None."""
+        lines = list(lines)
+        if self.log is not None:
+            self.log.add(lines)
         if self.screen is not None and self.screen.shows(self.greeting):
             self.screen.clear()
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
@@ -120,6 +173,23 @@ class Console:
             self.screen.write_above(data)
         else:
             self.write_by_stream[stream](data)
+
+    def say(self, text: str) -> None:
+        """Tell the user something of the launcher's own, on standard error and at once.
+
+        On a terminal sentences are broken between words; the lines of a traceback are not.
+        """
+        columns = columns_of(self.terminal)
+        lines = [
+            part
+            for line in text.splitlines()
+            for part in wrapped(line, 0 if line.startswith(" ") else columns)
+        ]
+        self.show(STDERR, [(None, line.encode("utf-8", "replace")) for line in lines])
+
+    def tell(self, text: str) -> None:
+        """A sentence in the launcher's name."""
+        self.say(f"paceline: {text}")
 
     def _label(self, stream: int, rank: int | None) -> bytes:
         if rank is None:
@@ -133,7 +203,10 @@ class Console:
 def open_console(environ: Mapping[str, str]) -> Console:
     """Python's own streams. In a notebook they are not files, and encode what they are given."""
     streams = {STDOUT: sys.stdout, STDERR: sys.stderr}
+    writes: dict[int, Callable[[bytes], object]]
     writes = {number: partial(write_bytes, stream) for number, stream in streams.items()}
+    pipes = {n: PipeWriter(fd) for n, stream in streams.items() if (fd := _pipe_of(stream)) >= 0}
+    writes |= {number: pipe.write for number, pipe in pipes.items()}
     terminals = {n: fd for n, stream in streams.items() if (fd := terminal_of(stream)) >= 0}
     notebook = {n for n, stream in streams.items() if not isinstance(stream, io.TextIOWrapper)}
     settings = read_terminal(environ)
@@ -144,11 +217,23 @@ def open_console(environ: Mapping[str, str]) -> Console:
         screen = Screen(sys.stdout, has_colour=has_colour)
     return Console(
         writes,
+        list(pipes.values()),
         live=frozenset(terminals) | notebook,
         coloured=frozenset(terminals) if has_colour else frozenset(),
         screen=screen,
         on_screen=frozenset(n for n, other in terminals.items() if _are_same(other, fd)),
+        terminal=terminals.get(STDERR, -1),
     )
+
+
+def _pipe_of(stream: TextIO) -> int:
+    """The descriptor of a stream that may make its writer wait, and is not a terminal; else -1."""
+    try:
+        mode = os.fstat(fd := stream.fileno()).st_mode
+        stream.flush()  # what was printed before comes first
+    except (OSError, ValueError, AttributeError):
+        return -1
+    return fd if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else -1
 
 
 def _are_same(fd: int, other: int) -> bool:
@@ -211,8 +296,8 @@ class Records(Source):
             return
         newest = records[-1]  # only that is worth drawing
         if not self.draws:
-            self.screen.expect_foreign_line(isinstance(newest, Status))
-        elif isinstance(newest, Status):
+            self.screen.expect_foreign_line(isinstance(newest, RunStatus))
+        elif isinstance(newest, RunStatus):
             self.screen.show(newest)
         else:
             self.screen.clear()
@@ -301,24 +386,33 @@ class Pipes:
         self.sources: list[Source] = []
         self.streams: dict[int, int | None] = {STDOUT: None, STDERR: None}
         self.variables: dict[str, str] = {}
-        if not spec.takes_terminal:
-            marks = {STDOUT: console.mark if spec.marks_lines else "", STDERR: ""}
-            for number, mark in marks.items():
-                self.streams[number] = self._open(spec, number, console, mark)
-        if spec.speaks_for_all:
-            self._offer_screen(spec, console, console.mark if spec.marks_lines else "")
+        try:
+            if not spec.takes_terminal:
+                marks = {STDOUT: console.mark if spec.marks_lines else "", STDERR: ""}
+                for number, mark in marks.items():
+                    self.streams[number] = self._open(spec, number, console, mark)
+            if spec.speaks_for_all:
+                self._offer_screen(spec, console, console.mark if spec.marks_lines else "")
+        except BaseException:
+            self.close()
+            raise
 
     def _open(self, spec: WorkerSpec, number: int, console: Console, mark: str) -> int:
         """The worker's end of one stream."""
         route = spec.routes[number]
         if route.on_console or route.filtered_file:
             reader, writer = os.pipe()
-            stream = Stream(reader, number, console, route, rank=spec.label, mark=mark)
+            self.theirs.append(writer)
+            try:
+                stream = Stream(reader, number, console, route, rank=spec.label, mark=mark)
+            except OSError:
+                os.close(reader)
+                raise
             self.sources.append(stream)
         else:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             writer = os.open(route.log_file or os.devnull, flags, 0o600)
-        self.theirs.append(writer)
+            self.theirs.append(writer)
         return writer
 
     def _offer_screen(self, spec: WorkerSpec, console: Console, mark: str) -> None:
@@ -330,7 +424,9 @@ class Pipes:
             self.sources.append(Records(reader, console.screen, draws=not spec.takes_terminal))
             self.theirs.append(writer)
         stdout = self.streams[STDOUT]
-        self.variables = screen_environment(writer, STDOUT if stdout is None else stdout, mark)
+        columns = 0 if console.screen is None else console.screen.columns
+        fd = STDOUT if stdout is None else stdout
+        self.variables = screen_environment(writer, fd, mark, columns)
 
     @property
     def ours(self) -> list[int]:

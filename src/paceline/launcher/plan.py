@@ -9,10 +9,12 @@ from __future__ import annotations
 import glob
 import math
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from paceline import env
@@ -56,6 +58,16 @@ class WorkerSpec:
     """Whether it is rank 0, or may become it when that one dies."""
     takes_terminal: bool
     """Alone on the console, it inherits the launcher's streams as they are."""
+    is_alone: bool = False
+    """Whether it does what is left of a script whose training is over, without the others."""
+
+    def alone(self) -> WorkerSpec:
+        """The same worker in a world of its own, with keys of its own in the store."""
+        only = dict.fromkeys(("RANK", "ROLE_RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+        only |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+        attempt = int(self.environment["TORCHELASTIC_RESTART_COUNT"]) + 1
+        only |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        return replace(self, environment={**self.environment, **only}, is_alone=True)
 
     @property
     def speaks_for_all(self) -> bool:
@@ -79,13 +91,19 @@ def plan_workers(
     cores: int,
     interface: str | None = None,
     attempt: int = 0,
+    gpus: Sequence[str] = (),
 ) -> list[WorkerSpec]:
     """One spec for each worker of this machine, by local rank; `first` is the first one's place.
 
-    `folder` takes the attempt's error and log files; `interface` is the one Gloo should use.
+    `folder` takes the attempt's error and log files; `interface` is the one Gloo should use;
+    `gpus` are the devices that workers share, if they do.
     """
     argv = (*python_argv(environ), WORKER_FILE, options.program, *options.arguments)
     defaults = _defaults(environ, first.local_size, cores, interface)
+    if gpus:
+        defaults |= env.SOCKETS_OF_NCCL
+        if first.is_single_node and interface is not None:
+            defaults["NCCL_SOCKET_IFNAME"] = interface
     specs = []
     for local_rank in range(first.local_size):
         place = replace(first, rank=first.rank + local_rank, local_rank=local_rank)
@@ -97,7 +115,11 @@ def plan_workers(
             "PACELINE_RUN_ID": run_id,
             env.FAILURE_VARIABLE: os.path.join(folder, "failed"),
         }
-        if options.virtual_local_rank:
+        if gpus:
+            # To NCCL, which refuses two workers of one host on one GPU, each is a host of its own.
+            defaults["NCCL_HOSTID"] = f"{run_id}-{place.rank}"
+            ours |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[local_rank % len(gpus)]}
+        elif options.virtual_local_rank:
             visible = _visible_device(environ, local_rank)
             ours |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible}
         routes = {n: _route(options, local_rank, n, folder) for n in (STDOUT, STDERR)}
@@ -139,11 +161,11 @@ def _defaults(
 
 
 def _visible_device(environ: Mapping[str, str], local_rank: int) -> str:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    if "CUDA_VISIBLE_DEVICES" not in environ:
         return str(local_rank)
-    devices = [name.strip() for name in visible.split(",") if name.strip()]
+    devices = find_gpus(environ)
     if local_rank >= len(devices):
+        visible = environ["CUDA_VISIBLE_DEVICES"]
         raise SettingError(
             f"CUDA_VISIBLE_DEVICES is {visible!r}: nothing there for local rank {local_rank}.",
             advice="Start fewer workers, or make more devices visible.",
@@ -200,6 +222,39 @@ def count_workers(wanted: str) -> int:
     return count or count_cores()
 
 
+def find_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that workers may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(_ask_torch())]
+    return [name.strip() for name in visible.split(",") if name.strip()]
+
+
+def describe_sharing(gpus: Sequence[str], workers: int, environ: Mapping[str, str]) -> list[str]:
+    """What to say of workers that share GPUs, before they start."""
+    if not gpus:
+        raise DeviceError(
+            "--share-gpus was passed, but there is no GPU to share.",
+            advice="Leave it out to train on the CPU, or look at `paceline doctor`.",
+        )
+    each = math.ceil(workers / len(gpus))
+    here = f"up to {each} workers share each of {len(gpus)} GPUs" if len(gpus) > 1 else ""
+    here = here or f"{workers} workers share one GPU, and its memory"
+    lines = [f"{here}, with NCCL over sockets between them: to try the script, not for speed."]
+    for name, value in env.SOCKETS_OF_NCCL.items():
+        if (theirs := environ.get(name, value)) != value:
+            lines.append(f"{name}={theirs} is kept, although sharing a GPU needs {value}.")
+    if "NCCL_HOSTID" in environ:
+        lines.append("NCCL_HOSTID is kept, although NCCL refuses workers for whom it is the same.")
+    wanted = environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
+    there = [name for _, name in socket.if_nameindex()]
+    is_there = any(name.startswith(tuple(wanted.split(","))) for name in there)
+    if not wanted.startswith("^") and not is_there:
+        lines.append(f"NCCL_SOCKET_IFNAME is {wanted!r}, but there is only {', '.join(there)}.")
+    return lines
+
+
+@cache  # restarts are not to pay for it again
 def _ask_torch() -> int:
     """Count GPUs in a process of its own: only torch knows all the ways to hide a device."""
     question = "import torch; print(torch.cuda.device_count())"

@@ -1,31 +1,28 @@
-"""A worker process seen from the launcher: its signals, its orphans, and how it ended.
-
-When one worker fails the others soon fail too, with errors that only say a peer is gone. The
-traceback worth reading is that of the first real failure, so it is printed alone and once.
-"""
+"""A worker process seen from the launcher: its signals, its pipes, its orphans, its folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import glob
-import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from paceline.env import step_file
-from paceline.launcher.output import Pipes
+from paceline.env import find_announced
+from paceline.files import RunFolder, keep_traceback, record_end
+from paceline.launcher.deaths import StopReason, WorkerExit
+from paceline.launcher.output import Console, Pipes
 
-MAX_ERROR_BYTES = 4 * 2**20
 _FOLDER_PREFIX = "paceline-run-"
 _TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
@@ -44,16 +41,22 @@ class WorkerProcess:
     """False for a worker that shares the launcher's terminal, and so its process group."""
     failed_ns: int = 0
     """When it said that it had failed, though it may take long to end; 0 while it has not."""
+    is_judged: bool = False
+    """Whether the others continue without it, which it has yet to hear of."""
     pidfd: int = -1
     beats: bool = False
     """Whether it has ever said that it is alive, so that silence means something."""
     looks_stopped: int = 0
     looks_silent: int = 0
     """At how many looks in a row it was stopped, or had not spoken."""
+    word: bytes = b""
+    """What it said last: that it is alive, waits for others or hangs."""
+    is_dumped: bool = False
+    """Whether it was asked where it is, before it is ended."""
     cpu_s: float = 0.0
     """How long it had computed at the last look."""
     accused: str = ""
-    """Why the launcher killed it, alone of all."""
+    """Why the launcher killed it, alone of all: what it did, as a sentence about it continues."""
 
     def look(self, since_s: float) -> None:
         """Note whether it is stopped or silent, `since_s` after the last look.
@@ -71,6 +74,11 @@ class WorkerProcess:
         self.looks_stopped = self.looks_stopped + 1 if state == b"T" else 0
         if self.beats and is_idle and state != b"t":
             self.looks_silent += 1
+
+    @property
+    def can_dump(self) -> bool:
+        """Whether it runs code of ours that listens to the signal for it."""
+        return self.beats
 
     def send(self, number: int) -> None:
         """Signal the worker and everything it has started."""
@@ -147,15 +155,29 @@ class OrphanGuard:
     It is not a fork: handlers that run around one would swallow an interrupt.
     """
 
-    def __init__(self, groups: list[int]) -> None:
-        script = """trap '' INT QUIT HUP TERM; read -r _; kill -s KILL -- "$@" """
+    def __init__(self) -> None:
+        script = """trap '' INT QUIT HUP TERM; groups=; while read -r line; do groups=$line; done
+            [ -z "$groups" ] || kill -s KILL -- $groups"""
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", script, "paceline-guard", *(f"-{group}" for group in groups)],
+            ["/bin/sh", "-c", script, "paceline-guard"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,  # a signal to the launcher's group is not for it
         )
+        assert self.process.stdin is not None
+        self._pipe = self.process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
+
+    def guard(self, groups: Iterable[int]) -> bool:
+        """From now on these; False if it is gone."""
+        try:
+            os.write(self._pipe, f"{' '.join(f'-{group}' for group in groups)}\n".encode())
+        except BlockingIOError:  # it is stopped, and knows most of them
+            return True
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Dismiss it: the workers have ended."""
@@ -163,128 +185,75 @@ class OrphanGuard:
         self.process.communicate()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEnd:
-    """How one worker ended. A negative exit code is a signal, as in `subprocess`."""
+class SignalInbox:
+    """Turns signals to the launcher into something its loop can wait for."""
 
-    rank: int
-    exit_code: int
-    time_ns: int = 0
-    """When it failed, by its own word or else when that was noticed; on the monotonic clock."""
-    ended_by_launcher: bool = False
-    summary: str = ""
-    """What it wrote about the exception that ended it; empty where it wrote nothing."""
-    traceback: str = ""
-    is_secondary: bool = False
-    ends_run: bool = False
-    """Whether it said that nobody should continue."""
-    step: int = 0
-    """The last step of a `Run` that it began; 0 if none is known."""
-
-    @property
-    def failed(self) -> bool:
-        return self.exit_code != 0 and not self.ended_by_launcher
-
-    @property
-    def signal(self) -> int:
-        """The signal that killed it, or that it stopped for as its exit code 128+n says; else 0."""
-        number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
-        return number if number in set(signal.Signals) and not self.summary else 0
-
-    def __str__(self) -> str:
-        """In a few words, without the traceback."""
-        if self.ended_by_launcher:
-            return "ended by the launcher"
-        if self.summary:
-            return self.summary.partition("\n")[0]
-        if self.signal and self.exit_code > 0:
-            return f"stopped by {signal_name(self.signal)} (exit code {self.exit_code})"
-        if self.exit_code < 0:
-            where = f" in step {self.step}" if self.step else ""
-            return f"killed by signal {-self.exit_code} ({signal_name(-self.exit_code)}){where}"
-        return f"exit code {self.exit_code}" if self.exit_code else "finished"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How all workers of one attempt on this machine ended, and why."""
-
-    workers: tuple[WorkerEnd, ...]
-    signal: int | None = None
-    """The signal to the launcher that ended the run, if one did."""
-    elsewhere: str = ""
-    """What another machine said before this one ended its workers."""
-    lost_in: int = 0
-    """The step in which the last worker of a run died; the checkpoint carries on."""
-
-    @property
-    def first_failure(self) -> WorkerEnd | None:
-        failed = [end for end in self.workers if end.failed]
-        return min(failed, key=lambda end: (end.is_secondary, end.time_ns), default=None)
-
-    @property
-    def succeeded(self) -> bool:
-        return self.signal is None and not self.elsewhere and self.first_failure is None
-
-    @property
-    def exit_code(self) -> int:
-        """0, 1 for a failure, 128+n for the signal n that ended the launcher or a worker."""
-        if self.signal is not None:
-            return 128 + self.signal
-        first = self.first_failure
-        if first is not None and first.signal:
-            return 128 + first.signal
-        return 0 if self.succeeded else 1
-
-    def __str__(self) -> str:
-        """What the launcher prints: the first real traceback, then a line per rank."""
-        first = self.first_failure
-        if self.signal is not None:
-            return f"paceline: ended by {signal_name(self.signal)}.\n"
-        if first is not None and first.traceback:
-            lines = [f"paceline: rank {first.rank} failed:", first.traceback.rstrip()]
-        elif first is not None:
-            lines = [f"paceline: rank {first.rank} failed: {first}."]
-        elif self.elsewhere:
-            lines = [f"paceline: {self.elsewhere}"]
-        else:
-            return ""
-        lines += [f"  rank {end.rank}: {end}" for end in self.workers if end is not first]
-        return "\n".join(lines) + "\n"
-
-
-def read_error(path: str) -> dict[str, Any]:
-    """What a worker, or torch's `@record` in it, wrote about its error; nothing if it did not."""
-    try:
-        if os.path.getsize(path) > MAX_ERROR_BYTES:
-            return {}
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-        message = data["message"]
-        if isinstance(message, str):
-            message = {"message": message}
-        found = {
-            "summary": str(message.get("message", "")),
-            "traceback": str(message.get("extraInfo", {}).get("py_callstack", "")),
-            "is_secondary": bool(data.get("is_secondary", False)),
-            "ends_run": bool(data.get("ends_run", False)),
+    def __init__(self, numbers: Iterable[int], *others: int) -> None:
+        """`numbers` end a run, `others` do not."""
+        self._ending = frozenset(numbers)
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+        self.seen: list[int] = []
+        """All that ever came and end a run: after one of them nothing is started any more."""
+        self.wakeup_before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        # What nohup or a shell has switched off stays off.
+        self.before: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal)
+            for number in {*self._ending, *others}
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
-        return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
+
+    def close(self) -> None:
+        for number, handler in self.before.items():  # what is not to end a run ends nothing now
+            signal.signal(number, handler if number in self._ending else signal.SIG_IGN)
+        signal.set_wakeup_fd(self.wakeup_before)
+        self.reader.close()
+        self.writer.close()
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def read(self) -> list[int]:
+        try:
+            numbers = [number for number in self.reader.recv(64) if number in self.before]
+        except BlockingIOError:
+            return []
+        self.seen += [number for number in numbers if number in self._ending]
+        return numbers
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The number arrives through the wakeup descriptor."""
 
 
-def read_step(error_file: str) -> int:
-    """The last step that a worker began, if it runs a `Run`; else 0."""
-    try:
-        with open(step_file(error_file), "rb") as file:
-            return int.from_bytes(file.read(8), sys.byteorder)
-    except OSError:
-        return 0
+class EndRecord:
+    """What the launcher itself writes into the run folder: exceptions, and why the run ended."""
 
+    def __init__(self, announced: str, console: Console) -> None:
+        """`announced` is the file in which whoever writes in the folder has named it."""
+        self._announced, self._console = announced, console
+        self._has_shown = False
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+    def record(self, reason: StopReason) -> None:
+        """Write why all workers have ended; none of them can any more."""
+        if (folder := self._find()) is None:
+            return
+        facts = {name: getattr(reason, name) for name in ("worker", "step", "traceback")}
+        try:
+            record_end(folder, reason.status, reason.text, **facts)
+        except OSError as error:
+            self._console.tell(f"{folder.info} does not say how the run ended: {error}.")
+
+    def show_first(self, end: WorkerExit) -> None:
+        """Print the first exception that is survived, and keep it."""
+        if self._has_shown or not end.summary or end.is_secondary:
+            return
+        self._has_shown = True
+        self._console.say(f"paceline: worker {end.rank} failed{end.where}:\n{end.traceback}")
+        if (folder := self._find()) is not None:
+            with contextlib.suppress(OSError):
+                keep_traceback(folder, end.reason, end.traceback)
+
+    def _find(self) -> RunFolder | None:
+        path = find_announced(self._announced)
+        return RunFolder(path) if path else None

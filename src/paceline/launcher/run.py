@@ -18,18 +18,28 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
-from paceline.comm.sockets import interface_towards
-from paceline.env import WATCH_VARIABLE, Placement, loopback_interface, offer_command
+from paceline import env
+from paceline.env import (
+    FOLDER_VARIABLE,
+    Placement,
+    find_announced,
+    loopback_interface,
+    offer_command,
+    read_observation,
+)
 from paceline.errors import UsageError
+from paceline.files import OutputLog
+from paceline.group import interface_towards
+from paceline.launcher.deaths import BEFORE_TRAINING, BUG, SAME_STEP, Deaths, RunResult
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
-from paceline.launcher.generations import BEFORE_TRAINING, Generations
+from paceline.launcher.generations import Generations
 from paceline.launcher.output import Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
@@ -38,15 +48,17 @@ from paceline.launcher.plan import (
     WorkerSpec,
     count_cores,
     count_workers,
+    describe_sharing,
+    find_gpus,
     plan_workers,
     python_argv,
 )
-from paceline.launcher.process import Ending, WorkerProcess, private_folder
+from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
+from paceline.launcher.roster import Roster
 from paceline.launcher.store import StoreServer
-from paceline.launcher.supervise import RESIZING, SignalInbox, Supervisor
+from paceline.launcher.supervise import RESIZING, Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
 from paceline.launcher.worker import Instructions
-from paceline.survive.roster import BUG, SAME_STEP, Roster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,39 +125,47 @@ class LocalRun:
         self.local_size = count_workers(options.nproc_per_node)
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
-        self.folder = stack.enter_context(private_folder())
+        self.folder = self.private = stack.enter_context(private_folder())
+        """For error and log files; and for what no other user may reach."""
+        self.console = open_console(os.environ)
+        stack.callback(self.console.flush, None)
         resizing = RESIZING if self.survives and options.is_single_node else ()
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
-        self.console = open_console(os.environ)
         self.template: Template | None = None
+        self.deaths = Deaths(options.survive_errors)
         self.environ = dict(os.environ) | offer_command(sys.argv)
         """What the workers inherit."""
-        if options.watch:
-            self.environ[WATCH_VARIABLE] = os.path.join(self.folder, "run_folder")
-            # In a session of its own, so that it is still there when the training is not.
-            command = [sys.executable, "-m", "paceline", "watch"]
-            subprocess.Popen(
-                command, env=self.environ, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        announced = self.environ[FOLDER_VARIABLE] = os.path.join(self.folder, "run_folder")
+        self.console.log = OutputLog(partial(find_announced, announced))
+        stack.callback(self.console.log.close)
+        with open(announced, "x+") as announcement:
+            print(os.getpid(), file=announcement, flush=True)
+            if options.watch:
+                # In a session of its own, so that it is still there when the training is not. It
+                # has the file open, so that it can still be read when the folder is gone.
+                command = [sys.executable, "-m", "paceline", "watch", "--beside-training"]
+                subprocess.Popen(
+                    command, env=self.environ, stdin=announcement, start_new_session=True
+                )
         if options.writes_logs:
             self.folder = _make_log_folder(options.log_dir, self.run_id)
-            say(f"paceline: log files are in {self.folder}\n")
+            self.console.tell(f"log files are in {self.folder}")
 
     def run_alone(self, stack: ExitStack) -> int:
         """Run workers that are all on this machine; the exit code."""
-        store = stack.enter_context(closing(StoreServer(*self.options.meeting_point)))
+        store = stack.enter_context(closing(StoreServer(self.private, *self.options.meeting_point)))
 
-        def run_attempt(attempt: int) -> Ending:
+        def run_attempt(attempt: int) -> RunResult:
             store.clear()
-            generations = None
-            if self.survives:
-                roster = self.make_roster(self.local_size)
-                is_run = b"paceline" in self.text and re.search(rb"\bRun\(", self.text) is not None
-                generations = Generations(
-                    say=tell, roster=roster, is_run=is_run, give_up_keys=store.give_up
-                )
-            first = store.first_place(self.local_size)
-            return self.run(first, attempt, store=store, generations=generations)
+            generations = Generations(
+                say=self.console.tell,
+                roster=self.make_roster(self.local_size),
+                is_run=self.is_run,
+                give_up_keys=store.give_up,
+                survives=self.survives,
+                survives_errors=self.options.survive_errors,
+            )
+            return self.run(store.first_place(self.local_size), attempt, generations, store=store)
 
         return self.run_attempts(run_attempt, self.local_size)
 
@@ -154,7 +174,7 @@ class LocalRun:
         """Whether a training is to go on when workers die."""
         return not self.options.no_survive and sys.platform == "linux"
 
-    def make_roster(self, size: int, machine_by_seat: Mapping[int, int] | None = None) -> Roster:
+    def make_roster(self, size: int, machine_by_worker: Mapping[int, int] | None = None) -> Roster:
         """The roster of `size` workers, of which those that are not here are on other machines."""
         least = self.options.min_workers
         if least > size:
@@ -166,53 +186,66 @@ class LocalRun:
             size=size,
             min_workers=least,
             max_replacements=self.options.max_restarts,
-            machine_by_seat=machine_by_seat or {},
+            machine_by_worker=machine_by_worker or {},
+            deaths=self.deaths,
         )
 
     def run_attempts(
         self,
-        run_attempt: Callable[[int], Ending],
+        run_attempt: Callable[[int], RunResult],
         size: int,
         is_over: Callable[[], bool] = lambda: False,
     ) -> int:
         """Run all `size` workers again while they fail and restarts are left; the exit code."""
         restarts, lost = self.options.max_restarts or 0, Counter[int]()
         for attempt in count():
-            ending = run_attempt(attempt)
-            say(str(ending))
+            result = run_attempt(attempt)
+            self.console.say(str(result))
             self.inbox.read()
             # Not after a signal, even one that came while a failure ended.
-            if ending.succeeded or self.inbox.seen or is_over():
+            if result.reason is None or self.inbox.seen or is_over():
                 break
-            if ending.lost_in and self.options.max_restarts is None:
-                lost[ending.lost_in] += 1
-                if lost[ending.lost_in] == SAME_STEP:
-                    tell(f"that was the third time: {BUG}.")
+            if result.lost_in and self.options.max_restarts is None:
+                lost[result.lost_in] += 1
+                if lost[result.lost_in] == SAME_STEP:
+                    self.console.tell(f"that was the third time: {BUG}.")
                     break
-                if ending.lost_in == BEFORE_TRAINING:
-                    tell("nothing was trained yet; all start again.")
+                if result.lost_in == BEFORE_TRAINING:
+                    self.console.tell("nothing was trained yet; all start again.")
                 else:
-                    tell("nobody is left; starting again from the newest checkpoint.")
+                    self.console.tell(
+                        "nobody can continue; starting again from the newest checkpoint."
+                    )
                 continue
             if attempt >= restarts:
                 break
-            say(
-                f"paceline: restarting all {size} workers (restart {attempt + 1} of {restarts}). "
-                "What was not in a checkpoint is lost.\n"
+            self.console.tell(
+                f"restarting all {size} workers (restart {attempt + 1} of {restarts}). "
+                "What was not in a checkpoint is lost."
             )
-        return ending.exit_code
+        return result.exit_code
 
     def run(
         self,
         first: Placement,
         attempt: int,
+        generations: Generations | Follower,
         *,
         store: StoreServer | None = None,
-        look_elsewhere: Callable[[], str] | None = None,
-        generations: Generations | Follower | None = None,
-    ) -> Ending:
+    ) -> RunResult:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
         is_local = first.is_on_loopback
+        gpus = find_gpus(self.environ) if self.options.share_gpus else []
+        if self.options.share_gpus and not attempt:
+            for line in describe_sharing(gpus, first.local_size, self.environ):
+                self.console.tell(line)
+        if self.survives and self.is_run:
+            kept = env.leave_nccl_to_us(self.environ)
+            if kept and not attempt:
+                settings = ", ".join(f"{name}={self.environ[name]}" for name in kept)
+                self.console.tell(
+                    f"{settings} is kept; over NCCL torch may then end workers whose peer has died."
+                )
         plan = partial(
             plan_workers,
             self.options,
@@ -222,11 +255,14 @@ class LocalRun:
             cores=count_cores(),
             interface=loopback_interface() if is_local else interface_towards(first.master_addr),
             attempt=attempt,
+            gpus=gpus,
         )
         specs = plan(first)
-        if self.template is None and self._wants_template(first.size):
-            self.template = Template(python_argv(os.environ), specs[0].environment)
-            self.stack.callback(self.template.close)
+        has_template = self.template is not None and not self.template.is_gone
+        if not has_template and self._wants_template(first.size):
+            with suppress(OSError):  # each is a new Python then
+                self.template = Template(python_argv(os.environ), specs[0].environment)
+                self.stack.callback(self.template.close)
         return Supervisor(
             specs,
             partial(self._start, generations),
@@ -234,11 +270,10 @@ class LocalRun:
             self.console,
             store=store,
             inbox=self.inbox,
-            look_elsewhere=look_elsewhere,
             generations=generations,
-            make_spec=lambda seat: plan(_with_one_more(first, seat))[-1],
-            template=self.template,
-            announce=None if attempt else tell,
+            make_spec=lambda worker_id: plan(_with_one_more(first, worker_id))[-1],
+            template=None if self.template is None or self.template.is_gone else self.template,
+            announce=None if attempt else self.console.tell,
         ).run()
 
     def _wants_template(self, workers: int) -> bool:
@@ -252,6 +287,11 @@ class LocalRun:
             return True
         return b"torch" in self.text or b"paceline" in self.text
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the program trains with a `Run`, as far as its text tells."""
+        return re.search(rb"paceline(?s:.*)\bRun\(", self.text) is not None
+
     @cached_property
     def text(self) -> bytes:
         """The script, to guess from what it will need; empty where that is not one file."""
@@ -262,44 +302,33 @@ class LocalRun:
             return b""
 
     def _start(
-        self, generations: Generations | Follower | None, spec: WorkerSpec, pipes: Pipes
+        self, generations: Generations | Follower, spec: WorkerSpec, pipes: Pipes
     ) -> WorkerProcess:
-        """Start a worker as a program of its own."""
+        """Start a worker as a program of its own, or ask the template for it."""
         survival: dict[str, Any] = {}
-        if generations is not None:
-            line = generations.open_line(spec.rank)
-            pipes.theirs += line.theirs
-            survival = {
-                "line_fd": line.theirs[0],
-                "ledger_fd": line.theirs[1],
-                "is_replacement": generations.is_on,
-            }
+        if generations.survives and not spec.is_alone:
+            line, ledger = generations.open_worker_channel(spec.rank).theirs
+            pipes.theirs += [line, ledger]
+            survival = {"line": line, "ledger": ledger, "is_replacement": generations.is_on}
+            survival["survives_errors"] = generations.survives_errors
         instructions = Instructions(
             parent=os.getpid(),
             kind=self.options.kind,
             as_torch=self.options.as_torch,
             numa=self.options.numa_binding,
             status_fd=pipes.status_writer,
-            **survival,
+            stall_end_s=read_observation(spec.environment).stall_end_s,
+            survival=survival,
         )
         on_terminal = os.isatty(0)
         leads_group = not (spec.takes_terminal and on_terminal)
         environment = {**spec.environment, **pipes.variables, **instructions.as_variable()}
-        if self.template is not None:
-            try:
-                forked = self._fork(self.template, spec, pipes, environment, leads_group)
-                return WorkerProcess(
-                    spec.rank,
-                    forked.pid,
-                    forked.poll,
-                    spec.error_file,
-                    pipes,
-                    leads_group=leads_group,
-                )
-            except TemplateError:
-                self.template = None  # from now on each is a new Python
+        process: Forked | subprocess.Popen[bytes] | None = None
+        if self.template is not None and not self.template.is_gone:
+            with suppress(TemplateError):  # the supervisor hears of it too
+                process = self._fork(self.template, spec, pipes, environment, leads_group)
         try:
-            process = subprocess.Popen(
+            process = process or subprocess.Popen(
                 spec.argv,
                 env=environment,
                 pass_fds=pipes.theirs,
@@ -332,24 +361,15 @@ class LocalRun:
         with open(os.devnull) as nothing:
             descriptors[0] = nothing.fileno() if os.isatty(0) else 0
             arguments = spec.argv[spec.argv.index(WORKER_FILE) + 1 :]
-            return template.start(arguments, environment, descriptors, leads_group=leads_group)
+            return template.ask(arguments, environment, descriptors, leads_group=leads_group)
 
 
-def _with_one_more(first: Placement, seat: int) -> Placement:
-    """The place of the first worker where there is another one, on a seat that nobody had yet."""
-    local_rank = first.local_size + seat - first.size
-    return replace(first, rank=seat - local_rank, size=seat + 1, local_size=local_rank + 1)
-
-
-def say(text: str) -> None:
-    """Tell the user, on stderr and at once."""
-    sys.stderr.buffer.write(text.encode("utf-8", "replace"))
-    sys.stderr.flush()
-
-
-def tell(text: str) -> None:
-    """Tell the user, in the launcher's name."""
-    say(f"paceline: {text}\n")
+def _with_one_more(first: Placement, worker_id: int) -> Placement:
+    """The place of the first worker where there is one more, with a new number."""
+    local_rank = first.local_size + worker_id - first.size
+    return replace(
+        first, rank=worker_id - local_rank, size=worker_id + 1, local_size=local_rank + 1
+    )
 
 
 def _make_log_folder(root: str, run_id: str) -> str:

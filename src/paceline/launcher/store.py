@@ -1,238 +1,254 @@
 """The store where workers meet, served by the launcher: torch's protocol without torch.
 
 A store in a worker would stop with it, and leave everybody else waiting. The launcher cannot import
-torch, which takes seconds. So this is the server side of what `torch.distributed.TCPStore` speaks,
-and as much of the client side as launchers on several machines need. Like torch's own it trusts
-whoever reaches its socket, which is bound to one address, on a single machine to loopback.
+torch, which takes seconds. So this is the server side of what `torch.distributed.TCPStore` speaks.
 
-A request is one byte and its arguments: numbers of 8 bytes, texts with their length before them.
+There are two stores in it, and nothing passes from one to the other:
+
+    ours      what workers of the run agree on: for callers of the socket in the launcher's private
+              folder, and from other machines for those who prove the run's secret
+    theirs    for scripts that call torch's own `init_process_group`, on the port that they are
+              told. torch's protocol has no secret: nothing of ours is decided by what is there
+
+Both are bounded in bytes and callers, and what goes wrong for one caller ends that one alone.
 """
 
 from __future__ import annotations
 
+import errno
+import hmac
+import os
+import resource
+import secrets
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
-from enum import IntEnum
-from typing import Any
 
-from paceline.comm.sockets import listen
 from paceline.env import LOOPBACK, Placement
-from paceline.errors import UsageError
+from paceline.group import (
+    CANCELLED,
+    GO_ON,
+    NONCE_BYTES,
+    NOT_READY,
+    PROOF_BYTES,
+    READY,
+    STORE_CALLER,
+    Query,
+    find_peer_user,
+    listen,
+    pack_number,
+    pack_text,
+    prove,
+    short_path,
+)
+from paceline.launcher.space import (
+    MAX_VALUE_BYTES,
+    Caller,
+    Space,
+    Talk,
+    join_texts,
+    read_count,
+    read_key,
+    read_keys,
+    read_number,
+    read_value,
+)
 
 MAGIC = struct.pack("<I", 0x3C85F7CE)
-MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 2**13, 2**23, 2**17
-"""torch's own limits."""
-CONNECT_TIMEOUT_S = 2.0
-MOST_GIVEN_UP = 8
-_READY, _NOT_READY = b"\0", b"\1"
-_GO_ON, _CANCELLED = b"\0", b"\1"
-_END, _LOOK = b"!", b"?"
-
-
-class Query(IntEnum):
-    """What a client asks for; the number is its first byte."""
-
-    VALIDATE = 0
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    COUNT_KEYS = 7
-    DELETE = 8
-    APPEND = 9
-    MULTI_GET = 10
-    MULTI_SET = 11
-    CANCEL_WAIT = 12
-    PING = 13
-    PUSH = 14
-    POP = 15
-    QUEUE_LENGTH = 16
-    LIST_KEYS = 17
-    BARRIER = 18
-    LINE = 100
-    """Ours alone: the connection becomes the line of a machine's launcher, whose number follows."""
-
-
-class Incomplete(Exception):
-    """The rest of the request has not arrived yet."""
+OUR_BYTES = THEIR_BYTES = 2**22
+WORKER_BYTES = 2**16
+"""What a worker may take of ours; two generations of eight workers took 11 kB of each."""
+MOST_CALLERS = 2**12
+PROOF_S = 5.0
+"""How long a caller from another machine may take to prove that it belongs to the run."""
+MOST_UNPROVEN = 64
+SLICE_S = 0.002
+"""How long callers of the port are attended to before those of the run have their turn again."""
+NAME = "store"
+_READ_BYTES = 2**13
 
 
 class HandOver(Exception):
-    """The connection is not for the store any more, from byte `at` of what has arrived."""
+    """The connection is not for the store: it is that of a launcher of this name."""
 
-    def __init__(self, node: int, at: int) -> None:
-        self.node, self.at = node, at
-
-
-class Request:
-    """Takes a request apart, as far as it has arrived; what is too long is a ValueError."""
-
-    def __init__(self, data: bytearray) -> None:
-        self.data = data
-        self.at = 0
-
-    def take(self, count: int) -> bytes:
-        if self.at + count > len(self.data):
-            raise Incomplete
-        self.at += count
-        return bytes(self.data[self.at - count : self.at])
-
-    def number(self, limit: int | None = None) -> int:
-        found: int = struct.unpack("<q", self.take(8))[0]
-        if limit is not None and not 0 <= found <= limit:
-            raise ValueError(f"{found} is beyond {limit}")
-        return found
-
-    def key(self) -> bytes:
-        return self.take(self.number(MAX_KEY_BYTES))
-
-    def value(self) -> bytes:
-        return self.take(self.number(MAX_VALUE_BYTES))
-
-    def several_keys(self) -> list[bytes]:
-        return [self.key() for _ in range(self.number(MAX_KEYS))]
-
-
-class Caller:
-    """One connection: what has arrived, what is still to be sent, which keys it waits for."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.arrived, self.unsent = bytearray(), bytearray()
-        self.awaited: set[bytes] | None = None
+    def __init__(self, name: bytes, key: bytes) -> None:
+        self.name, self.key = name, key
 
 
 class StoreServer:
-    """Serves a store from a thread of this process, from `start` until `close`.
+    """Serves both stores from a thread of this process, from `start` until `close`.
 
     Callers that come before `start` wait in the socket's queue, so workers can be forked first.
+    `key` is what callers from other machines must know; without one they can have torch's store
+    only.
     """
 
-    def __init__(self, host: str = "", port: int = 0) -> None:
-        self.host = host or LOOPBACK
+    def __init__(self, folder: str, host: str = "", port: int = 0, key: bytes = b"") -> None:
+        self.host, self.key = host or LOOPBACK, key
+        self.path = os.path.join(folder, NAME)
         self.socket = listen(self.host, port)
-        self.socket.setblocking(False)
+        self.near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_path(self.path) as path:
+            self.near.bind(path)
+        self.near.listen(MOST_CALLERS)
+        for each in (self.socket, self.near):
+            each.setblocking(False)
         self.port: int = self.socket.getsockname()[1]
-        self.near: socket.socket | None = None
-        self.values: dict[bytes, bytes] = {}
-        self.queues: dict[bytes, deque[bytes]] = {}
-        self.callers: set[Caller] = set()
-        self.lines: dict[int, tuple[socket.socket, bytes]] = {}
-        """By machine, connections of launchers that are not for the store, with what came since."""
-        self._given_up: deque[bytes] = deque(maxlen=MOST_GIVEN_UP)
-        """What keys begin with that nobody will set any more."""
+        self.ours, self.theirs = Space(OUR_BYTES), Space(THEIR_BYTES)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most_callers = min(limit // 4, MOST_CALLERS) if limit > 0 else MOST_CALLERS
+        """In each of the stores: descriptors must be left for workers."""
+        self.channels: dict[bytes, tuple[socket.socket, bytes, bytes]] = {}
+        """By name, connections of launchers: what came since, and the connection's key."""
+        self.admitted: set[bytes] | None = None
+        """The names of launchers that may connect; None as long as all may."""
+        self._unproven: dict[Caller, None] = {}
+        self._tasks: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
+
+    def make_room(self, size: int) -> None:
+        """Let `size` workers meet here."""
+        self.ours.most_bytes = max(self.ours.most_bytes, size * WORKER_BYTES)
 
     def first_place(self, size: int) -> Placement:
         """The place of the first of `size` workers that meet here, all on this machine."""
-        return Placement(size=size, local_size=size, master_addr=self.host, master_port=self.port)
+        self.make_room(size)
+        return Placement(
+            size=size,
+            local_size=size,
+            master_addr=self.host,
+            master_port=self.port,
+            store=self.path,
+        )
 
     def start(self) -> None:
         if self._thread is None:
             self._selector = selectors.DefaultSelector()
             self._wake_reader, self._wake_writer = socket.socketpair()
             for each in (self.socket, self.near, self._wake_reader):
-                if each is not None:
-                    self._selector.register(each, selectors.EVENT_READ)
+                self._selector.register(each, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="paceline store", daemon=True)
             self._thread.start()
 
-    def listen_nearby(self) -> bool:
-        """Also listen on loopback, which stays when the way to other machines is lost; if it can.
-
-        To be called before `start`.
-        """
-        with suppress(UsageError):
-            self.near = listen(LOOPBACK, self.port)
-            self.near.setblocking(False)
-        return self.near is not None
-
-    def connect(self) -> socket.socket:
-        """A connection from inside this process, which no interface that goes down can cut."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        caller = Caller(ours)
-        self.callers.add(caller)
-        self._selector.register(ours, selectors.EVENT_READ, caller)
-        return theirs
-
     def give_up(self, place: str) -> None:
         """End all waits for keys below `place`, with an error: nobody will set them any more."""
-        self._given_up.append(f"/{place}/".encode())
-        self._wake_writer.send(_LOOK)
 
-    def clear(self, keep: str = "") -> None:
-        """Forget what workers have left here, for those that come next."""
-        kept = f"/{keep}/".encode()
-        self.queues.clear()
-        self._given_up.clear()
-        for key in [key for key in self.values if not (keep and key.startswith(kept))]:
-            self.values.pop(key, None)
+        def end_waits() -> None:
+            self.ours.given_up.append(prefix := f"{place}/".encode())
+            for key, waiting in list(self.ours.waiting.items()):
+                if key.startswith(prefix):
+                    self._release(list(waiting))
+
+        self._do(end_waits)
+
+    def clear(self) -> None:
+        """Forget what workers have left, before others start."""
+        for space in (self.ours, self.theirs):
+            self._do(space.clear)
 
     def close(self) -> None:
         if self._thread is not None:
-            self._wake_writer.send(_END)  # its end might be held open by a fork
+            self._do(self._tasks.clear)
+            self._wake_writer.send(b"!")  # its end might be held open by a fork
             self._thread.join()
             for each in (self._wake_writer, self._wake_reader, self._selector):
                 each.close()
-        for caller in self.callers:
+        for caller in [*self.ours.callers, *self.theirs.callers]:
             caller.connection.close()
-        for connection, _ in self.lines.values():
+        for connection, _, _ in self.channels.values():
             connection.close()
-        if self.near is not None:
-            self.near.close()
+        self.near.close()
         self.socket.close()
+
+    def _do(self, task: Callable[[], None]) -> None:
+        """Have the thread do it before it answers anybody who calls from now on."""
+        if self._thread is None:
+            task()
+            return
+        self._tasks.append(task)
+        self._wake_writer.send(b"?")
 
     def _serve(self) -> None:
         while True:
-            for key, events in self._selector.select():
+            events = self._selector.select(PROOF_S if self._unproven else None)
+            while self._tasks:
+                self._tasks.popleft()()
+            now_s = time.monotonic()
+            for caller in [c for c in self._unproven if c.prove_by_s < now_s]:
+                self._drop(caller)
+            # What is not attended to now is told of again: epoll and poll forget nothing.
+            for key, mask in sorted(events, key=self._is_strangers):
                 if key.fileobj is self._wake_reader:
-                    if _END in self._wake_reader.recv(2**10):
+                    if b"!" in self._wake_reader.recv(2**10):
                         return
-                    self._release(self.callers)
-                elif key.fileobj in (self.socket, self.near):
-                    self._accept(key.fileobj)
-                elif key.data in self.callers:  # not dropped by an event before this one
-                    self._attend(key.data, events)
+                elif key.fileobj is self.near:
+                    self._accept(self.near, self.ours)
+                elif key.fileobj is self.socket:
+                    self._accept(self.socket, self.theirs)
+                elif self._is_strangers((key, mask)) and time.monotonic() > now_s + SLICE_S:
+                    break
+                elif key.data in key.data.space.callers:  # not dropped by an event before this one
+                    self._attend(key.data, mask)
 
-    def _accept(self, listener: Any) -> None:
-        with suppress(OSError):  # it has left already, or there are too many open files
+    def _is_strangers(self, event: tuple[selectors.SelectorKey, int]) -> bool:
+        caller = event[0].data
+        return caller is not None and caller.space is self.theirs
+
+    def _accept(self, listener: socket.socket, space: Space) -> None:
+        try:
             connection, _ = listener.accept()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = Caller(connection)
-            self.callers.add(caller)
-            self._selector.register(connection, selectors.EVENT_READ, caller)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # or this would be asked all the time
+                time.sleep(SLICE_S)
+            return
+        caller = Caller(connection, space)
+        try:
+            if listener is self.socket:
+                if find_peer_user(connection) not in (None, os.geteuid()):
+                    raise PermissionError("another user of this machine")
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if len(space.callers) >= self.most_callers:
+                self._drop(next(other for other in space.callers if not other.has_asked))
+            caller.count()
+        except (OSError, ValueError, StopIteration):
+            connection.close()
+            return
+        connection.setblocking(False)
+        caller.talk = self._converse(caller)
+        caller.wanted = next(caller.talk)
+        space.callers[caller] = None
+        self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _attend(self, caller: Caller, events: int) -> None:
         """Read and answer; whoever does not read answers is not heard, and nobody waits for it."""
         try:
             self._send(caller, b"")
             if events & selectors.EVENT_READ:
-                caller.arrived += (arrived := caller.connection.recv(2**16))
+                caller.arrived += (arrived := caller.connection.recv(_READ_BYTES))
                 if not arrived:
                     raise ConnectionError
-            while caller.arrived and not caller.unsent:
-                request = Request(caller.arrived)
-                answer = self._answer(caller, request)
-                del caller.arrived[: request.at]
-                self._send(caller, answer)
-        except (Incomplete, BlockingIOError):
+            while len(caller.arrived) >= caller.wanted and not caller.unsent:
+                taken = bytes(caller.arrived[: caller.wanted])
+                del caller.arrived[: caller.wanted]
+                caller.wanted = caller.talk.send(taken)
+            caller.count()
+        except BlockingIOError:
             pass
         except HandOver as asked:
-            self.callers.remove(caller)
-            self._selector.unregister(caller.connection)
-            before = self.lines.get(asked.node)
-            self.lines[asked.node] = caller.connection, bytes(caller.arrived[asked.at :])
+            if self.admitted is not None and asked.name not in self.admitted:
+                self._drop(caller)
+                return
+            self._forget(caller)
+            before = self.channels.get(asked.name)
+            self.channels[asked.name] = caller.connection, bytes(caller.arrived), asked.key
             if before is not None:
                 before[0].close()
-        except (OSError, ValueError):
+        except Exception:  # whatever it was, this caller has brought it about
             self._drop(caller)
 
     def _send(self, caller: Caller, answer: bytes) -> None:
@@ -242,167 +258,149 @@ class StoreServer:
             while caller.unsent:
                 del caller.unsent[: caller.connection.send(caller.unsent)]
         wanted = selectors.EVENT_WRITE if caller.unsent else selectors.EVENT_READ
-        self._selector.modify(caller.connection, wanted, caller)
+        if wanted != caller.events:
+            caller.events = wanted
+            self._selector.modify(caller.connection, wanted, caller)
+
+    def _forget(self, caller: Caller) -> None:
+        self._stop_waiting(caller)
+        caller.count(is_gone=True)
+        del caller.space.callers[caller], caller.talk  # which refer to each other
+        self._unproven.pop(caller, None)
+        self._selector.unregister(caller.connection)
 
     def _drop(self, caller: Caller) -> None:
-        if caller in self.callers:
-            self.callers.remove(caller)
-            self._selector.unregister(caller.connection)
+        if caller in caller.space.callers:
+            self._forget(caller)
             caller.connection.close()
 
-    def _answer(self, caller: Caller, request: Request) -> bytes:
-        match Query(request.take(1)[0]):
+    def _converse(self, caller: Caller) -> Talk:
+        """Everything that one caller asks for, request by request."""
+        while True:
+            query = Query((yield 1)[0])
+            caller.has_asked = True
+            if query is Query.PROVE:
+                yield from self._prove(caller)
+            else:
+                self._send(caller, (yield from self._answer(query, caller)))
+
+    def _prove(self, caller: Caller) -> Talk:
+        """Let a caller from another machine prove that it belongs to the run."""
+        if not self.key or caller.space is self.ours:
+            raise ValueError("this store has no secret")
+        while len(self._unproven) >= MOST_UNPROVEN:
+            self._drop(next(iter(self._unproven)))
+        self._unproven[caller] = None
+        caller.prove_by_s = time.monotonic() + PROOF_S
+        name = yield NONCE_BYTES
+        nonces = (yield NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        self._send(caller, nonces[1])
+        proof = yield PROOF_BYTES
+        if not hmac.compare_digest(proof, prove(self.key, b"caller", name, *nonces)):
+            raise ValueError("it does not know the secret")
+        self._send(caller, prove(self.key, b"launcher", name, *nonces))
+        del self._unproven[caller]
+        if name != STORE_CALLER:
+            raise HandOver(name, prove(self.key, b"channel", name, *nonces))
+        caller.count(is_gone=True)
+        del caller.space.callers[caller]
+        caller.space = self.ours
+        caller.space.callers[caller] = None
+
+    def _answer(self, query: Query, caller: Caller) -> Generator[int, bytes, bytes]:
+        space = caller.space
+        match query:
             case Query.VALIDATE:
-                if request.take(4) != MAGIC:
+                if (yield 4) != MAGIC:
                     raise ValueError("not a client of this store")
             case Query.PING:
-                return request.take(4)
-            case Query.LINE:
-                if request.take(4) != MAGIC:
-                    raise ValueError("not a launcher of ours")
-                raise HandOver(request.number(MAX_KEYS), request.at)
+                return (yield 4)
             case Query.SET:
-                self._set({request.key(): request.value()})
+                self._set(space, (yield from read_key()), (yield from read_value()))
             case Query.MULTI_SET:
-                count = request.number(MAX_KEYS)
-                self._set({request.key(): request.value() for _ in range(count)})
+                for _ in range((yield from read_count())):
+                    self._set(space, (yield from read_key()), (yield from read_value()))
             case Query.APPEND:
-                key, more = request.key(), request.value()
-                self._set({key: self.values.get(key, b"") + more})
+                key, more = (yield from read_key()), (yield from read_value())
+                self._set(space, key, space.values.get(key, b"") + more)
             case Query.ADD:
-                key, more_by = request.key(), request.number()
-                total = int(self.values.get(key, b"0")) + more_by
-                self._set({key: str(total).encode()})
-                return _number(total)
+                key, more_by = (yield from read_key()), (yield from read_number())
+                answer = pack_number(total := int(space.values.get(key, b"0")) + more_by)
+                self._set(space, key, str(total).encode())
+                return answer
             case Query.COMPARE_SET:
-                key, expected, wanted = request.key(), request.value(), request.value()
-                if self.values.get(key, b"") == expected:
-                    self._set({key: wanted})
-                return _text(self.values.get(key, expected))
+                key, expected = (yield from read_key()), (yield from read_value())
+                wanted = yield from read_value()
+                if space.values.get(key, b"") == expected:
+                    self._set(space, key, wanted)
+                return pack_text(space.values.get(key, expected))
             case Query.GET:
-                return _text(self.values.get(request.key(), b""))
+                return pack_text(space.values.get((yield from read_key()), b""))
             case Query.MULTI_GET:
-                return b"".join(_text(self.values.get(key, b"")) for key in request.several_keys())
+                return join_texts([space.values.get(key, b"") for key in (yield from read_keys())])
             case Query.CHECK:
-                return _READY if all(map(self._has, request.several_keys())) else _NOT_READY
+                keys = yield from read_keys()
+                return READY if all(map(space.has, keys)) else NOT_READY
             case Query.WAIT:
-                caller.awaited = set(request.several_keys())
-                self._release({caller})
+                self._wait(caller, (yield from read_keys()))
             case Query.CANCEL_WAIT:
-                caller.awaited = None
-                return _CANCELLED
+                self._stop_waiting(caller)
+                return CANCELLED
             case Query.COUNT_KEYS:
-                return _number(len(self.values))
+                return pack_number(len(space.values))
             case Query.LIST_KEYS:
-                return _number(len(self.values)) + b"".join(map(_text, self.values))
+                return pack_number(len(space.values)) + join_texts(space.values)
             case Query.DELETE:
-                return _number(int(self.values.pop(request.key(), None) is not None))
+                return pack_number(int(space.delete((yield from read_key()))))
             case Query.PUSH:
-                key, value = request.key(), request.value()
-                self.queues.setdefault(key, deque()).append(value)
-                self._release(self.callers)
+                key, value = (yield from read_key()), (yield from read_value())
+                self._release(space.push(key, value))
             case Query.POP:
-                found = self.queues.get(request.key())
-                return _number(1) + _text(found.popleft()) if found else _number(0)
+                found = space.pop((yield from read_key()))
+                return pack_number(0) if found is None else pack_number(1) + pack_text(found)
             case Query.QUEUE_LENGTH:
-                return _number(len(self.queues.get(request.key(), ())))
+                return pack_number(len(space.queues.get((yield from read_key()), ())))
             case Query.BARRIER:
-                key, size = request.key(), request.number()
-                arrived = int(self.values.get(key, b"0")) + 1
+                key, size = (yield from read_key()), (yield from read_number())
+                arrived = int(space.values.get(key, b"0")) + 1
                 last = b"%s/last" % key
-                self._set({key: str(arrived).encode()} | ({last: b"1"} if arrived == size else {}))
-                caller.awaited = {last}
-                self._release({caller})
+                self._set(space, key, str(arrived).encode())
+                if arrived == size:
+                    self._set(space, last, b"1")
+                self._wait(caller, [last])
         return b""
 
-    def _set(self, values: dict[bytes, bytes]) -> None:
-        self.values |= values
-        self._release(self.callers)
+    def _set(self, space: Space, key: bytes, value: bytes) -> None:
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError("too long")
+        self._release(space.set(key, value))
 
-    def _has(self, key: bytes) -> bool:
-        return key in self.values or bool(self.queues.get(key))
+    def _stop_waiting(self, caller: Caller) -> None:
+        waiting = caller.space.waiting
+        if caller.awaited and (others := waiting.get(caller.awaited[-1])) is not None:
+            others.discard(caller)
+            if not others:
+                del waiting[caller.awaited[-1]]
+        caller.awaited = []
 
-    def _release(self, callers: set[Caller]) -> None:
+    def _release(self, callers: Iterable[Caller]) -> None:
         """Answer those whose last awaited key is there now, or will never be."""
-        given_up = tuple(self._given_up)
-        for caller in list(callers):
-            if caller.awaited is None:
-                continue
-            missing = [key for key in caller.awaited if not self._has(key)]
-            if not missing or any(key.startswith(given_up) for key in missing):
-                caller.awaited = None
-                try:
-                    self._send(caller, _CANCELLED if missing else _GO_ON)
-                except OSError:
-                    self._drop(caller)
+        for caller in callers:
+            try:
+                self._wait(caller, caller.awaited)
+            except Exception:  # as in `_attend`; others must not notice
+                self._drop(caller)
 
-
-def _number(value: int) -> bytes:
-    return struct.pack("<q", value)
-
-
-def _text(value: bytes) -> bytes:
-    return _number(len(value)) + value
-
-
-class StoreClient:
-    """What launchers of several machines ask their store. A store that is gone is an OSError."""
-
-    def __init__(
-        self, host: str, port: int, prefix: str, timeout_s: float, server: StoreServer | None = None
-    ) -> None:
-        """`server` is the one to ask if it is in this process."""
-        self.prefix = prefix
-        if server is not None:
-            self.connection = server.connect()
+    def _wait(self, caller: Caller, keys: list[bytes]) -> None:
+        """Answer when all keys have been there, or one will never be."""
+        self._stop_waiting(caller)
+        space = caller.space
+        while keys and space.has(keys[-1]):
+            keys.pop()
+        if not keys:
+            self._send(caller, GO_ON)
+        elif keys[-1].startswith(tuple(space.given_up)):
+            self._send(caller, CANCELLED)
         else:
-            self.connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
-            # Otherwise a request after one without an answer waits for a delayed receipt.
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ping = bytes([Query.PING]) + MAGIC
-        self.connection.sendall(bytes([Query.VALIDATE]) + MAGIC + ping)
-        if self._receive(4) != MAGIC:
-            raise ConnectionError("what listens there is not a store")
-        self.connection.settimeout(timeout_s)
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(Query.SET, self._key(key), _text(value.encode()))
-
-    def get(self, key: str) -> str:
-        """A value that is there."""
-        self._ask(Query.GET, self._key(key))
-        return self._receive(self._receive_number()).decode()
-
-    def add(self, key: str, number: int) -> int:
-        self._ask(Query.ADD, self._key(key), _number(number))
-        return self._receive_number()
-
-    def has(self, key: str) -> bool:
-        self._ask(Query.CHECK, _number(1), self._key(key))
-        return self._receive(1) == _READY
-
-    def set_first(self, key: str, value: str) -> None:
-        """Set what nobody has set before."""
-        self._ask(Query.COMPARE_SET, self._key(key), _text(b""), _text(value.encode()))
-        self._receive(self._receive_number())
-
-    def close(self) -> None:
-        self.connection.close()
-
-    def _key(self, key: str) -> bytes:
-        return _text(f"/{self.prefix}/{key}".encode())
-
-    def _ask(self, query: Query, *parts: bytes) -> None:
-        self.connection.sendall(b"".join([bytes([query]), *parts]))
-
-    def _receive_number(self) -> int:
-        return Request(bytearray(self._receive(8))).number()
-
-    def _receive(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
-            part = self.connection.recv(min(count - len(received), 2**16))
-            if not part:
-                raise ConnectionError("the store has closed the connection")
-            received += part
-        return received
+            caller.awaited = keys
+            space.waiting.setdefault(keys[-1], set()).add(caller)

@@ -3,7 +3,7 @@
 One loop, one thread, no polling: exits, output, failures and signals all arrive as file
 descriptors that become readable.
 
-    running --(a worker fails, a signal, another machine fails)--> ending --(timeout)--> killed
+    running --(a worker fails, a signal, another machine fails)--> result --(timeout)--> killed
 
 Invariant: when `Supervisor.run` returns or raises, no worker is left, and nothing a worker has
 started. `OrphanGuard` sees to the same when the launcher itself is killed.
@@ -15,39 +15,45 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from paceline import env
-from paceline.errors import SettingError, UsageError
-from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
-from paceline.launcher.follower import Follower
-from paceline.launcher.generations import End, Generations
-from paceline.launcher.output import Console, Pipes, Source
-from paceline.launcher.plan import WorkerSpec
-from paceline.launcher.process import (
-    Ending,
-    OrphanGuard,
-    WorkerEnd,
-    WorkerProcess,
-    end_now,
+from paceline.errors import SettingError, summarize
+from paceline.launcher.deaths import (
+    ASKS_TO_END,
+    OomKills,
+    RunResult,
+    StopReason,
+    WorkerExit,
     read_error,
     read_step,
 )
+from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, LaunchOptions
+from paceline.launcher.follower import Follower
+from paceline.launcher.generations import Generations, without_survival
+from paceline.launcher.output import Console, Pipes
+from paceline.launcher.plan import WorkerSpec
+from paceline.launcher.process import (
+    EndRecord,
+    OrphanGuard,
+    SignalInbox,
+    WorkerProcess,
+    end_now,
+)
+from paceline.launcher.reading import Reading
+from paceline.launcher.stalls import StallJudge, main_thread, read_stack
+from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
-from paceline.launcher.worker import ALIVE, BEATS, FAILED
-from paceline.observe.units import count_text
+from paceline.launcher.worker import ALIVE, ALONE, FAILED, HANGS, WAITS
+from paceline.telemetry import count_text
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
-# How long output may still come after the last worker has ended.
-DRAIN_S = 0.25
 # How runs are shown where nobody wants to read that workers start.
 SILENT = ("quiet", "json")
 # Importing torch takes seconds, in which nothing is to be seen.
@@ -55,15 +61,17 @@ GREETING_S = 0.05
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
-# In a stall window workers are looked at `BEATS` times; one that was stopped, or silent, at so many
-# of them is ended. They are counted, not timed: a launcher that was stopped itself blames nobody.
-MOST_LOOKS = 6
-# Under load a process may be silent for a while without being at fault.
-LEAST_SILENCE_S = 5.0
 RESIZING: dict[int, Callable[[Generations], None]] = {
     signal.SIGUSR1: Generations.grow,
     signal.SIGUSR2: Generations.shrink,
 }
+TRAIN_ALONE = (
+    "{} train without a process group: each has a model of its own, which learns nothing from the "
+    "others. For one training use paceline.Run, or paceline.init_process_group() and "
+    "DistributedDataParallel; Accelerate needs Accelerator(cpu=True) on CPUs."
+)
+# So often the rest of a script may be killed.
+MOST_LATE = 3
 # A signal that comes just before the wait does not end it, and not every kernel tells of exits.
 _LONGEST_WAIT_S = 0.2
 
@@ -72,9 +80,9 @@ _LONGEST_WAIT_S = 0.2
 class Supervisor:
     """Starts workers, passes on output and waits for everybody's end; ends all when one fails.
 
-    `start` makes a process of a spec and its pipes. After a signal to the launcher workers have
-    longer to end, and a second signal kills. `store` is served from when the workers run.
-    `look_elsewhere` says why to end here too because of other machines, or nothing.
+    `start` makes a process of a spec and its pipes; it has no number yet where the template was
+    asked for it. After a signal to the launcher workers have longer to end, and a second signal
+    kills. `store` is served from when the workers run.
     """
 
     specs: list[WorkerSpec]
@@ -83,70 +91,88 @@ class Supervisor:
     console: Console
     store: StoreServer | None = None
     inbox: SignalInbox | None = None
-    look_elsewhere: Callable[[], str] | None = None
-    generations: Generations | Follower | None = None
+    generations: Generations | Follower = field(default_factory=without_survival)
     make_spec: Callable[[int], WorkerSpec] | None = None
-    """Plans a worker on a seat that nobody had yet."""
+    """Plans a worker with a new number."""
     template: Template | None = None
     announce: Callable[[str], None] | None = None
-    """Says that workers start, which takes them seconds, where that is not drawn."""
+    """Says that workers start, which takes them seconds, where that is not drawn; and that they
+    never meet."""
 
     def __post_init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.workers: list[WorkerProcess] = []
         self.alive: list[WorkerProcess] = []
-        self.sources: list[Source] = []
-        self.ends: dict[int, WorkerEnd] = {}
-        self.survived: dict[int, WorkerEnd] = {}
+        self.reading = Reading(self.selector, self.console)
+        self.exits: dict[int, WorkerExit] = {}
+        self.survived: dict[int, WorkerExit] = {}
+        self.late: list[WorkerExit] = []
+        """Of workers that were killed when their training was over."""
+        self.alone: set[int] = set()
+        """Workers that train without a process group."""
         self.orphaned: list[int] = []
         """Process groups whose worker is gone, and of which some are yet to be buried."""
         self.guard: OrphanGuard | None = None
-        self.signal: int | None = None
-        self.elsewhere = ""
+        self.stop: StopReason | None = None
+        """Why all are ended, if that is not the first failure among them."""
+        announced = env.read(env.FOLDER_VARIABLE, self.specs[0].environment)
+        self.folder = EndRecord(announced, self.console)
         self.ending_since_ns = 0
+        self.oom_kills = OomKills()
         self.timers: dict[str, tuple[float, Callable[[], None]]] = {}
-        self.stall_s = env.read_observation(self.specs[0].environment).stall_s
+        self.starts = Starts(
+            lambda spec, pipes: self.start(spec, pipes),
+            self.console,
+            self.generations,
+            self.template,
+            on_started=self._watch,
+            on_template_gone=self.selector.unregister,
+            may_start=self._may_start,
+        )
+        wishes = env.read_observation(self.specs[0].environment)
+        self.judge = StallJudge(wishes.stall_s, wishes.stall_end_s) if wishes.stall_s else None
 
-    def run(self) -> Ending:
+    def run(self) -> RunResult:
         try:
             self._start_all()
-            while self.alive or (self.generations is not None and self.generations.is_needed):
+            while self.alive or self.starts.is_busy or self.generations.is_needed:
                 self._turn()
             self._sweep()
-        except BaseException:
+        except BaseException as error:
             end_now(self.workers)
+            is_signal = isinstance(error, KeyboardInterrupt)
+            text = f"the launcher failed: {summarize(error)}"
+            self.folder.record(StopReason.by_signal(2) if is_signal else StopReason(text=text))
             raise
         finally:
             self._close()
-        ends = tuple(self.ends[worker.rank] for worker in self.workers if worker.rank in self.ends)
-        end = None if self.generations is None else self.generations.end
-        lost_in = 0 if end is None else end.lost_in
-        return Ending(workers=ends, signal=self.signal, elsewhere=self.elsewhere, lost_in=lost_in)
+        result = RunResult(tuple(self.exits[rank] for rank in sorted(self.exits)), self.stop)
+        if self.late and any(each.failed and each.is_secondary for each in result.workers):
+            # For that the others have failed.
+            result = RunResult((*result.workers, *self.late), self.stop)
+            if self.generations.can_repeat and result.reason is not None:
+                lost_in = self.late[0].step
+                result = replace(result, stop=replace(result.reason, lost_in=lost_in))
+        if result.reason is not None:
+            self.folder.record(result.reason)
+        return result
 
     def _start_all(self) -> None:
         if self.inbox is not None:
             self._listen(self.inbox.fileno(), self.on_signal)
-        if self.generations is not None:
-            for machine, wire in self.generations.wires.items():
-                self._listen(wire.fileno(), partial(self.generations.on_wire, machine))
+        for machine, channel in self.generations.channels.items():
+            self._listen(channel.fileno(), partial(self.generations.on_channel, machine))
         self._plan_greeting()
         if self.template is not None:
             self._listen(self.template.fileno(), lambda: None)
-            while not self.template.look() and not self.ending_since_ns:
-                self._turn()
-            self.selector.unregister(self.template.fileno())
-        for spec in self.specs:
-            self.on_signal()
-            if self.ending_since_ns:
-                break
-            self._start_one(spec)
-        self._set_guard()
+        self.starts.queue += self.specs
+        self.starts.turn()
+        while self.starts.is_busy:
+            self._turn()
         if self.store is not None:
             self.store.start()
-        if self.look_elsewhere is not None:
-            self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
-        if self.stall_s:
-            self._after(self.stall_s / BEATS, "look", self.on_look)
+        if self.judge is not None:
+            self._after(self.judge.look_s, "look", self.on_look)
 
     def _plan_greeting(self) -> None:
         first, shown = self.specs[0], env.read_terminal(self.specs[0].environment)
@@ -161,45 +187,35 @@ class Supervisor:
         elif self.announce is not None and not first.rank and shown.progress not in SILENT:
             self.announce(f"starting {workers}.")
 
-    def _start_one(self, spec: WorkerSpec) -> None:
-        pipes = None
-        try:
-            os.makedirs(os.path.dirname(spec.error_file), mode=0o700, exist_ok=True)
-            pipes = Pipes(spec, self.console)
-            worker = self.start(spec, pipes)
-        except BaseException as error:
-            if pipes is not None:
-                pipes.close()
-            if not isinstance(error, OSError):
-                raise
-            raise UsageError(
-                f"Cannot start rank {spec.rank}: {error.strerror}.",
-                advice="Start fewer workers, or raise the limits on processes, memory and open "
-                "files (ulimit).",
-            ) from error
+    def _may_start(self) -> bool:
+        self.on_signal()
+        return not self.ending_since_ns
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        """From now on the worker is one of those that run."""
+        self.oom_kills.forget()
+        pipes = worker.pipes
         pipes.close_theirs()
         self.workers.append(worker)
         self.alive.append(worker)
         self._listen(pipes.status_fd, partial(self.on_status, worker))
-        if self.generations is not None:
-            line = self.generations.lines[worker.rank].socket
-            self._listen(line.fileno(), partial(self.generations.on_word, worker.rank))
+        if worker.rank in self.generations.worker_channels:
+            channel = self.generations.worker_channels[worker.rank].socket
+            self._listen(channel.fileno(), partial(self.generations.on_message, worker.rank))
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or an old one
             worker.pidfd = os.pidfd_open(worker.pid)
             self._listen(worker.pidfd, partial(self.on_exit, worker))
-        for source in pipes.sources:
-            self.sources.append(source)
-            os.set_blocking(source.fd, False)
-            self._listen(source.fd, partial(self.on_output, source))
+        self.reading.add(pipes.sources)
+        if not self.starts.queue:  # a worker that is forked from here would hold the guard's pipe
+            self._set_guard()
 
     def _turn(self) -> None:
         """Wait for the next event, and deal with it."""
         now_s = time.monotonic()
         due = [now_s + _LONGEST_WAIT_S]
         due += [when for when, _ in self.timers.values()]
-        due += [source.due_s for source in self.sources if source.due_s is not None]
-        if self.generations is not None and self.generations.due_s is not None:
-            due.append(self.generations.due_s)
+        due += self.reading.due_s(now_s)
+        due += [when for when in (self.generations.due_s, self.starts.due_s) if when is not None]
         events = self.selector.select(max(0.0, min(due) - now_s))
         # A Ctrl-C at the terminal reaches a worker that shares it too: that is not a failure.
         self.on_signal()
@@ -210,69 +226,59 @@ class Supervisor:
         for name, (when, act) in list(self.timers.items()):
             if now_s >= when and self.timers.pop(name, None) is not None:
                 act()
-        for source in self.sources:
-            source.tick(now_s)
+        self.reading.turn()
         for worker in list(self.alive):
             self.on_exit(worker)
         self.orphaned = [pid for pid in self.orphaned if has_orphans(pid)]
-        if self.generations is not None:
-            self._keep_alive(self.generations)
+        self._keep_alive()
+        self.starts.turn()
 
-    def _keep_alive(self, generations: Generations | Follower) -> None:
+    def _keep_alive(self) -> None:
         """Do what was decided about the workers of this machine."""
+        generations = self.generations
         generations.keep_in_touch()
         while generations.broken:
-            wire = generations.broken.pop()
-            self.selector.unregister(wire.fileno())
-            wire.close()
+            channel = generations.broken.pop()
+            self.selector.unregister(channel.fileno())
+            channel.close()
         if self.ending_since_ns:
             return
-        for seat in generations.take_starts():
-            self._replace(seat)
+        for worker_id in generations.take_starts():
+            self._replace(worker_id)
         for worker in self.alive:
             if worker.rank in generations.dismissed:
                 worker.send(signal.SIGKILL)
         if generations.end is not None:
             self._end_with_others(generations.end)
 
-    def _end_with_others(self, end: End) -> None:
-        if end.signal:
-            self.signal = end.signal
-            self.end_all(end.signal)
-            return
-        if end.seat in self.survived:
-            self.ends[end.seat] = self.survived[end.seat]
-        self.elsewhere = end.text
-        self.end_all()
+    def _end_with_others(self, end: StopReason) -> None:
+        if end.worker in self.survived:
+            self.exits[end.worker] = self.survived[end.worker]
+        self.stop = end
+        self.end_all(end.signal or signal.SIGTERM)
         if end.is_hard:
             self.kill_all()
 
-    def _replace(self, seat: int) -> None:
-        """Start a worker on a seat, in the place of one that has ended if there was one."""
-        before = next((each for each in self.workers if each.rank == seat), None)
+    def _replace(self, worker_id: int) -> None:
+        """Start a worker, in the place of one that has ended if there was one."""
+        before = next((each for each in self.workers if each.rank == worker_id), None)
         if before is not None:
             self._clear(before)
-        spec = next((spec for spec in self.specs if spec.rank == seat), None)
+        spec = next((spec for spec in self.specs if spec.rank == worker_id), None)
         if spec is None:
             assert self.make_spec is not None
-            assert isinstance(self.generations, Generations)  # a new seat is on the lead
+            assert isinstance(self.generations, Generations)  # a new worker is on the lead
             try:
-                spec = self.make_spec(seat)
+                spec = self.make_spec(worker_id)
             except SettingError as error:
-                self.generations.give_up(seat, error.what)
+                self.generations.give_up(worker_id, error.what)
                 return
             self.specs.append(spec)
-        self._start_one(spec)
-        self._set_guard()
+        self.starts.queue.append(spec)
 
     def _clear(self, before: WorkerProcess) -> None:
         """Forget a worker that has ended."""
-        for source in before.pipes.sources:
-            if source in self.sources:
-                self.on_output(source)
-            if source in self.sources:
-                self.sources.remove(source)
-                self.selector.unregister(source.fd)
+        self.reading.drop(before.pipes.sources)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(before.pipes.status_fd)
         before.close()
@@ -280,32 +286,68 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # or the next one's end would be taken for this one's
         self.workers.remove(before)
-        self.ends.pop(before.rank, None)
+        self.exits.pop(before.rank, None)
 
     def _set_guard(self) -> None:
-        before = self.guard
-        self.guard = OrphanGuard([worker.pid for worker in self.workers if worker.leads_group])
-        if before is not None:
-            before.close()
-
-    def on_output(self, source: Source) -> None:
-        if not source.read(time.monotonic()):
-            self.selector.unregister(source.fd)
-            self.sources.remove(source)
-            source.close()
+        groups = [worker.pid for worker in self.workers if worker.leads_group]
+        if self.guard is not None and not self.guard.guard(groups):
+            self.guard.close()
+            self.guard = None
+        with contextlib.suppress(OSError):  # it is tried again with the next worker
+            if self.guard is None:
+                self.guard = OrphanGuard()
+                self.guard.guard(groups)
 
     def on_status(self, worker: WorkerProcess) -> None:
         """A worker says that it is alive, or that it has failed."""
         words = os.read(worker.pipes.status_fd, 64)
-        worker.looks_silent, worker.beats = 0, ALIVE in words and not worker.failed_ns
+        beats = [word for word in (ALIVE, WAITS, HANGS) if word in words]
+        worker.looks_silent, worker.beats = 0, bool(beats) and not worker.failed_ns
+        worker.word = max(beats, key=words.rfind, default=worker.word)
         if not words:
             self.selector.unregister(worker.pipes.status_fd)
-        if FAILED in words and not worker.failed_ns:
+        if ALONE in words:
+            self.alone.add(worker.rank)
+            if len(self.alone) == len(self.specs) and self.announce is not None:
+                self.announce(TRAIN_ALONE.format(count_text(len(self.specs), "worker")))
+        if FAILED in words and not worker.failed_ns and not self.ending_since_ns:
             worker.failed_ns = time.monotonic_ns()
-            if self.generations is not None and self.generations.is_on:
+            end = self._exit_of(worker, 1)
+            if not self.generations.is_on:
+                self.on_failure(end.is_secondary)
+            elif not end.raised or self.generations.survives_errors:
                 worker.send(signal.SIGKILL)  # nobody waits for it, nor it for anybody
-                return
-            self.on_failure(read_error(worker.error_file).get("is_secondary", False))
+            elif self.generations.on_exit(end, {}):
+                worker.is_judged = True
+                worker.send(signal.SIGKILL)
+            elif self.generations.end is None:
+                self.on_failure(is_secondary=False)
+
+    def _exit_of(self, worker: WorkerProcess, code: int) -> WorkerExit:
+        """How a worker has ended, or will."""
+        rank, generations = worker.rank, self.generations
+        error: dict[str, Any] = read_error(worker.error_file)
+        is_late = generations.has_finished(rank)
+        if code == 0 and generations.is_on and generations.is_member(rank) and not is_late:
+            worker.accused, code = "finished before its run was, with exit code 0", 1
+        elif worker.accused:
+            error, code = {}, code or 1
+            if stack := read_stack(worker):
+                error["traceback"] = f"It was at:\n{main_thread(stack)}"
+        failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
+        is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
+        by_itself = is_cause or failed_before
+        noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
+        return WorkerExit(
+            rank=rank,
+            exit_code=code,
+            ended_by_launcher=not by_itself,
+            step=read_step(worker.error_file),
+            accused=worker.accused,
+            is_late=is_late and not generations.has_left_loop(rank),
+            is_oom=code == -signal.SIGKILL and not error and self.oom_kills.explains_one(),
+            **(noticed | error if by_itself else noticed),
+        )
 
     def on_exit(self, worker: WorkerProcess) -> None:
         code = worker.poll()
@@ -314,61 +356,60 @@ class Supervisor:
         self.alive.remove(worker)
         if worker.pidfd >= 0:
             self.selector.unregister(worker.pidfd)
-        error, step = read_error(worker.error_file), read_step(worker.error_file)
-        is_survived = self._is_survived(worker, code, error, step)
-        if worker.accused:
-            where = f" in step {step}" if step else ""
-            error, code = {"summary": f"{worker.accused}{where}"}, code or 1
-        failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
-        is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
-        by_itself = is_cause or failed_before
-        noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
-        end = WorkerEnd(
-            rank=worker.rank,
-            exit_code=code,
-            ended_by_launcher=not by_itself,
-            step=step,
-            **(noticed | error if by_itself else noticed),
-        )
-        if is_survived:
+        ledger = self._close_channel(worker)
+        end = self._exit_of(worker, code)
+        is_ending = bool(self.ending_since_ns)
+        if not is_ending and (worker.is_judged or self._is_survived(end, ledger)):
             self.survived[worker.rank] = end
+            self.folder.show_first(end)
             worker.send(signal.SIGKILL)  # what it has started
             self.orphaned.append(worker.pid)
-            return
-        self.ends[worker.rank] = end
-        if end.failed:
-            self.on_failure(end.is_secondary)
+        elif not is_ending and end.killed_by and end.is_late:
+            self._lose_late(worker, end)
+        else:
+            self.exits[worker.rank] = end
+            if end.failed:
+                self.on_failure(end.is_secondary)
 
-    def _is_survived(
-        self, worker: WorkerProcess, code: int, error: dict[str, Any], step: int
-    ) -> bool:
+    def _close_channel(self, worker: WorkerProcess) -> dict[str, Any] | None:
+        """Hear the last words of a worker that has ended; what it leaves behind."""
+        if worker.rank not in self.generations.worker_channels:
+            return None
+        socket = self.generations.worker_channels[worker.rank].socket
+        self.selector.unregister(socket.fileno())
+        return self.generations.close_worker_channel(worker.rank)
+
+    def _is_survived(self, end: WorkerExit, ledger: dict[str, Any] | None) -> bool:
         """Whether the others continue without a worker that has ended."""
+        if end.exit_code == 0 or ledger is None:
+            return False
+        if end.accused and end.traceback:
+            ledger["stack"] = end.traceback.partition("\n")[2]
+            self.generations.say(f"worker {end.rank} was at:\n{ledger['stack']}")
+        return self.generations.on_exit(end, ledger)
+
+    def _lose_late(self, worker: WorkerProcess, end: WorkerExit) -> None:
+        """A worker was killed after its loop. The others finish what they do.
+
+        What was left to it is done once more if it is done once for all, as rank 0 writes a model:
+        by a new process, alone, which finds the training complete. See docs/survival.md.
+        """
         generations, rank = self.generations, worker.rank
-        if generations is None:
-            return False
-        self.selector.unregister(generations.lines[rank].socket.fileno())
-        ledger = generations.close_line(rank)
-        is_member = generations.is_member(rank)
-        if self.ending_since_ns or (code == 0 and not is_member):
-            return False
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if error:
-            lines = error["summary"].splitlines()
-            how = f"raised {' '.join(lines[:1] if is_member else lines)}".rstrip(".")
-        how = f"was {worker.accused}" if worker.accused else how
-        is_survived = generations.on_exit(
-            rank,
-            ledger,
-            how,
-            step=step,
-            is_kill=code == -9 and not error,
-            is_error=bool(error),
-            is_signal=code < 0 and not error,
-            ends_run=error.get("ends_run", False),
-        )
-        if generations.is_on and code == 0 and not is_survived:
-            worker.accused = "finished before its run was, with exit code 0"
-        return is_survived
+        worker.send(signal.SIGKILL)  # what it has started
+        self.orphaned.append(worker.pid)
+        self.late.append(end)
+        tries = sum(each.rank == rank for each in self.late)
+        what = "What it had still to do is lost"
+        if generations.does_rest(rank):
+            self._clear(worker)
+            self.exits[rank] = end
+            if end.signal in ASKS_TO_END or tries == MOST_LATE or not generations.can_repeat:
+                what += "" if generations.can_repeat else ": no checkpoint has the last step"
+            else:
+                spec = next(spec for spec in self.specs if spec.rank == rank)
+                self.starts.queue.append(spec.alone())
+                what = "Another one runs the script again, and finds the training complete"
+        generations.say(f"{end.reason}. {what}.")
 
     def on_failure(self, is_secondary: bool) -> None:
         if not is_secondary:
@@ -382,9 +423,8 @@ class Supervisor:
                 if isinstance(self.generations, Generations) and not self.ending_since_ns:
                     RESIZING[number](self.generations)
             elif not self.ending_since_ns:
-                self.signal = number
-                if self.generations is not None:
-                    self.generations.pass_on(End(signal=number, is_final=True))
+                self.stop = StopReason.by_signal(number)
+                self.generations.pass_on(self.stop)
                 self.end_all(number)
                 if self.console.screen is not None:
                     self.console.screen.note(STOPPING)
@@ -392,47 +432,41 @@ class Supervisor:
                 self.kill_all()  # somebody presses Ctrl-C again
 
     def on_look(self) -> None:
-        """End workers that are stopped or silent: the others would wait for them for good."""
-        look_s = self.stall_s / BEATS
-        most_silent = max(MOST_LOOKS, LEAST_SILENCE_S / look_s)
-        for worker in self.alive if not self.ending_since_ns else ():
-            worker.look(look_s)
-            if worker.looks_stopped >= MOST_LOOKS:
-                seconds = worker.looks_stopped * look_s
-                worker.accused = (
-                    f"stopped by a signal for {seconds:.3g} s, so the launcher ended it"
-                )
-            elif worker.looks_silent >= most_silent:
-                seconds = worker.looks_silent * look_s
-                worker.accused = f"silent for {seconds:.3g} s, so the launcher ended it"
-            if worker.accused:
-                worker.send(signal.SIGKILL)
-        self._after(look_s, "look", self.on_look)
-
-    def on_look_elsewhere(self) -> None:
-        if self.look_elsewhere is not None and not self.ending_since_ns:
-            self.elsewhere = self.look_elsewhere()
-            if self.elsewhere:
-                self.end_all()
-            self._after(self.options.monitor_interval, "elsewhere", self.on_look_elsewhere)
+        """End workers that are stopped, silent or hang: the others would wait for them for good."""
+        assert self.judge is not None
+        if not self.ending_since_ns:
+            waits = any(worker.word == WAITS for worker in self.alive)
+            self.judge.look(self.alive, self.generations.is_awaited(waits))
+        self._after(self.judge.look_s, "look", self.on_look)
 
     def end_all(self, number: int = signal.SIGTERM) -> None:
         """Ask every worker to end; kill those that have not after the timeout."""
         if self.ending_since_ns:
             return
         self.ending_since_ns = time.monotonic_ns()
-        note = env.note_failure if self.signal is None else env.note_signal
-        note(self.specs[0].environment)
+        self.stop = self.stop or self.generations.end
+        self.starts.give_up()
+        is_signal = self.stop is not None and bool(self.stop.signal)
+        env.note_ending(self.specs[0].environment, by_signal=is_signal)
+        if not is_signal:
+            self.generations.tell_end(self.stop.text if self.stop else "another worker has failed")
         for worker in self.alive:
-            if not worker.failed_ns:  # one that has failed is ending by itself
-                worker.send(number)
+            if not worker.failed_ns:  # one that has failed ends by itself
+                # Those who train have heard it, and end their loaders, which a signal would reach.
+                worker.send(number if is_signal or not self._trains(worker.rank) else 0)
                 worker.send(signal.SIGCONT)
         self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
+
+    def _trains(self, rank: int) -> bool:
+        generations = self.generations
+        is_told = generations.is_on and rank in generations.worker_channels
+        return is_told and generations.is_member(rank) and not generations.has_finished(rank)
 
     def _shutdown_timeout_s(self) -> float:
         if self.options.shutdown_timeout is not None:
             return self.options.shutdown_timeout
-        return SHUTDOWN_TIMEOUT_S if self.signal is None else SIGNAL_TIMEOUT_S
+        is_signal = self.stop is not None and bool(self.stop.signal)
+        return SIGNAL_TIMEOUT_S if is_signal else SHUTDOWN_TIMEOUT_S
 
     def kill_all(self) -> None:
         for worker in self.workers:
@@ -449,15 +483,10 @@ class Supervisor:
             time.sleep(0.01)
         for worker in left:
             worker.send(signal.SIGKILL)
-        deadline_s = time.monotonic() + DRAIN_S
-        while self.sources and (left_s := deadline_s - time.monotonic()) > 0:
-            for key, _ in self.selector.select(left_s):
-                if key.fd in {source.fd for source in self.sources}:
-                    key.data()
-                else:
-                    self.selector.unregister(key.fd)
+        self.reading.drain()
 
     def _close(self) -> None:
+        self.starts.give_up()
         for worker in self.workers:
             worker.close()
         self.selector.close()
@@ -469,44 +498,3 @@ class Supervisor:
 
     def _after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
         self.timers[name] = time.monotonic() + seconds, act
-
-
-class SignalInbox:
-    """Turns signals to the launcher into something its loop can wait for."""
-
-    def __init__(self, numbers: Iterable[int], *others: int) -> None:
-        """`numbers` end a run, `others` do not."""
-        self._ending = frozenset(numbers)
-        self.reader, self.writer = socket.socketpair()
-        self.reader.setblocking(False)
-        self.writer.setblocking(False)
-        self.seen: list[int] = []
-        """All that ever came and end a run: after one of them nothing is started any more."""
-        self.wakeup_before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        # What nohup or a shell has switched off stays off.
-        self.before: dict[int, Any] = {
-            number: signal.signal(number, self._on_signal)
-            for number in {*self._ending, *others}
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-
-    def close(self) -> None:
-        for number, handler in self.before.items():  # what is not to end a run ends nothing now
-            signal.signal(number, handler if number in self._ending else signal.SIG_IGN)
-        signal.set_wakeup_fd(self.wakeup_before)
-        self.reader.close()
-        self.writer.close()
-
-    def fileno(self) -> int:
-        return self.reader.fileno()
-
-    def read(self) -> list[int]:
-        try:
-            numbers = [number for number in self.reader.recv(64) if number in self.before]
-        except BlockingIOError:
-            return []
-        self.seen += [number for number in numbers if number in self._ending]
-        return numbers
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The number arrives through the wakeup descriptor."""

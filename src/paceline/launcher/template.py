@@ -1,11 +1,14 @@
 """A process that has imported torch once, and forks workers: another one starts in milliseconds.
 
-    launcher --start(program, environment, descriptors)--> template --fork, fork--> worker
-        └----------------------------- its child again <----------------------------┘
+    launcher --ask(program, environment, descriptors)--> template --fork, fork--> worker
+        └---------- answer: its number; go -------- its child again <---------------┘
 
 The process in between ends at once, and whoever loses its parent goes to the launcher, which asked
 the kernel for that. So the launcher hears of a worker's end as of any child's, the worker dies with
 the launcher, and neither notices if the template dies.
+
+The launcher never waits for an answer: a template may be stopped, killed or out of processes. A
+worker begins when the launcher knows of it, so that one which was given up ends by itself.
 
 The launcher runs this file by its path. It stays single-threaded and runs no operator: a thread
 pool or a GPU that was in use before a fork would be unusable after it.
@@ -15,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -30,22 +33,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-MODULES = ("torch._dynamo", "torch.distributed", "paceline.run", "paceline.launcher.as_torch")
+from paceline.torch_private import HEAVY_MODULES
+
+MODULES = (*HEAVY_MODULES, "paceline.run.loop", "paceline.launcher.as_torch")
 """What a training imports anyway."""
 REQUEST_BYTES = 2**20
-START_TIMEOUT_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class TemplateError(Exception):
-    """The template is gone, or could not do what it was asked to."""
+    """The template is gone."""
 
 
 @dataclass
 class Forked:
-    """A worker that the template forked: to the launcher a child like any other."""
+    """A worker that the template forks: to the launcher a child like any other."""
 
-    pid: int
+    pid: int = 0
+    """0 until the template has answered."""
     returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -66,9 +71,16 @@ class Template:
     def __init__(self, python: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it, as `python` says how Python is started; it imports while others work."""
         _adopt_orphans(True)
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line.settimeout(START_TIMEOUT_S)
-        self._is_ready = False
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        self.is_ready = False
+        """Whether it has imported everything, so that it answers at once."""
+        self.is_gone = False
+        self._asked = 0
+        self._forked = Forked()
+        """What it was last asked for."""
+        self._go = -1
+        """Where the worker that it was asked for waits for a word."""
         with theirs:
             self._process = subprocess.Popen(
                 [*python, __file__, str(theirs.fileno()), str(os.getpid())],
@@ -78,19 +90,9 @@ class Template:
             )
 
     def fileno(self) -> int:
-        return self._line.fileno()
+        return self._channel.fileno()
 
-    def look(self) -> bool:
-        """Whether it has imported everything, or is gone, so that `start` answers at once."""
-        if not self._is_ready:
-            if not select.select([self._line], [], [], 0)[0]:
-                return False
-            with contextlib.suppress(OSError):
-                self._line.recv(64)
-            self._is_ready = True
-        return True
-
-    def start(
+    def ask(
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str],
@@ -98,28 +100,69 @@ class Template:
         *,
         leads_group: bool,
     ) -> Forked:
-        """Fork a worker that runs `arguments`, as `worker.main` takes them.
+        """Ask for a worker that runs `arguments`, as `worker.main` takes them; one at a time.
 
-        `descriptors` of this process, by the number that the worker shall have them under.
+        `descriptors` of this process, by the number that the worker shall have them under. One that
+        was asked for before and not answered is given up.
         """
+        self.give_up()
+        self._asked += 1
         request = {
+            "number": self._asked,
             "arguments": list(arguments),
             "environment": dict(environment),
             "numbers": list(descriptors),
             "leads_group": leads_group,
         }
+        waits, self._go = os.pipe()
         try:
             data = json.dumps(request).encode()
-            socket.send_fds(self._line, [data], list(descriptors.values()))
-            answer = self._line.recv(64)
+            socket.send_fds(self._channel, [data], [*descriptors.values(), waits])
+        except OSError as error:
+            self.give_up()
+            raise TemplateError(str(error)) from error
+        finally:
+            os.close(waits)
+        self._forked = Forked()
+        return self._forked
+
+    def answer(self) -> Forked | None:
+        """The worker that was asked for; None if nothing new was said of it.
+
+        Raises OSError where it cannot be forked, and TemplateError if the template is gone.
+        """
+        try:
+            data = self._channel.recv(64)
+        except BlockingIOError:
+            return None
         except OSError as error:
             raise TemplateError(str(error)) from error
-        if not answer or int(answer) < 0:
-            raise TemplateError("it did not fork")
-        return Forked(int(answer))
+        if not data:
+            raise TemplateError("it has ended")
+        number, pid = map(int, data.split())
+        self.is_ready = True
+        if number != self._asked or self._go < 0:
+            return None
+        if pid < 0:
+            self.give_up()
+            raise OSError(-pid, os.strerror(-pid))
+        self._forked.pid = pid
+        os.write(self._go, b"!")
+        self.give_up()
+        return self._forked
+
+    def give_up(self) -> None:
+        """A worker that waits for a word ends now."""
+        if self._go >= 0:
+            os.close(self._go)
+            self._go = -1
 
     def close(self) -> None:
-        self._line.close()
+        if self.is_gone:
+            return
+        self.is_gone = True
+        self.give_up()
+        self._channel.close()
         self._process.kill()
         self._process.wait()
         _adopt_orphans(False)
@@ -140,49 +183,75 @@ def _adopt_orphans(is_wanted: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted))
 
 
-def main(line_fd: int, launcher: int) -> None:
+def main(channel_fd: int, launcher: int) -> None:
     """The template's side: fork whatever is asked for, until the launcher is gone."""
     from paceline.launcher.worker import die_with
 
     die_with(launcher)
-    line = socket.socket(fileno=line_fd)
+    channel = socket.socket(fileno=channel_fd)
     gc.disable()  # nearly all of what imports make stays: looking through it costs a fifth of them
     for name in MODULES:
         __import__(name)
     gc.collect()
-    line.send(b"ready")
+    channel.send(b"0 0")
     gc.freeze()  # what was imported is not looked at again, so its pages stay shared
     gc.enable()
     while True:
-        data, fds, _, _ = socket.recv_fds(line, REQUEST_BYTES, 64)
+        data, fds, flags, _ = socket.recv_fds(channel, REQUEST_BYTES, 64)
         if not data:
             return
-        reader, writer = os.pipe()
-        between = os.fork()
-        if between == 0:
-            worker = os.fork()
-            if worker:
-                os.write(writer, str(worker).encode())
-                os._exit(0)
-            line.close()
-            os.close(reader)
-            os.close(writer)
-            _move(fds, json.loads(data)["numbers"])
-            become_worker(json.loads(data), launcher)
-        os.waitpid(between, 0)  # from now on the worker is the launcher's child
-        os.close(writer)
-        line.send(os.read(reader, 64) or b"-1")
-        os.close(reader)
+        request = json.loads(data)
+        if flags & socket.MSG_CTRUNC:  # not all of them could be opened here
+            pid = -errno.EMFILE
+        else:
+            pid = _fork_twice(channel, request, fds, launcher)
+        channel.send(b"%d %d" % (request["number"], pid))
         for fd in fds:
             os.close(fd)
 
 
-def become_worker(request: dict[str, Any], launcher: int) -> NoReturn:
-    """Be what a new interpreter would be that runs the worker's file."""
+def _fork_twice(
+    channel: socket.socket, request: dict[str, Any], fds: list[int], launcher: int
+) -> int:
+    """Fork a worker whose parent ends at once; its number, or that of an error, negative."""
+    try:
+        reader, writer = os.pipe()
+    except OSError as error:
+        return -(error.errno or errno.EAGAIN)
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.write(writer, b"%d" % -(error.errno or errno.EAGAIN))
+    else:
+        if between == 0:
+            try:
+                worker = os.fork()
+            except OSError as error:
+                worker = -(error.errno or errno.EAGAIN)
+            if worker:
+                os.write(writer, b"%d" % worker)
+                os._exit(0)
+            channel.close()
+            os.close(reader)
+            os.close(writer)
+            become_worker(request, fds, launcher)
+        os.waitpid(between, 0)  # from now on the worker is the launcher's child
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        return int(answer.read() or -errno.EAGAIN)
+
+
+def become_worker(request: dict[str, Any], fds: list[int], launcher: int) -> NoReturn:
+    """Be what a new interpreter would be that runs the worker's file, once the launcher says so."""
     from paceline.launcher import worker
 
     code: object = 1
     try:
+        go = fds.pop()
+        if not os.read(go, 1):
+            os._exit(0)
+        os.close(go)
+        _move(fds, request["numbers"])
         while os.getppid() != launcher:  # the process in between has not ended yet
             time.sleep(0.0002)
         if request["leads_group"]:

@@ -25,16 +25,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
-FAILED, ALIVE = b"!", b"."
+FAILED, ALIVE, ALONE = b"!", b".", b"1"
+WAITS, HANGS = b"w", b"h"
+"""Instead of `ALIVE`: it has waited in a collective, or stood still elsewhere, too long."""
+DUMP_SIGNAL = int(getattr(signal, "SIGRTMAX", 0))
+"""Makes a worker write where its threads are, whatever they do."""
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
 """Names the process in which a `Run` has left its loop although its last save had failed."""
+MOST_FOLDER_LENGTH = 85
+"""A socket's path has at most 107 characters."""
 BEATS = 8
 """How often in a stall window (PACELINE_STALL_S) a worker that has imported torch says so."""
 
@@ -46,6 +52,8 @@ _PEER_WORDS = re.compile(
     r"|failed to (recv|send)|application timeout|connectFullMesh",
     re.IGNORECASE,
 )
+# What torch's loader says when a process of its own was killed.
+_LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +65,16 @@ class Instructions:
     kind: str = "script"
     """`script`, `module` or `program`: what the first argument names."""
     status_fd: int = -1
-    """Where one byte tells the launcher at once that this worker failed, or that it is alive."""
+    """Where one byte tells the launcher at once that this worker failed, that it is alive, or that
+    it trains without the others."""
     as_torch: bool = False
     numa: str = ""
-    line_fd: int = -1
-    """Where the launcher announces generations, and hears how far this worker is."""
-    ledger_fd: int = -1
-    """Memory in which this worker leaves what others need if it dies."""
-    is_replacement: bool = False
+    stall_end_s: float = 0.0
+    """After how long a worker that hangs says so; 0 for never."""
+    survival: dict[str, Any] = field(default_factory=dict)
+    """Of a worker that can be replaced: `line`, the descriptor where the launcher announces
+    generations; `ledger`, that of memory in which it leaves what others need if it dies;
+    `is_replacement`; and `survives_errors`, whether exceptions are survived too."""
 
     @classmethod
     def take(cls) -> Instructions:
@@ -74,7 +84,8 @@ class Instructions:
     @property
     def fds(self) -> list[int]:
         """The descriptors among them that the worker inherits."""
-        return [fd for fd in (self.status_fd, self.line_fd, self.ledger_fd) if fd >= 0]
+        shared = [self.survival[name] for name in ("line", "ledger") if name in self.survival]
+        return [self.status_fd, *shared] if self.status_fd >= 0 else shared
 
     def as_variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -86,15 +97,9 @@ def main(arguments: list[str]) -> int:
     die_with(instructions.parent)
     for fd in instructions.fds:
         os.set_inheritable(fd, False)
-    if instructions.line_fd >= 0:
-        os.environ["PACELINE_SURVIVAL"] = json.dumps(
-            {
-                "pid": os.getpid(),
-                "line": instructions.line_fd,
-                "ledger": instructions.ledger_fd,
-                "is_replacement": instructions.is_replacement,
-            }
-        )
+    if instructions.survival:
+        survival = {"pid": os.getpid(), **instructions.survival}
+        os.environ["PACELINE_SURVIVAL"] = json.dumps(survival)
     if instructions.kind == "program":
         os.execvp(arguments[0], arguments)
     worker = Worker(instructions)
@@ -123,10 +128,17 @@ class Worker:
         self.pid = os.getpid()
         self.store_port = int(os.environ.get("MASTER_PORT", "0"))
         self.beat_s = float(os.environ.get("PACELINE_STALL_S", "0")) / BEATS
+        self.where: tuple[int, bool] | None = None
+        self.still = 0
+        """At how many beats in a row it was there."""
 
     def prepare(self) -> None:
         """Everything that must be in place before the user's code runs."""
         faulthandler.enable(file=2)
+        if DUMP_SIGNAL and (path := os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
+            with contextlib.suppress(OSError):
+                fd = os.open(stack_file(path), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+                faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True)
         # Hooks of the user's that call the one before them must not print the traceback either:
         # the launcher prints it, once.
         sys.excepthook = self.excepthook
@@ -143,6 +155,10 @@ class Worker:
             if os.getpid() != self.pid:  # a child the user forked came back here
                 traceback.print_exception(_without_launcher_frames(error))
                 return 1
+            if type(error).__name__ == "OutOfMemoryError" and "NCCL_HOSTID" in os.environ:
+                from paceline.group import describe_gpu_memory
+
+                error.add_note(describe_gpu_memory())
             self.record(_without_launcher_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -167,8 +183,19 @@ class Worker:
         """Say now and then that this process still runs, whatever the user's code waits for."""
         pause = threading.Event()
         while True:
-            self.tell(ALIVE)
+            self.tell(self.look())
             pause.wait(self.beat_s)
+
+    def look(self) -> bytes:
+        """Whether this worker trains, as far as its stopwatch tells; beats are counted, because a
+        clock does not know that all processes were stopped meanwhile."""
+        stopwatch = sys.modules.get("paceline.telemetry.stopwatch")
+        before, self.where = self.where, None if stopwatch is None else stopwatch.where()
+        self.still = self.still + 1 if self.where == before and before is not None else 0
+        end_s = self.instructions.stall_end_s
+        if before is None or not end_s or self.still * self.beat_s < end_s:
+            return ALIVE
+        return WAITS if before[1] else HANGS
 
     def on_torch_imported(self) -> None:
         """Do what needs torch, at the moment the user's code has imported it."""
@@ -176,9 +203,23 @@ class Worker:
             threading.Thread(target=self.beat, name="paceline alive", daemon=True).start()
         if self.instructions.numa:
             _bind_to_numa_node(self.instructions.numa, int(os.environ["LOCAL_RANK"]))
-        from paceline.launcher.as_torch import prepare_torch
+        self.keep_sockets_together()
+        from paceline.launcher.as_torch import prepare_torch, tell_if_alone
 
         prepare_torch(self.store_port, self.instructions.as_torch)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            tell_if_alone(partial(self.tell, ALONE))
+
+    def keep_sockets_together(self) -> None:
+        """Have processes that load data make their sockets in the launcher's folder.
+
+        It is removed in the end, while one of their own would stay behind a worker that is killed.
+        """
+        from multiprocessing import current_process
+
+        folder = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if 0 < len(folder) <= MOST_FOLDER_LENGTH:
+            vars(current_process())["_config"].setdefault("tempdir", folder)
 
     def on_spawning_imported(self) -> None:
         from paceline.launcher.as_torch import prepare_spawning
@@ -262,6 +303,11 @@ class _ImportListener:
             self.callback()
 
 
+def stack_file(error_file: str) -> str:
+    """Where a worker writes what its threads do, next to the file for its error."""
+    return os.path.join(os.path.dirname(error_file), "stack")
+
+
 def write_error(path: str, error: BaseException) -> None:
     """Write the error as JSON: torch's format, so that its tools read it, plus what we need.
 
@@ -276,7 +322,9 @@ def write_error(path: str, error: BaseException) -> None:
         "rank": int(os.environ.get("RANK", "-1")),
         "time_ns": time.monotonic_ns(),
         "type": type(error).__name__,
+        "at": f"{type(error).__name__} at {place_of(error)}",
         "is_secondary": is_secondary(error),
+        "is_accident": is_accident(error),
         "ends_run": bool(getattr(error, "ends_run", False)),
     }
     temporary = f"{path}.{os.getpid()}"
@@ -285,11 +333,34 @@ def write_error(path: str, error: BaseException) -> None:
     os.replace(temporary, path)
 
 
+def place_of(error: BaseException) -> str:
+    """The line that raised an exception."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+
+
+def _names(error: BaseException) -> set[str]:
+    """Its classes; torch may not be imported for them."""
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+
+
+def is_accident(error: BaseException) -> bool:
+    """Whether an error says that a device has failed, or that a loader's process was killed.
+
+    A device-side assert is the script's own: it has asked for an element that is not there.
+    """
+    if "torch.AcceleratorError" in _names(error):
+        return "device-side assert" not in str(error)
+    return isinstance(error, RuntimeError) and bool(_LOADER_WORDS.search(str(error)))
+
+
 def is_secondary(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     while error.__cause__ is not None:
         error = error.__cause__
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    names = _names(error)
     if "paceline.errors.PeerError" in names or "torch.distributed.DistError" in names:
         return True
     return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
@@ -304,11 +375,10 @@ def _without_launcher_frames(error: BaseException) -> BaseException:
 
 
 def _bind_to_numa_node(mode: str, gpu: int) -> None:
-    from torch.numa import binding
+    from paceline.torch_private import bind_to_numa_node
 
     try:
-        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-        binding._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)
+        bind_to_numa_node(mode, gpu)
     except Exception as error:
         print(f"--numa-binding {mode} was not applied: {error}", file=sys.stderr)
 

@@ -7,8 +7,8 @@ import json
 import textwrap
 from typing import Any
 
-from paceline.observe.units import count_text
 from paceline.policy.batch import LearningRate, plan_batch
+from paceline.telemetry import count_text
 
 WIDTH = 80
 
@@ -30,11 +30,9 @@ def describe(batch: int, workers: int, rows: int | None = None) -> dict[str, dic
     """Both ways, by what is kept: the plan, the learning rate by optimizer, the steps."""
     found = {}
     for keep in ("device", "global"):
-        plan = (
-            plan_batch(batch, workers, keep=keep) if workers <= batch or keep == "device" else None
-        )
-        if plan is None:
+        if keep == "global" and workers > batch:
             continue
+        plan = plan_batch(batch, workers, keep=keep)
         rates = {
             rule: LearningRate(single_batch=batch, global_batch=plan.global_batch, rule=rule).scale
             for rule in ("linear", "sqrt")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline import comm
-from paceline.comm import Group
 from paceline.errors import check_whole
+from paceline.group import Group, all_reduce
+from paceline.torch_private import foreach_norm
 
 HORIZON = 50.0
 """Over about so many measurements the averages reach back."""
@@ -112,10 +112,10 @@ class NoiseMeter:
 
     Each shard's own gradient is seen on its way to the parameter, by a hook that is there only in
     the steps that are measured; the whole batch's gradient is what the optimizer gets. No copy of
-    a gradient is kept, and no number is read from the device until somebody asks.
+    a gradient is kept, and no number is read from the device until `read`.
 
     All ranks call `begin` with the same steps, so they measure in the same ones, and all call
-    `read` together. In between nobody communicates.
+    `read` together. In between there is no communication.
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, every: int = 20) -> None:
@@ -129,7 +129,7 @@ class NoiseMeter:
         self.cancel()
 
     def cancel(self) -> None:
-        """The step will not be finished: forget it."""
+        """Forget the step that is being measured."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -157,7 +157,7 @@ class NoiseMeter:
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def add(self, rows: float, *, is_mean: bool = False) -> None:
-        """One shard's backward is over; its loss was a sum over `rows`, or their mean.
+        """Note that one shard's backward has ended; its loss was a sum over `rows`, or their mean.
 
         Between two calls there is one backward pass.
         """
@@ -201,7 +201,7 @@ class NoiseMeter:
         self._measured_by_slot = {}
         size = 1 if group is None else group.size()
         if group is not None and size > 1:
-            comm.all_reduce(group, table, "Adding up the gradient noise")
+            all_reduce(group, table, "Adding up the gradient noise")
         for ranks, whole, shards, rows, squares in table.tolist():
             # A rank that joined later was not there for some of it.
             if ranks == size and shards >= 2 and rows > 0:
@@ -225,7 +225,7 @@ def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The lengths of gradients, in a precision in which squares do not overflow."""
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     wide = [value.float() if value.dtype in _NARROW else value for value in values]
-    return list(torch._foreach_norm(wide)) if wide else []
+    return list(foreach_norm(wide)) if wide else []
 
 
 def _squared(norms: Sequence[Tensor]) -> Tensor:

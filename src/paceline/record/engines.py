@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from paceline.ddp.wrapper import bare
-from paceline.observe.units import bytes_text, count_text, list_text
+from paceline.ddp import bare
 from paceline.record import facts
 from paceline.record.hooks import ForwardPass, StepRecording, fill, join, memories
 from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts, Weight, WeightStop
+from paceline.telemetry import bytes_text, count_text, list_text
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]
 """The stages, and the followed sample and weight on their way through them."""
@@ -53,7 +53,7 @@ def describe_rank(
 ) -> Picture:
     """The stages with this rank's parts, the followed sample if it has it, and the weight."""
     own = ranks[rank]
-    tree, flat = (partial(each, values=rec.values) for each in (facts.tree, facts.flat))
+    tree, flat = (partial(each, values=rec.values) for each in (facts.tree_facts, facts.flat_facts))
     # Own gradients are multiplied so that the averages are their mean.
     scale = loss_factor(ranks) * len(ranks)
     local = [rec.local[name] * scale for name in rec.trained if name in rec.local]
@@ -164,10 +164,12 @@ def describe_replicas(
     `contributions` are the gradients that each replica adds, and the followed weight's among them.
     """
     whole, size = rec.whole, len(calls)
-    tree, flat = (partial(each, values=rec.values) for each in (facts.tree, facts.flat))
+    tree, flat = (partial(each, values=rec.values) for each in (facts.tree_facts, facts.flat_facts))
     weights = list(bare(rec.model).parameters())
     copies = {call.weights for call in calls if not call.weights <= memories(weights)}
-    model = TensorFacts(name="model", shape=[], dtype="", device="", bytes=facts.size(weights))
+    model = TensorFacts(
+        name="model", shape=[], dtype="", device="", bytes=facts.size_facts(weights)
+    )
     on_replicas = {
         "split": [tree("input", call.arguments) for call in calls],
         "copy": [[model]] * size,
@@ -188,10 +190,10 @@ def describe_replicas(
         at_home["gather"] = tree("output", whole.output)
         seconds["split"] = (begin_ns - whole.begin_ns) / 1e9
         seconds["gather"] = max(0, whole.end_ns - end_ns) / 1e9
-        moved["batch"] = facts.size(whole.inputs)
-        moved["gather"] = facts.size(whole.outputs) if size > 1 else 0
+        moved["batch"] = facts.size_facts(whole.inputs)
+        moved["gather"] = facts.size_facts(whole.outputs) if size > 1 else 0
         cut_off = [call.inputs for call in calls if not call.memories <= whole.memories]
-        moved["split"] = facts.size(cut_off)
+        moved["split"] = facts.size_facts(cut_off)
     parts = {
         name: [
             Part(title=place, worker=i, device=place, tensors=tensors[i])
@@ -261,10 +263,10 @@ def _main_device(
     """How many bytes pass through the main device in a step, and what they are, in words."""
     others = calls[1:]
     ways = {
-        "rows": facts.size([call.inputs for call in others]),
+        "rows": facts.size_facts([call.inputs for call in others]),
         "weights": model_bytes * len(others),
-        "outputs": facts.size([call.outputs for call in others]) if "gather" in moved else 0,
-        "gradients": facts.size(list(rec.averaged.values())) * len(others),
+        "outputs": facts.size_facts([call.outputs for call in others]) if "gather" in moved else 0,
+        "gradients": facts.size_facts(list(rec.averaged.values())) * len(others),
     }
     told = [f"{bytes_text(number)} of {name}" for name, number in ways.items() if number]
     through, copied = sum(ways.values()), sum(moved.values()) - moved.get("batch", 0)
@@ -282,7 +284,7 @@ def _stages(
     moved: Mapping[str, int],
     seconds: Mapping[str, float | None],
 ) -> list[Stage]:
-    """The stages in the order of their sentences; what nobody has a part in is left out.
+    """The stages in the order of their sentences; one without parts is left out.
 
     Before them come the data, if there is a dataset to look at.
     """
@@ -302,7 +304,9 @@ def _stages(
     if rows is None:
         return stages
     data = rec.dataset.tensors[0] if isinstance(rec.dataset, TensorDataset) else rec.dataset
-    known = facts.tree("inputs", data if isinstance(data, Tensor) else None, values=rec.values)
+    known = facts.tree_facts(
+        "inputs", data if isinstance(data, Tensor) else None, values=rec.values
+    )
     text = f"The dataset has {count_text(rows, 'row')}."
     part = Part(title="dataset", tensors=known)
     return [Stage(name="data", title="input data", text=text, parts=[part]), *stages]
@@ -312,7 +316,7 @@ def _loss(rec: StepRecording, weight: float | None) -> list[TensorFacts]:
     """The mean loss, which is a statistic: kept without `values` too."""
     if rec.loss is None:
         return []
-    return facts.tree("loss", rec.loss / weight if weight else rec.loss, values=True)
+    return facts.tree_facts("loss", rec.loss / weight if weight else rec.loss, values=True)
 
 
 def _follow_sample(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import lt
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import tree as trees
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
+from paceline.files import dtype_name
+from paceline.group import find_tensors, named_tensors
 from paceline.record.stages import Stats, TensorFacts
 
 FIRST_VALUES = 6
@@ -24,22 +24,22 @@ WeightRef = tuple[str, tuple[int, ...]]
 """A parameter's name, and which of its elements."""
 
 
-def tree(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
+def tree_facts(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
     """The facts of every tensor in a tree; a single one has the tree's own name.
 
     Of values only the first are kept, and only if `values` were asked for; without them,
     statistics of a few values are left out too.
     """
-    named = list(trees.named_tensors(value, name))
+    named = list(named_tensors(value, name))
     if len(named) == 1:
         named = [(name, named[0][1])]
     return [
         TensorFacts(
             name=path,
             shape=list(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor),
             device=str(tensor.device),
-            bytes=size(tensor),
+            bytes=size_facts(tensor),
             stats=_stats(tensor) if values or tensor.numel() >= FEWEST_FOR_STATS else None,
             first=first_values(tensor) if values else None,
         )
@@ -47,13 +47,13 @@ def tree(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
     ]
 
 
-def flat(name: str, tensors: Iterable[Tensor], *, values: bool) -> list[TensorFacts]:
+def flat_facts(name: str, tensors: Iterable[Tensor], *, values: bool) -> list[TensorFacts]:
     """The facts of all tensors as one row of numbers; none where there are no real ones."""
     parts = [t.detach().reshape(-1) for t in tensors if not t.is_complex()]
     if not parts:
         return []
     row = torch.cat([part.to(parts[0].device, parts[0].dtype) for part in parts])
-    return tree(name, row, values=values)
+    return tree_facts(name, row, values=values)
 
 
 def _stats(tensor: Tensor) -> Stats | None:
@@ -79,9 +79,9 @@ def row_values(tensors: Sequence[Tensor], row: int, rows: int) -> list[float] | 
     return None if found is None else first_values(found[row])
 
 
-def size(value: Any) -> int:
+def size_facts(value: Any) -> int:
     """The bytes of all tensors in a tree."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in trees.tensors(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in find_tensors(value))
 
 
 def dataset_rows(dataset: Any) -> int | None:
@@ -112,10 +112,9 @@ def find_weight(text: str | None, parameters: Mapping[str, Tensor]) -> WeightRef
         return (real[0][0], (0,) * real[0][1].dim()) if real else None
     name, bracket, rest = text.strip().partition("[")
     if name not in parameters:
-        near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.4)
         raise UsageError(
-            f"The model has no trained parameter {name!r}.",
-            advice=f"Did you mean {near[0]!r}?" if near else f"One is {next(iter(parameters))!r}.",
+            f"The model has no trained parameter {name!r}.{did_you_mean(name, parameters)}",
+            advice=f"One is {next(iter(parameters))!r}.",
         )
     shape = tuple(parameters[name].shape)
     index = tuple(map(int, re.findall(r"\d+", rest))) or (0,) * len(shape)

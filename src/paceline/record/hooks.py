@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm import tree
-from paceline.ddp.wrapper import bare
+from paceline.ddp import DistributedDataParallel, Reducer, bare
 from paceline.dp import DataParallel
+from paceline.group import find_tensors, map_tensors
 from paceline.record import facts
 from paceline.record.stages import Part, Trace
+from paceline.torch_private import at_backward_end
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class BatchPart:
     """The rows of one forward pass and what the loss said of them: enough to compute it again."""
 
     inputs: list[Tensor]
@@ -44,7 +45,7 @@ class Piece:
 
 
 @dataclass(slots=True, kw_only=True)
-class ForwardPass(Piece):
+class ForwardPass(BatchPart):
     """One call of the module, of a replica, or of `DataParallel` with the whole batch."""
 
     module: nn.Module
@@ -70,7 +71,7 @@ class StepRecording:
     """One step being recorded. `note_batch` and `note_loss` say what no hook can see.
 
     `trace` is there when the block has ended. `local` are the gradients of this worker alone,
-    before anybody averages; `averaged` are those that backward left behind, `applied` those that
+    before they are averaged; `averaged` are those that backward left behind, `applied` those that
     the optimizer found.
     """
 
@@ -92,7 +93,7 @@ class StepRecording:
     loss: Tensor | None = None
     """The sum of all losses."""
     loss_weight: float | None = None
-    """Over how many items it is a sum; None where nobody said."""
+    """Over how many items it is a sum; None where it was not said."""
     weighted_items: float | None = None
     """The same, as `weighted()` was told."""
     engine_weight: float | None = None
@@ -137,7 +138,7 @@ class StepRecording:
         With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
         batch too.
         """
-        self.targets.append(tree.map_tensors(lambda tensor: tensor.detach().clone(), targets))
+        self.targets.append(map_tensors(lambda tensor: tensor.detach().clone(), targets))
         value = loss.detach().clone()
         self.loss = value if self.loss is None else self.loss + value
         if weight is not None:
@@ -181,7 +182,11 @@ class StepRecording:
             hook = partial(self._hook(self._on_gradient), name, param)
             add(param.register_hook(hook))  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
-            add(self.optimizer.register_step_pre_hook(self._hook(self._on_update)))
+            before = self.optimizer.register_step_pre_hook(self._hook(self._on_update))
+            # First of all: one that shares the update out shows those after it a part only.
+            hooks: Any = self.optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(before.id, last=False)
+            add(before)
             add(self.optimizer.register_step_post_hook(self._hook(self._on_updated)))
         self._ns["begin"] = _now()
         return self
@@ -211,12 +216,12 @@ class StepRecording:
         return hook
 
     def _on_call(self, now_ns: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = list(tree.tensors((args, kwargs)))
+        given = list(find_tensors((args, kwargs)))
         kept = self._keep((args, kwargs))
         call = ForwardPass(
             module=module,
             arguments=kept,
-            inputs=list(tree.tensors(kept)),
+            inputs=list(find_tensors(kept)),
             memories=memories(given),
             weights=frozenset(memories(module.parameters())),
             random_state=_random_state(),
@@ -240,14 +245,14 @@ class StepRecording:
         if all(map(torch.equal, call.random_state, _random_state())):
             call.random_state = []
         call.output = self._keep(output)
-        call.outputs = list(tree.tensors(call.output))
+        call.outputs = list(find_tensors(call.output))
         call.grads = [None] * len(call.outputs)
         if module is self._outermost and "backward" not in self._ns:
             self._ns["returned"] = now_ns
         if module is self.model:
             return output
         output = _separate(output)
-        for number, tensor in enumerate(tree.tensors(output)):
+        for number, tensor in enumerate(find_tensors(output)):
             if tensor.requires_grad:
                 hook = partial(self._hook(self._on_output_grad), call, number)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -258,7 +263,7 @@ class StepRecording:
             return
         self._ns.setdefault("backward", now_ns)
         self.look_at_buckets()
-        reducer = getattr(self.model, "_reducer", None)
+        reducer = self.reducer
         if reducer is not None:
             self.weighted_items = reducer.weight.value if reducer.weight.is_set else None
             # A run that is alone divides by itself.
@@ -290,8 +295,7 @@ class StepRecording:
             self.is_indirect = True
         elif not self._awaits_end:
             self._awaits_end = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._hook(self._on_backward_end)))
+            at_backward_end(lambda: at_backward_end(self._hook(self._on_backward_end)))
         return torch.is_grad_enabled()
 
     def _on_backward_end(self, now_ns: int) -> None:
@@ -310,13 +314,13 @@ class StepRecording:
 
     def look_at_buckets(self) -> None:
         """Note the reducer's buckets, in the order in which they start; none in a world of one."""
-        reducer = getattr(self.model, "_reducer", None)
-        if self.buckets or getattr(reducer, "size", 1) == 1:
+        reducer = self.reducer
+        if self.buckets or reducer is None or reducer.size == 1:
             return
-        for number, bucket in enumerate(getattr(reducer, "buckets", [])):
+        for number, bucket in enumerate(reducer.buckets):
             plan, names, title = bucket.plan, list(bucket.names), f"bucket {number}"
             flat = torch.empty(plan.numel + plan.trailer, dtype=plan.dtype, device="meta")
-            (held,) = facts.tree(title, flat, values=False)
+            (held,) = facts.tree_facts(title, flat, values=False)
             held = replace(held, device=str(plan.device))
             text = " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "no gradients"
             if plan.trailer:
@@ -326,6 +330,11 @@ class StepRecording:
             for name, slot in zip(names, plan.slots, strict=True):
                 self.bucket_starts[name] = (number, slot.start)
 
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages the gradients; `DataParallel` has none."""
+        return self.model.reducer if isinstance(self.model, DistributedDataParallel) else None
+
     def _gradients(self) -> dict[str, Tensor]:
         trained = self.trained.items()
         return {n: dense(p.grad.detach()).clone() for n, p in trained if p.grad is not None}
@@ -333,7 +342,7 @@ class StepRecording:
     def _keep(self, value: Any) -> Any:
         """The tensors as they are now: the caller may change them later."""
         keep = torch.clone if self.keeps_tensors else Tensor.detach
-        return tree.map_tensors(lambda tensor: keep(tensor.detach()), value)
+        return map_tensors(lambda tensor: keep(tensor.detach()), value)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -353,10 +362,10 @@ def dense(tensor: Tensor) -> Tensor:
 def fill(template: Any, tensors: Iterable[Tensor]) -> Any:
     """The tree with other tensors in place of its own."""
     left = iter(tensors)
-    return tree.map_tensors(lambda _: next(left), template)
+    return map_tensors(lambda _: next(left), template)
 
 
-def join(pieces: Sequence[Piece]) -> Piece | None:
+def join(pieces: Sequence[BatchPart]) -> BatchPart | None:
     """All rows in one piece; None where they do not fit together.
 
     What has no rows of its own is taken from the first, or summed where it is a gradient.
@@ -380,7 +389,7 @@ def join(pieces: Sequence[Piece]) -> Piece | None:
         return joined(known, sums=True)
 
     try:
-        return Piece(
+        return BatchPart(
             inputs=[joined(each) for each in zip(*(p.inputs for p in pieces), strict=True)],
             outputs=[joined(each) for each in zip(*(p.outputs for p in pieces), strict=True)],
             grads=[joined_grads(number) for number in range(len(pieces[0].outputs))],
@@ -396,9 +405,9 @@ def _separate(output: Any) -> Any:
     One output may be computed from another. Its gradient would then be counted for both, when what
     is wanted is what the loss alone says of each.
     """
-    if sum(tensor.requires_grad for tensor in tree.tensors(output)) < 2:
+    if sum(tensor.requires_grad for tensor in find_tensors(output)) < 2:
         return output
-    return tree.map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
+    return map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
 
 
 def _now() -> int:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from paceline.comm import tree
-from paceline.ddp.sync_batch_norm import SyncBatchNorm
-from paceline.record.hooks import Piece, StepRecording, dense, fill, join, trained_parameters
+from paceline.ddp import SyncBatchNorm
+from paceline.group import find_tensors
+from paceline.record.hooks import BatchPart, StepRecording, dense, fill, join, trained_parameters
 from paceline.record.stages import Check
+from paceline.torch_private import BatchNorm, tensor_hooks
 
 # How far apart two orders of the same sums may end, as a share of the largest number.
 ROUNDING_BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -56,11 +56,11 @@ class Reference:
         self.module, self.optimizer = copy.deepcopy((module, optimizer), groups)
         # Hooks that change gradients on their way are part of a model; a copy leaves them behind.
         for one, two in zip(module.parameters(), self.module.parameters(), strict=True):
-            for hook in (one._backward_hooks or {}).values():
+            for hook in tensor_hooks(one).values():
                 two.register_hook(hook)  # type: ignore[no-untyped-call]
         for layer in self.module.modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-                # Nobody else would answer.
+                # No other rank would answer.
                 layer.__class__ = _AloneBatchNorm  # type: ignore[assignment]
 
     @property
@@ -68,7 +68,7 @@ class Reference:
         return trained_parameters(self.module)
 
     def check(
-        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
+        self, rec: StepRecording, pieces: Sequence[BatchPart], factor: float, loss: float | None
     ) -> Check:
         """Compute the step again and compare; a failure to do so is a check that says so.
 
@@ -93,14 +93,14 @@ class Reference:
         together = WHY_TOGETHER.format(whole.difference or 0.0)
         return replace(parts, reason=WHY_RANDOM if is_random else together)
 
-    def gradients_of(self, rec: StepRecording, piece: Piece) -> dict[str, Tensor]:
+    def gradients_of(self, rec: StepRecording, piece: BatchPart) -> dict[str, Tensor]:
         """What a single piece adds to the gradients, by parameter."""
         own = Reference(self.module, None)
         own._run(rec, piece, factor=1.0, uses_loss=False)
         return {name: param.grad for name, param in own.trained.items() if param.grad is not None}
 
     def _compare(
-        self, rec: StepRecording, pieces: Sequence[Piece], factor: float, loss: float | None
+        self, rec: StepRecording, pieces: Sequence[BatchPart], factor: float, loss: float | None
     ) -> Check:
         own = Reference(self.module, self.optimizer)
         ran = [own._run(rec, piece, factor, loss is not None) for piece in pieces]
@@ -139,7 +139,7 @@ class Reference:
         )
 
     def _run(
-        self, rec: StepRecording, piece: Piece, factor: float, uses_loss: bool
+        self, rec: StepRecording, piece: BatchPart, factor: float, uses_loss: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Forward and backward of one piece; gradients add up in the parameters.
 
@@ -154,7 +154,7 @@ class Reference:
             if uses_loss and rec.loss_fn is not None and piece.targets:
                 targets = fill(rec.targets[0], (t.to(device) for t in piece.targets))
                 loss = rec.loss_fn(output, targets)
-        outputs = list(tree.tensors(output))
+        outputs = list(find_tensors(output))
         roots = [
             (out, (grad.to(out.device) * factor).to(out.dtype))
             for out, grad in zip(outputs, piece.grads, strict=True)
@@ -181,7 +181,7 @@ class Reference:
         return _pair_up({n: p.detach() for n, p in self.trained.items()}, rec.trained)
 
 
-class _AloneBatchNorm(_BatchNorm):
+class _AloneBatchNorm(BatchNorm):
     """Statistics of all rows, which are all here."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -227,7 +227,7 @@ def _pair_up(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]) ->
 
 
 @contextmanager
-def _random_numbers(piece: Piece) -> Iterator[None]:
+def _random_numbers(piece: BatchPart) -> Iterator[None]:
     """Draws what was drawn before, and leaves the generators as they were."""
     if not piece.random_state:
         yield

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.documents import plain_json, read_json, read_value
 from paceline.errors import WireError
-from paceline.observe.run_folder import make_private, open_plain, replace_file
+from paceline.files import make_private, open_plain, plain_json, read_json, read_value, replace_file
 from paceline.record.stages import Trace
 
 SCHEMA = 1
@@ -40,7 +39,7 @@ def from_json(document: Any) -> Trace:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write the file as a whole: a reader sees the old one or the new one, nobody else any."""
+    """Write the file as a whole: a reader sees the old one or the new one, other users neither."""
     make_private(path.parent)
     replace_file(path, [json.dumps(to_json(trace), allow_nan=False, indent=1), "\n"])
 

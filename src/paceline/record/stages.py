@@ -83,7 +83,7 @@ class Sample:
     """One sample of the batch, followed."""
 
     index: int
-    """Its number in the dataset, or in the batch where nobody said which rows the batch has."""
+    """Its number in the dataset, or in the batch where `note_batch` was not called."""
     stops: list[SampleStop] = field(default_factory=list)
 
 

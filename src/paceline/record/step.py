@@ -25,15 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline import comm
-from paceline.comm import codec, tree
-from paceline.comm.collectives import gather_bytes
-from paceline.ddp import DistributedDataParallel
-from paceline.ddp.wrapper import bare
+from paceline.ddp import DistributedDataParallel, bare
 from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError, check_whole
-from paceline.observe import stopwatch
-from paceline.observe.run_folder import RunFolder
+from paceline.files import RunFolder, decode, encode
+from paceline.group import exchange, find_tensors, gather_bytes
 from paceline.record import facts, schema
 from paceline.record.engines import (
     Picture,
@@ -43,9 +39,10 @@ from paceline.record.engines import (
     loss_factor,
     merge_stages,
 )
-from paceline.record.hooks import ForwardPass, Piece, StepRecording, dense
+from paceline.record.hooks import BatchPart, ForwardPass, StepRecording, dense
 from paceline.record.reference import Reference, first_line, not_computed
 from paceline.record.stages import Check, EngineName, Model, TensorFacts, Trace
+from paceline.telemetry import note_recorder
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again."""
@@ -81,7 +78,7 @@ def record_step(
             f"record_step() got a model of the type {type(model).__name__}.",
             advice="Wrap the model in paceline.DataParallel or DistributedDataParallel first.",
         )
-    stopwatch.note_recorder()
+    note_recorder()
     check_whole("step", step)
     target = None if folder is None else RunFolder(folder)
     if target is not None:
@@ -139,7 +136,7 @@ def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
     devices = [str(torch.device(p) if isinstance(p, int) else p) for p in places]
     if len(rec.targets) == 1:  # one loss for all replicas: targets of the whole batch
         for call in rec.calls:
-            call.targets = list(tree.tensors(rec.targets))
+            call.targets = list(find_tensors(rec.targets))
     is_random = len(rec.calls) > 1 and any(call.random_state for call in rec.calls)
     contributions = None
     reason = OLDER if rec.has_older_gradients else INDIRECT if rec.is_indirect else ""
@@ -156,7 +153,7 @@ def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
 
 
 def _contributions(
-    reference: Reference, rec: StepRecording, calls: Sequence[Piece]
+    reference: Reference, rec: StepRecording, calls: Sequence[BatchPart]
 ) -> list[tuple[list[TensorFacts], float]] | None:
     """The gradients that each replica adds, and what it adds to the followed weight's.
 
@@ -166,7 +163,7 @@ def _contributions(
     try:
         for call in calls:
             own = {n: dense(grad) for n, grad in reference.gradients_of(rec, call).items()}
-            told = facts.flat("own gradients", own.values(), values=rec.values)
+            told = facts.flat_facts("own gradients", own.values(), values=rec.values)
             found.append((told, facts.read_weight(rec.weight, own) or 0.0))
     except Exception:  # the picture has less to show
         return None
@@ -195,13 +192,13 @@ def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
         weight=[rec.weight_before]
         + [facts.read_weight(rec.weight, each) for each in (rec.local, rec.averaged, rec.trained)],
     )
-    told = comm.exchange(group, asdict(counts), device, "Recording a step: counts")
+    told = exchange(group, asdict(counts), device, "Recording a step: counts")
     ranks = [RankCounts(**each) for each in told]
     check = _check_ranks(rec, reference, ranks) if rec.keeps_tensors else None
     picture = describe_rank(rec, ranks, group.rank(), is_equal)
     rows = sum(sum(each.rows) for each in ranks)
     own = _trace(rec, "DistributedDataParallel", [str(device)], rows, picture, check)
-    told = comm.exchange(group, schema.to_json(own), device, "Recording a step: stages")
+    told = exchange(group, schema.to_json(own), device, "Recording a step: stages")
     traces = [schema.from_json(each) for each in told]
     check = traces[0].check
     return replace(
@@ -236,17 +233,17 @@ def _check_ranks(
     return reference.check(rec, pieces, loss_factor(ranks), loss)
 
 
-def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[Piece], str]:
+def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[BatchPart], str]:
     """The rows of all workers, or why they are not sent; the same answer on every worker."""
     group, device = rec.model.process_group, rec.model.device
     for call, targets in zip(rec.calls, rec.targets, strict=False):
-        call.targets = list(tree.tensors(targets))
-    names = [field.name for field in fields(Piece)]
+        call.targets = list(find_tensors(targets))
+    names = [field.name for field in fields(BatchPart)]
     try:
-        data = codec.encode([{n: getattr(call, n) for n in names} for call in rec.calls])
+        data = encode([{n: getattr(call, n) for n in names} for call in rec.calls])
     except WireError as error:
         data, trouble = b"", f"its inputs cannot be sent: {error.what}"
-    told = comm.exchange(group, [len(data), trouble], device, "Recording a step: sizes")
+    told = exchange(group, [len(data), trouble], device, "Recording a step: sizes")
     if sum(size for size, _ in told) > WHOLE_BATCH_LIMIT_BYTES:
         return [], "the batch is too large to be computed again by one process"
     if any(said for _, said in told):
@@ -254,7 +251,7 @@ def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[Piece], str]:
     sent = gather_bytes(group, data, device, "Recording a step: rows")
     if group.rank() != 0:
         return [], ""
-    return [Piece(**piece) for each in sent for piece in codec.decode(each)], ""
+    return [BatchPart(**piece) for each in sent for piece in decode(each)], ""
 
 
 def _number(tensor: Tensor | None) -> float | None:
@@ -281,7 +278,7 @@ def _trace(
         model=Model(
             name=type(whole).__name__,
             parameters=sum(p.numel() for p in parameters),
-            bytes=facts.size(parameters),
+            bytes=facts.size_facts(parameters),
         ),
         batch_rows=rows,
         dataset_rows=facts.dataset_rows(rec.dataset),

@@ -8,9 +8,6 @@ workers after the same step, `state` is about checkpoints. `sinks` are where eve
 run tells, and `watching` records a step or a timeline.
 """
 
-from paceline.run.config import RunOptions
-from paceline.run.loop import Run
-from paceline.run.sinks import Message, Sink, StepReport, Summary
-from paceline.run.step import Step
+from paceline.lazy import attach
 
-__all__ = ["Message", "Run", "RunOptions", "Sink", "Step", "StepReport", "Summary"]
+__getattr__, __dir__, __all__ = attach(__name__)

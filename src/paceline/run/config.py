@@ -7,31 +7,35 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import paceline
 from paceline import env
-from paceline.comm.world import World
-from paceline.data.files import Files
-from paceline.data.foreign import check_seed
-from paceline.data.lanes import Lanes
-from paceline.data.order import OrderName, choose_order
+from paceline.data import Files, check_seed
 from paceline.ddp import DDPOptions
-from paceline.errors import UsageError, check_choice, check_whole
-from paceline.observe.run_folder import RunFolder, RunInfo, find_info
-from paceline.observe.units import count_text
+from paceline.errors import (
+    UsageError,
+    check_choice,
+    check_members,
+    check_whole,
+    refuse_unknown_arguments,
+)
+from paceline.files import RunFolder, RunInfo, find_info
+from paceline.group import World
 from paceline.run.plan import Plan, Position
 from paceline.run.precision import DTYPE_BY_PRECISION
-from paceline.run.sinks import Sink, check_sinks
-from paceline.trackers import make_trackers
+from paceline.run.rating import Better, find_better
+from paceline.run.same_bits import check_same_bits, describe_arithmetic
+from paceline.telemetry import Sink, check_sinks, count_text, make_trackers
+from paceline.update import Update, check_update
 
 Collate = Callable[[list[Any]], Any]
 
@@ -61,6 +65,7 @@ NO_NOISE = (
 )
 
 
+@refuse_unknown_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """Settings that most runs leave alone."""
@@ -102,17 +107,27 @@ class RunOptions:
     best_metric: str | None = None
     """A metric of `run.evaluate()`, or of training, that says which checkpoints are best, and on
     which `patience` and a scheduler such as `ReduceLROnPlateau` look."""
-    better: Literal["lower", "higher"] = "lower"
-    """Whether a lower or a higher `best_metric` is better."""
+    better: Better | None = None
+    """Whether a lower or a higher `best_metric` is better; None: as its name says, if that is one
+    of the usual ones, such as `val_loss` and `ema_accuracy`."""
     patience: int | None = None
     """Stop when `best_metric` was measured so many times in a row without being better than ever
     before; None: never."""
     check_finite: Literal["sample", "all", "off"] = "sample"
     """How closely gradients are searched for NaN and infinity on CPUs; see docs/run.md. On GPUs,
     and with `clip_norm`, all of them are, because it costs next to nothing there."""
-    update: Literal["whole", "sharded", "auto"] = "whole"
+    update: Literal["whole", "sharded", "auto"] | Update = "whole"
     """Who steps what: `whole`, every worker all parameters; `sharded`, each its share, with as much
-    of the optimizer's state; `auto`, sharded where that is faster. See docs/run.md."""
+    of the optimizer's state; `auto`, sharded where that is faster; or an `Update` of your own,
+    which decides about optimizer, scheduler, scaler and clipping. See docs/run.md."""
+    elementwise: bool | None = None
+    """Your word on an optimizer that Paceline does not know, so that its update can be shared out:
+    see `shard_update`."""
+    same_bits: bool | Literal["here"] = False
+    """Whether the result has the same bits at any number of workers, through deaths, resizes and
+    resumes: each worker computes with one thread, by deterministic algorithms, and gradients are
+    added in an order of their own. `here` continues with a run of another processor or another
+    version of torch. See docs/same_bits.md."""
     noise_every: int = 0
     """Measure the gradient noise scale in every so many steps; 0 means never."""
     trace_step: int = 0
@@ -143,15 +158,20 @@ class RunOptions:
         least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
         for name, least in (least_by_name | {"trace_step": 0}).items():
             check_whole(name, getattr(self, name), least)
-        check_choice("better", self.better, ("lower", "higher"))
+        check_choice("better", self.better, ("lower", "higher", None))
+        find_better(self.best_metric, self.better)
         check_choice("check_finite", self.check_finite, ("sample", "all", "off"))
         check_choice("order", self.order, ("auto", "torch", "keyed"))
-        check_choice("update", self.update, ("whole", "sharded", "auto"))
+        if isinstance(self.update, str):
+            check_choice("update", self.update, ("whole", "sharded", "auto"))
+        else:
+            check_update(self.update)
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise UsageError(
                 f"ema is {self.ema!r}, which is how much of the average a step keeps.",
                 advice="Pass a number between 0 and 1, such as 0.999, or None.",
             )
+        check_choice("same_bits", self.same_bits, (False, True, "here"))
         check_choice("precision", self.precision, tuple(DTYPE_BY_PRECISION))
 
 
@@ -173,10 +193,14 @@ class RunConfig:
     workers: int
     world: World | None
     ddp: DDPOptions | None
+    engine: Any
     sinks: Sequence[Sink]
     trackers: Sequence[str | Sink]
     loader: Any
     options: RunOptions
+    collate_fn: Collate = field(init=False)
+    is_saved: bool = field(init=False)
+    """Whether there are checkpoints."""
 
     def __post_init__(self) -> None:
         self.state = self.state or {}
@@ -186,13 +210,15 @@ class RunConfig:
                 raise UsageError(f"{name} is {value!r:.80}.", advice=f"Pass {advice}.")
         for name, members in _MEMBERS.items():
             value = getattr(self, name)
-            missing = [each for each in members if not hasattr(value, each)]
-            if missing and (value is not None or name == "optimizer"):
-                raise UsageError(
-                    f"{name} is {value!r:.80}, which has no {missing[0]}.",
-                    advice=f"Pass one of torch's kind, with {', '.join(members)}.",
-                )
+            if value is not None or name == "optimizer":
+                advice = f"Pass one of torch's kind, with {', '.join(members)}."
+                check_members(name, value, members, advice)
+        if self.folder is not None and (runs := env.read(env.RUNS_VARIABLE)):
+            self.folder = os.path.join(runs, os.path.basename(os.path.abspath(self.folder)))
         self._check_loader()
+        self._check_engine()
+        if self.options.same_bits:
+            check_same_bits(self)
         check_whole("global_batch", self.global_batch, or_none=self.loader is not None)
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
@@ -202,6 +228,8 @@ class RunConfig:
         trackers = make_trackers(self.trackers, self.folder)
         check_sinks("trackers", trackers)
         self.sinks = [*self.sinks, *trackers]
+        self.collate_fn = self.options.collate_fn or default_collate
+        self.is_saved = self.folder is not None and self.options.checkpoint_every != 0
 
     def _check_loader(self) -> None:
         """A run has either a dataset or a loader."""
@@ -213,6 +241,10 @@ class RunConfig:
                 "steps_per_epoch is for Run(loader=), and this run has a dataset.",
                 advice="Leave it out: an epoch is a pass over the dataset.",
             )
+        check_dataset(
+            self.dataset,
+            "Pass loader= for batches that are made already, or what the loader reads for samples.",
+        )
         given = {"shards": self.shards, "workers": self.workers or None}
         for name, value in given.items():
             if self.loader is not None and value is not None:
@@ -221,14 +253,20 @@ class RunConfig:
                     advice=f"Leave {name} out: a worker's batch is a shard, and the loader loads.",
                 )
 
-    @property
-    def collate_fn(self) -> Collate:
-        return self.options.collate_fn or default_collate
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether there are checkpoints."""
-        return self.folder is not None and self.options.checkpoint_every != 0
+    def _check_engine(self) -> None:
+        if self.engine is None:
+            return
+        if not callable(self.engine):
+            raise UsageError(
+                f"engine is {self.engine!r:.80}, which cannot be called.",
+                advice="Pass a function of a module and a World that returns an Engine, such as "
+                "paceline.ddp.NaiveEngine.",
+            )
+        if self.ddp is not None:
+            raise UsageError(
+                "Both engine= and ddp= were passed, and ddp= are options of the usual engine.",
+                advice="Pass one of them.",
+            )
 
     def open_folder(self, rank: int) -> RunFolder | None:
         if self.folder is None:
@@ -243,64 +281,11 @@ class RunConfig:
             ) from error
         return folder
 
-    def plan(self, shards: int, order: OrderName | None = None) -> Plan | None:
-        """Which samples form which step; None where samples cannot be asked for by number.
-
-        `order` is the one that the run began with, if it began before.
-        """
-        dataset, options = self.dataset, self.options
-        if self.loader is not None:
-            return None
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            if not hasattr(dataset, "__iter__"):
-                raise UsageError(
-                    f"dataset has the type {type(dataset).__name__}, which is not a dataset.",
-                    advice="Pass an object with __len__ and __getitem__, or an iterable one.",
-                )
-            return None
-        if not isinstance(dataset, Sized):
-            raise UsageError(
-                f"The dataset has the type {type(dataset).__name__}, which has no length.",
-                advice="Give it __len__, or make it an IterableDataset.",
-            )
-        samples = len(dataset)
-        if options.order != "auto":
-            order = options.order
-        lanes = None
-        if isinstance(dataset, Files):
-            if options.order != "auto":
-                raise UsageError(
-                    f"order is {options.order!r}, and files are read one after the other.",
-                    advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
-                )
-            lanes = Lanes(
-                counts=dataset.counts,
-                shards=shards,
-                global_batch=self.global_batch,
-                lanes=dataset.lanes,
-                window=dataset.window,
-                seed=self.seed,
-                shuffle=options.shuffle,
-                drop_last=options.drop_last,
-            )
-            order = None
-        return Plan(
-            samples=samples,
-            global_batch=self.global_batch,
-            shards=shards,
-            epochs=self.epochs,
-            seed=self.seed,
-            shuffle=options.shuffle,
-            order=order or choose_order(samples),
-            lanes=lanes,
-            drop_last=options.drop_last,
-            merge_shards=options.merge_shards,
-        )
-
     def facts(
         self, module: nn.Module, plan: Plan | None, *, shards: int, workers: int
     ) -> dict[str, Any]:
         """What a checkpoint says of the run that wrote it."""
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
         return {
             "model": describe_model(module),
             "seed": self.seed,
@@ -310,6 +295,7 @@ class RunConfig:
             "order": self._describe_order(plan),
             "drop_last": self.options.drop_last,
             "precision": self.options.precision,
+            "same_bits": describe_arithmetic(device) if self.options.same_bits else None,
             "dataset_size": None if plan is None else plan.samples,
             "workers": workers,
             "optimizer": type(self.optimizer).__name__,
@@ -405,8 +391,9 @@ class RunConfig:
             )
         if (idle := world.size - shards) > 0:
             lines.append(
-                f"{world.size} workers share {count_text(shards, 'shard')}: {idle} of them have "
-                "nothing to compute. Pass shards= to a new run to use them."
+                f"{world.size} workers share {count_text(shards, 'shard')}, so "
+                f"{count_text(idle, 'worker')} {'has' if idle == 1 else 'have'} nothing to "
+                "compute. Pass shards= to a new run to use them."
             )
         if world.device.type == "cuda" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")
@@ -438,6 +425,17 @@ _MEMBERS = {
     "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
 }
 """What an argument of `Run` must have; its class may be anybody's."""
+
+
+def check_dataset(dataset: Any, advice: str) -> None:
+    """Refuse what has items that are not samples; `advice` is about loaders."""
+    if isinstance(dataset, DataLoader):
+        problem = "whose items are batches"
+    elif isinstance(dataset, str | bytes | os.PathLike | Mapping):
+        problem, advice = "which has no samples", "Pass what was read from there: samples by index."
+    else:
+        return
+    raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
 
 
 def describe_model(module: nn.Module) -> str:

@@ -2,30 +2,42 @@
 
 The dataset is cut into batches that do not depend on the workers; rank r of W takes batches r,
 r + W and so on. Each gives means or sums and over how many items they are; sums and counts are
-added up over all batches and all workers, and divided once.
+added up over all batches and all workers, and divided once. What is no mean, such as an AUC, is
+computed by rank 0 from the predictions of all, put back into the order of the dataset.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.data.files import Files
+from paceline.data import Files
 from paceline.errors import UsageError, check_choice, check_whole
-from paceline.run.config import Collate
-from paceline.run.context import StepContext
+from paceline.files import decode, encode
+from paceline.group import gather_bytes, map_tensors
+from paceline.run.config import Collate, check_dataset
 from paceline.run.loader import ShardFetcher, make_loader
-from paceline.run.metrics import Metrics, Number, Sums
+from paceline.run.metrics import Metrics, Number
+from paceline.run.parts import RunParts
 from paceline.run.plan import Shard
+from paceline.run.rows import call, check_rows, join
+from paceline.telemetry import Summary, Sums, means
 from paceline.update import WeightAverage
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
+
+Collect = Any
+"""A function of all predictions that gives numbers by name, or an object of torchmetrics."""
+SAMPLES = ""
+"""The name under which the sums hold how many samples were scored."""
 
 _ADVICE = (
     'Return means by name, such as {"accuracy": (out.argmax(1) == y).float().mean()}; or pairs '
@@ -34,7 +46,64 @@ _ADVICE = (
 
 
 def evaluate(
-    context: StepContext,
+    parts: RunParts,
+    score: Score,
+    dataset: Any,
+    *,
+    batch: int | None,
+    collate_fn: Collate | None,
+    workers: int,
+    reduction: str | None,
+    ema: bool,
+    collect: Collect | None,
+) -> dict[str, float]:
+    """The scores of all workers together, kept and told; see `Run.evaluate`."""
+    begin_s = time.perf_counter()
+    config, position, average = parts.config, parts.progress.position, parts.training.average
+    if not callable(score):
+        raise UsageError(
+            f"run.evaluate() takes a function that scores a batch, not {type(score).__name__}.",
+            advice="Call run.evaluate(score, dataset).",
+        )
+    if ema and average is None:
+        raise UsageError(
+            "run.evaluate(ema=True) was called in a run that averages no weights.",
+            advice="Pass ema=0.999 in RunOptions.",
+        )
+    if dataset is None and config.dataset is None:
+        raise UsageError(
+            "There is no dataset to evaluate on: this run has a loader.",
+            advice="Pass one to run.evaluate(), of which every worker takes its share.",
+        )
+    task = partial(
+        score_share,
+        parts,
+        score,
+        config.dataset if dataset is None else dataset,
+        batch=-(-config.global_batch // parts.feed.shards) if batch is None else batch,
+        collate_fn=collate_fn or config.collate_fn,
+        workers=workers,
+        step=position.step,
+        reduction=reduction,
+        average=average if ema else None,
+        collect=collect,
+    )
+    total = parts.exchanges.add_up(task, "Adding up the evaluation")
+    samples = int(total.pop(SAMPLES)[1])
+    scores = means(total)
+    if parts.recovery.is_apart:
+        return scores  # of a step that is done again, and then for all to see
+    parts.progress.scores |= scores
+    # After the last step of an epoch the next one has begun, but has nothing to show yet.
+    epoch = max(position.epoch - (position.step_of_epoch == 0), 0)
+    seconds = time.perf_counter() - begin_s
+    summary = Summary(epoch, position.step, scores, seconds, samples)
+    parts.outlets.sinks.tell("evaluation", summary)
+    return scores
+
+
+def score_share(
+    parts: RunParts,
     score: Score,
     dataset: Any,
     *,
@@ -44,41 +113,86 @@ def evaluate(
     step: int,
     reduction: str | None,
     average: WeightAverage | None,
+    collect: Collect | None,
 ) -> Sums:
     """The sums and counts of this worker's share, by name; of the averaged weights, if given.
 
-    `reduction` is None where scores have no counts, and so are means over samples.
+    `reduction` is None where scores have no counts, and so are means over samples. With `collect`
+    the scores are predictions, and rank 0's sums are what it makes of all of them.
     """
     check_choice("reduction", reduction, ("mean", "sum", None))
     check_whole("batch", batch)
+    check_dataset(dataset, "Pass what the loader reads; batch= and collate_fn= make batches of it.")
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
-        batches = _load(context, dataset, batch, collate_fn, workers, step)
+        batches = _load(parts, dataset, batch, collate_fn, workers, step)
     else:
-        batches = _read(context, dataset, batch, collate_fn)
+        batches = _read(parts, dataset, batch, collate_fn)
     metrics = Metrics(lambda _report, _sums: None)
     add = metrics.add_sum if reduction == "sum" else metrics.add
     weights: AbstractContextManager[None] = nullcontext()
     prefix = ""
     if average is not None:
         weights, prefix = average.in_use(), "ema_"
-    kept, mode = context.generators.kept(), _in_evaluation_mode(context.module)
-    with kept, mode, weights, torch.no_grad(), context.precision.forward:
+    training = parts.training
+    if training.buffers is not None and not parts.recovery.is_apart:
+        training.buffers.agree()
+    kept, mode = training.generators.kept(), _in_evaluation_mode(training.module)
+    samples, predictions = 0, []
+    with kept, mode, weights, torch.no_grad(), training.precision.forward:
         for number, rows, each in batches:
-            if context.device.type != "cpu":
-                each = context.to_device(each)
-            context.generators.seed(context.config.seed, "evaluation", step, number)
+            if parts.place.device.type != "cpu":
+                each = parts.place.to_device(each)
+            training.generators.seed(parts.config.seed, "evaluation", step, number)
+            samples += rows
+            if collect is not None:
+                found = score(each)
+                check_rows(found, rows, "With collect= the score function")
+                predictions.append([number, map_tensors(lambda t: t.detach().cpu(), found)])
+                continue
             for name, value, items in _checked(score(each), rows, reduction):
                 add(prefix + name, value, items)
             metrics.end_step(None)
-    return metrics.sums_of_epoch()
+    sums = {SAMPLES: [0.0, float(samples)], **metrics.sums_of_epoch()}
+    if collect is not None:
+        members, every = parts.place.membership, predictions
+        if members.size > 1:
+            what, sent = "Collecting predictions", encode(predictions)
+            gathered = gather_bytes(members.group, sent, members.word_device, what)
+            every = [each for data in gathered for each in decode(data)] if members.leads else []
+        if members.leads and every:
+            joined = join([rows for _, rows in sorted(every, key=lambda each: each[0])])
+            numbers = _call(collect, joined)
+            sums |= {prefix + name: [value, 1.0] for name, value in numbers.items()}
+    return sums
+
+
+def _call(collect: Collect, predictions: Any) -> dict[str, float]:
+    """What `collect` makes of all predictions: numbers by name."""
+    if all(hasattr(collect, name) for name in ("update", "compute", "reset")):  # torchmetrics
+        collect.reset()
+        call(collect.update, predictions)
+        found = collect.compute()
+        collect.reset()
+        if isinstance(found, Tensor):
+            found = {type(collect).__name__: found}
+    else:
+        found = call(collect, predictions)
+    try:
+        return {str(name): float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"collect= gave {found!r:.80}, and not numbers by name.",
+            advice='Return a dictionary, such as {"auc": roc_auc_score(y, p)}.',
+        ) from None
 
 
 def _load(
-    context: StepContext, dataset: Any, batch: int, collate_fn: Collate, workers: int, step: int
+    parts: RunParts, dataset: Any, batch: int, collate_fn: Collate, workers: int, step: int
 ) -> Iterator[tuple[int, int, Any]]:
     """One worker's batches of the dataset in its own order: number, samples, batch."""
     total = len(dataset)
-    rank, size, batches = context.membership.rank, context.size, -(-total // batch)
+    members = parts.place.membership
+    rank, size, batches = members.rank, members.size, -(-total // batch)
     numbers = range(rank, batches, size)
     if isinstance(dataset, Files):  # neighbours, so that nobody skips what others read
         numbers = range(batches * rank // size, batches * (rank + 1) // size)
@@ -89,21 +203,21 @@ def _load(
 
     shards = (Shard(step, -1, number, list(cut(number))) for number in numbers)
     # The dataset keeps the epoch that it was told in training.
-    fetcher = ShardFetcher(dataset, context.config.seed, tells_epoch=False)
-    loader = make_loader(fetcher, context.loading(workers), collate_fn, shards)
+    fetcher = ShardFetcher(dataset, parts.config.seed, tells_epoch=False)
+    loader = make_loader(fetcher, parts.feed.loading(workers), collate_fn, shards)
     for number, each in zip(numbers, loader, strict=True):
         yield number, len(cut(number)), each
 
 
 def _read(
-    context: StepContext, dataset: Any, batch: int, collate_fn: Collate
+    parts: RunParts, dataset: Any, batch: int, collate_fn: Collate
 ) -> Iterator[tuple[int, int, Any]]:
     """The same of a stream, all of which every worker reads."""
-    samples = iter(dataset)
+    samples, members = iter(dataset), parts.place.membership
     for number in count():
         if not (part := list(islice(samples, batch))):
             return
-        if number % context.size == context.membership.rank:
+        if number % members.size == members.rank:
             yield number, len(part), collate_fn(part)
 
 

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline import comm
-from paceline.comm.membership import Membership
-from paceline.data.foreign import Generators
-from paceline.data.lanes import DealtFiles
+from paceline.data import DealtFiles, Generators
 from paceline.errors import DesyncError, UsageError
+from paceline.group import Membership, all_gather
 from paceline.run.config import Collate, RunConfig
 from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
+from paceline.torch_private import find_queue
 
 
 class MapLoader:
@@ -41,6 +40,8 @@ class MapLoader:
         )
         self._collate = config.collate_fn
         self._batches: Iterator[Any] | None = None
+        self.queue: Any = None
+        """Where the batches wait that other processes have loaded; None without such processes."""
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -57,6 +58,7 @@ class MapLoader:
             )
             loading = {**loading, "num_workers": workers}
         self._batches = iter(make_loader(self._fetcher, loading, self._collate, shards))
+        self.queue = find_queue(self._batches)
         return now
 
     def load(self, shard: Shard) -> Any:
@@ -68,14 +70,9 @@ class MapLoader:
             )
         return next(self._batches)
 
-    @property
-    def queued(self) -> int | None:
-        """How many batches the loader's processes have ready; None where there are none."""
-        return count_queued(self._batches)
-
     def close(self) -> None:
         """Let the loader's processes go."""
-        self._batches = None
+        self._batches = self.queue = None
 
 
 class ShardFetcher(Dataset[Any]):
@@ -115,15 +112,6 @@ def make_loader(
     )
 
 
-def count_queued(batches: Iterator[Any] | None) -> int | None:
-    """How many batches wait in the queue of a `DataLoader` whose processes load them."""
-    queue = getattr(batches, "_data_queue", None)
-    try:
-        return None if queue is None else int(queue.qsize())
-    except NotImplementedError:  # macOS cannot count them
-        return None
-
-
 class Read(NamedTuple):
     """One global batch as a worker has read it: how long it is, and the worker's shards of it."""
 
@@ -144,6 +132,7 @@ class StreamLoader:
         self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
         self._batches: dict[int, Any] = {}
         self._reading: Iterator[Any] | None = None
+        self.queue: Any = None
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -164,12 +153,8 @@ class StreamLoader:
     def load(self, shard: Shard) -> Any:
         return self._batches.pop(shard.number)
 
-    @property
-    def queued(self) -> int | None:
-        return count_queued(self._reading)
-
     def close(self) -> None:
-        self._reading = None
+        self._reading = self.queue = None
 
     def _read(self, epoch: int, skipped: int, step: int) -> Iterator[Read]:
         """One epoch from its batch `skipped` on, of which every worker has read as much."""
@@ -186,6 +171,7 @@ class StreamLoader:
             seed=(config.seed, epoch),
         )
         self._reading = iter(make_loader(stream, self._loading, _as_it_is))
+        self.queue = find_queue(self._reading)
         own = Generators()
         stream_state: tuple[Any, ...] | None = None
         while self._reading is not None:
@@ -200,7 +186,7 @@ class StreamLoader:
                 # a dataset with a length does not need.
                 words = [0, 1] if read is None else [read[0], int(read[1])]
                 flat = torch.tensor(words, device=members.word_device)
-                everyone = comm.all_gather(members.group, flat, f"Step {step}: comparing reads")
+                everyone = all_gather(members.group, flat, f"Step {step}: comparing reads")
                 _refuse_differences(step, [each.tolist() for each in everyone])
             if read is None:
                 return

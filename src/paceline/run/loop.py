@@ -9,32 +9,39 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import paceline
 from paceline import env
-from paceline.comm.world import World
-from paceline.ddp import DDPOptions
-from paceline.errors import CheckpointError, PeerError, UsageError
-from paceline.observe import stopwatch
+from paceline.ddp import DDPOptions, Engine
+from paceline.errors import CheckpointError, UsageError, refuse_unknown_arguments
+from paceline.group import World
 from paceline.run import stop
+from paceline.run.build import build_run
 from paceline.run.config import RunConfig, RunOptions
-from paceline.run.context import StepContext
-from paceline.run.evaluation import Score, evaluate
-from paceline.run.metrics import means
-from paceline.run.own_loader import OwnLoader
-from paceline.run.plan import Position
-from paceline.run.sinks import ALL_APPLIED, Message, Sink, StepReport, Summary
-from paceline.run.step import Step
+from paceline.run.evaluation import Collect, Score, evaluate
+from paceline.run.metrics import Reports
+from paceline.run.plan import Portion
+from paceline.run.same_bits import fixed_arithmetic
+from paceline.run.step import Outcome, Step
+from paceline.run.stop import End, Requests
+from paceline.run.user_loader import UserLoader
+from paceline.telemetry import (
+    ALL_APPLIED,
+    Message,
+    Sink,
+)
 
 DEFAULT_OPTIONS = RunOptions()
 
 
+@refuse_unknown_arguments(options=RunOptions, ddp=DDPOptions)
 class Run:
     """A training of `epochs` passes over `dataset`, in steps of `global_batch` samples.
 
@@ -72,6 +79,7 @@ class Run:
         workers: int = 0,
         world: World | None = None,
         ddp: DDPOptions | None = None,
+        engine: Callable[[nn.Module, World], Engine] | None = None,
         sinks: Sequence[Sink] = (),
         trackers: Sequence[str | Sink] = (),
         loader: Any = None,
@@ -79,39 +87,45 @@ class Run:
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         config = RunConfig(**arguments)
-        context = self._context = StepContext(config)
+        self._around = ExitStack()
+        if options.same_bits:
+            self._around.enter_context(fixed_arithmetic())
+        parts = self._parts = build_run(config)
         self.options = options
-        self.model: nn.Module = context.model
+        self.model: Any = parts.training.engine
         """The model to call in the loop; the one that was passed, kept equal on all workers."""
-        self.world = context.world
-        self.membership = context.membership
+        self.folder = config.folder
+        """Where it writes what happens; None: nowhere."""
+        self.world = parts.place.world
+        self.membership = parts.place.membership
         """Who takes part; `run.membership.move_on(group)` between two steps changes it."""
-        self.shards = context.shards
-        self.steps: int | None = context.info.steps
+        self.shards = parts.feed.shards
+        self.steps: int | None = parts.outlets.info.steps
         """How many steps the whole run has; None for a dataset without a length."""
-        self._scores: dict[str, float] = {}
-        """What is known of the model as it is now: a step that is applied makes it another one."""
         self._open: Step | None = None
+        self._failure = stop.LEFT
+        """How the last step that failed did."""
         self._is_running = False
-        self._reported = 0
-        self._epoch_s = time.perf_counter()
-        self._epoch_samples = self._context.position.step_of_epoch * config.global_batch
-        self._phases: dict[str, float] = {}
+        self._reports = Reports(parts)
+
+    def _repr_html_(self) -> str | None:
+        """In a notebook a run shows its report."""
+        return None if self.folder is None else paceline.RunView(self.folder)._repr_html_()
 
     @property
     def step(self) -> int:
         """How many steps are applied."""
-        return self._context.position.step
+        return self._parts.progress.position.step
 
     @property
     def epoch(self) -> int:
         """How many epochs are complete."""
-        return self._context.position.epoch
+        return self._parts.progress.position.epoch
 
     @property
     def ema(self) -> dict[str, Any] | None:
         """The averaged weights, as a state dict of the model; None without `ema=`."""
-        average = self._context.average
+        average = self._parts.training.average
         return None if average is None else average.state_dict()
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
@@ -119,11 +133,11 @@ class Run:
 
         Tensors stay on their device until the step is long over.
         """
-        self._context.metrics.add(name, value, weight)
+        self._parts.outlets.metrics.add(name, value, weight)
 
     def message(self, text: str, level: str = "info") -> None:
         """Say something on the terminal, once for all workers, and keep it in the folder."""
-        self._context.sinks.tell("message", Message(text, level))
+        self._parts.outlets.sinks.tell("message", Message(text, level))
 
     def evaluate(
         self,
@@ -135,6 +149,7 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
         ema: bool = False,
+        collect: Collect | None = None,
     ) -> dict[str, float]:
         """Score every sample once, on all workers together, and return the means by name.
 
@@ -143,50 +158,22 @@ class Run:
         With reduction="sum" the numbers are sums. It is called in evaluation mode, without
         gradients. Every worker calls this; without a dataset it is the one that is trained on.
 
-        With `ema` the model has the averaged weights meanwhile, and names begin with "ema_".
+        With `ema` the model has the averaged weights meanwhile, and names begin with "ema_". With
+        `collect` the score function returns predictions, one item per sample, and `collect` is
+        called once, on rank 0, with those of all samples in the order of the dataset.
         """
         self._refuse_inside_step("evaluate")
-        context, begin_s = self._context, time.perf_counter()
-        if not callable(score):
-            raise UsageError(
-                f"run.evaluate() takes a function that scores a batch, not {type(score).__name__}.",
-                advice="Call run.evaluate(score, dataset).",
-            )
-        if ema and context.average is None:
-            raise UsageError(
-                "run.evaluate(ema=True) was called in a run that averages no weights.",
-                advice="Pass ema=0.999 in RunOptions.",
-            )
-        config, position = context.config, context.position
-        if dataset is None and config.dataset is None:
-            raise UsageError(
-                "There is no dataset to evaluate on: this run has a loader.",
-                advice="Pass one to run.evaluate(), of which every worker takes its share.",
-            )
-        task = partial(
-            evaluate,
-            context,
+        return evaluate(
+            self._parts,
             score,
-            config.dataset if dataset is None else dataset,
-            batch=-(-config.global_batch // context.shards) if batch is None else batch,
-            collate_fn=collate_fn or config.collate_fn,
-            workers=workers,
-            step=position.step,
+            dataset,
             reduction=reduction,
-            average=context.average if ema else None,
+            batch=batch,
+            collate_fn=collate_fn,
+            workers=workers,
+            ema=ema,
+            collect=collect,
         )
-        total = context.continuity.add_up(task, "Adding up the evaluation")
-        samples = int(max((count for _, count in total.values()), default=0))
-        scores = means(total)
-        if context.continuity.is_apart:
-            return scores  # of a step that is done again, and then for all to see
-        self._scores |= scores
-        # After the last step of an epoch the next one has begun, but has nothing to show yet.
-        epoch = max(position.epoch - (position.step_of_epoch == 0), 0)
-        seconds = time.perf_counter() - begin_s
-        summary = Summary(epoch, position.step, scores, seconds, samples)
-        context.sinks.tell("evaluation", summary)
-        return scores
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.
@@ -194,13 +181,13 @@ class Run:
         One worker is enough to end it on all of them, after the same step: they agree about ten
         times a second. Started again, the run continues.
         """
-        self._context.stop.is_asked = True
+        self._parts.stop.is_asked = True
 
     def save(self) -> None:
         """Save now, besides what the options say; every worker calls it, between two steps."""
         self._refuse_inside_step("save")
-        if self._open is not None and self._open.state == "applied":
-            self._report(self._open)
+        if self._open is not None and self._open.is_applied:
+            self._reports.tell(self._open)
         self._save()
         if not self._is_running and (lost := self._find_lost()):
             raise _not_saved(f"over, but {lost}")
@@ -213,100 +200,126 @@ class Run:
         return self._walk()
 
     def _walk(self) -> Iterator[Step]:
-        context, members = self._context, self.membership
-        continuity = context.continuity
-        status, reason, number = "failed", "an error", 0
+        parts = self._parts
+        progress, outlets, recovery = parts.progress, parts.outlets, parts.recovery
+        end, number = End("failed", "an error"), 0
         lost: str | None = None
         is_complete = False
-        context.saving.begin()
+        outlets.saving.begin()
+        parts.training.state.begin()
         self._is_running = True
-        self._epoch_s = time.perf_counter()
+        if self.options.same_bits:
+            self._around.enter_context(fixed_arithmetic())
+        self._reports.begin()
         if self.options.handle_signals:
-            context.stop.listen()
-            context.loader_signals.hold()
-        is_first = not context.is_replacement
+            parts.stop.listen()
+            parts.feed.signals.hold()
+        is_first = not parts.place.is_replacement
         if is_first:
-            context.sinks.tell("start", context.info, self.step, context.lines)
-        context.watching.begin(members, context.sinks)
-        continuity.begin()
+            outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
+        outlets.watching.begin(outlets.sinks)
+        recovery.begin()
+        parts.dealing.deal()
         if not is_first:  # now it knows the step
-            context.sinks.tell("start", context.info, self.step, context.lines)
-            done = context.position.step_of_epoch
-            self._epoch_samples = done * context.config.global_batch
-        if context.rating.is_over:  # it was when the last start ended
-            context.stopping = stop.BY_RATING
+            outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
+            self._reports.go_back()
+        if parts.training.rating.is_over:  # it was when the last start ended
+            progress.stopping = stop.BY_RATING
         try:
-            if is_first and context.survival is not None and context.shares_out:
+            if is_first and recovery.is_on and parts.training.shares_out:
                 self._save()  # something to go back to
                 self._find_lost()
             while True:
-                portion = None if context.stopping else continuity.next_portion()
+                portion = None if progress.stopping else recovery.attempt(self._next_portion)
                 if portion is None:
-                    if not context.stopping:
-                        context.update.finish()
+                    if not progress.stopping:
+                        parts.training.update.finish()
                     # A launcher that sees one go would end the one that writes.
-                    lost = "" if context.has_left else self._leave_together()
+                    lost = "" if progress.has_left else self._leave_together()
                     if lost is not None:
                         break
-                    context.stopping, context.stop.is_asked = 0, False
+                    progress.stopping, parts.stop.is_asked = 0, False
                     continue
-                if portion.step <= self._reported:
-                    self._go_back()
-                if self.options.handle_signals and not context.stop.before:
-                    context.stop.listen()
-                step = self._open = Step(portion, context, self._on_step_end)
+                if portion.step <= self._reports.last:
+                    self._reports.go_back()
+                if self.options.handle_signals and not parts.stop.before:
+                    parts.stop.listen()
+                step = self._open = Step(portion, parts, self._on_failure)
                 yield step
                 self._open = None
-                if step.state == "applied":
-                    self._after(step)
-                elif step.state == "lost":
-                    continuity.regroup()
-                elif step.state in ("failed", "undone"):
-                    continuity.deal()  # the same step comes again, or one before it
-                else:
-                    raise UsageError(
-                        f"Step {step.number} was not run.",
-                        advice="Run every step: `for step in run: with step: ...`; `break` ends "
-                        "the loop.",
-                    )
-                continuity.deal_to_members()
-            status, reason, number = self._why_over()
+                match step.state:
+                    case Outcome.APPLIED | Outcome.HEALED:
+                        self._after(step)
+                    case Outcome.LOST:
+                        recovery.regroup()
+                    case Outcome.FAILED | Outcome.UNDONE:
+                        parts.dealing.deal()  # the same step comes again, or one before it
+                    case _:
+                        raise UsageError(
+                            f"Step {step.number} was not run.",
+                            advice="Run every step: `for step in run: with step: ...`; `break` "
+                            "ends the loop.",
+                        )
+                if parts.dealing.generation != self.membership.generation:
+                    parts.dealing.deal()  # the script has moved the membership on
+            end, number = self._why_over()
             is_complete = True
             if lost:
-                reason = f"{status}, but {lost}"
+                end = end._replace(reason=f"{end.status}, but {lost}")
         except GeneratorExit:
-            if self._open is None or self._open.state != "failed":
-                status, reason = "stopped", "the loop was left"
-                if self._open is not None and self._open.state == "applied":
-                    self._report_step(self._open)
+            end = self._failure
+            if self._open is None or self._open.state is not Outcome.FAILED:
+                end = stop.LEFT
+                if self._open is not None and self._open.is_applied:
+                    self._reports.tell_step(self._open)
                 self._say_what_is_not_saved()
-                continuity.end(is_left=True)
+                recovery.end(is_left=True)
+            number = self.step if self._open is None else self._open.number
+            stop.record_error_at_exit(parts.config.folder, self.world.rank, number)
+            raise
+        except BaseException as error:
+            end = self._describe(error, self.step)
             raise
         finally:
             self._is_running, self._open = False, None
-            context.stopping, context.stop.is_asked = 0, False
+            progress.stopping, parts.stop.is_asked = 0, False
             if not sys.is_finalizing():  # a loop that outlives the program has nothing to say
-                self._end(status, reason, is_complete=is_complete)
+                if recovery.ended:
+                    end = End("failed", recovery.ended)
+                self._end(end, is_complete=is_complete)
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
         if lost:
-            raise _not_saved(reason)
+            raise _not_saved(end.reason)
 
-    def _why_over(self) -> tuple[str, str, int]:
-        """The status of a run whose loop is over, the reason, and the signal, if it was one."""
-        context, number = self._context, self._context.stopping
-        if context.has_left:
-            return "stopped", "this worker was asked to leave; the others continue", number
+    def _next_portion(self) -> Portion | None:
+        """This worker's part of the next step; None after the last."""
+        if self._parts.recovery.must_go_back:
+            self._parts.recovery.go_back()
+        return next(self._parts.dealing.portions, None)
+
+    def _why_over(self) -> tuple[End, int]:
+        """How the loop has come to its end, and the signal, if it was one."""
+        progress, number = self._parts.progress, self._parts.progress.stopping
+        if progress.has_left:
+            reason = "this worker was asked to leave; the others continue"
+            return End("stopped", reason), number
         if number >= stop.BY_SCRIPT and self.step == self.steps:
             number = 0
         match number:
             case 0:
-                return "finished", ALL_APPLIED, 0
+                return End("finished", ALL_APPLIED), 0
             case stop.BY_SCRIPT:
-                return "stopped", "stopped by run.stop()", 0
+                return End("stopped", "stopped by run.stop()"), 0
             case stop.BY_RATING:
-                return "stopped", context.rating.reason, 0
-        return "stopped", f"stopped by {stop.name_signal(number)}", number
+                return End("stopped", self._parts.training.rating.reason), 0
+        return End("stopped", f"stopped by {stop.name_signal(number)}"), number
+
+    def _describe(self, error: BaseException | None, step: int) -> End:
+        """An error ends the loop of this worker."""
+        end = stop.describe_end(error, self.world.rank, step)
+        is_outlived = error is not None and self._parts.recovery.is_outlived(error)
+        return end._replace(is_outlived=is_outlived)
 
     def _leave_together(self) -> str | None:
         """Wait for the last checkpoint; what to say of steps that no checkpoint holds.
@@ -314,183 +327,96 @@ class Run:
         Nobody goes before: who writes it may die, and then another one does. None where the state
         died with it, so that there are steps to do again.
         """
-        context, saving = self._context, self._context.saving
+        parts, saving = self._parts, self._parts.outlets.saving
+        recovery = parts.recovery
         lost, generation = "", -1
         while generation != self.membership.generation:
-            if context.continuity.must_go_back:
-                if not 0 < context.stopping < stop.BY_SCRIPT:
+            if recovery.must_go_back:
+                if not 0 < parts.progress.stopping < stop.BY_SCRIPT:
                     return None
-                context.continuity.next_portion()  # a signal ends the run at what is saved
+                recovery.attempt(self._next_portion)  # a signal ends the run at what is saved
             generation = self.membership.generation
-            if context.survival is not None and saving.is_on and saving.saved_step != self.step:
+            if recovery.is_on and saving.is_on and saving.saved_step != self.step:
                 self._save()
             lost = self._find_lost()
-        context.continuity.end()
+        is_complete = parts.progress.stopping in (0, stop.BY_RATING)
+        recovery.end(is_saved=is_complete and saving.is_on and not lost)
         return lost
 
     def _find_lost(self) -> str:
         """What to say of steps that no checkpoint holds, when all are written that can be."""
-        saving = self._context.saving
-        self._report_checkpoints(wait=True)
+        saving = self._parts.outlets.saving
+        self._parts.outlets.report_checkpoints(wait=True)
         find = partial(saving.find_lost, self.step)
-        lost: str = self._context.continuity.exchange(find, "Asking what is saved")[0]
+        lost: str = self._parts.exchanges.exchange(find, "Asking what is saved")[0]
         if lost:
             saving.saved_step = None  # so that another save tries again
         return lost
 
-    def _on_step_end(self, step: Step) -> None:
-        if step.state in ("lost", "undone"):
-            return
-        self._context.continuity.on_step_end()
-        if step.state == "failed":
-            self._context.stop.ignore()  # the error may end the program, which is not ours then
-            return
-        self._scores = {}
-        if step.ends_epoch:
-            self._context.position = Position(step.number, step.epoch + 1, 0)
-        else:
-            done = self._context.position.step_of_epoch + 1
-            self._context.position = Position(step.number, step.epoch, done)
+    def _on_failure(self, step: Step) -> None:
+        """An error leaves the block: say how, while it is there."""
+        self._failure = self._describe(sys.exception(), step.number)
 
     def _after(self, step: Step) -> None:
         """The loop's body is over and the step applied."""
-        context, saving = self._context, self._context.saving
-        self._report(step)
-        if self._scores:
-            context.rating.note(step.number, self._scores)
-            if context.rating.is_over:
-                context.stopping = stop.BY_RATING
-        is_time_to_change = False
-        if context.vote.pending is not None or context.size == 1:
-            is_time_to_change = self._count_votes(step.number)
+        parts, progress = self._parts, self._parts.progress
+        saving, rating = parts.outlets.saving, parts.training.rating
+        self._reports.tell(step)
+        if progress.scores:
+            rating.note(step.number, progress.scores)
+            if rating.is_over:
+                progress.stopping = stop.BY_RATING
+        wants_change = False
+        if parts.vote.pending is not None or progress.size == 1:
+            wants_change = self._count_votes(step.number)
         if saving.is_on:
-            if context.stopping or saving.is_due(step.number, step.ends_epoch, self._scores):
+            if progress.stopping or saving.is_due(step.number, step.ends_epoch, progress.scores):
                 self._save()
-            self._report_checkpoints()
-        if is_time_to_change and not context.stopping:
-            assert context.survival is not None
-            context.continuity.hand_in()
-            if context.survival.is_leaving:
-                self._report_checkpoints(wait=True)
-                context.continuity.leave()
-                context.has_left, context.stopping = True, signal.SIGTERM
-            else:
-                # Last: who is new begins with the next step.
-                context.continuity.regroup(is_lost=False)
+            parts.outlets.report_checkpoints()
+        # Last: who is new begins with the next step.
+        if wants_change and not progress.stopping and not parts.recovery.change_generation():
+            progress.has_left, progress.stopping = True, signal.SIGTERM
 
     def _count_votes(self, step: int) -> bool:
         """Do what the workers want; whether they want to change to another generation."""
-        context = self._context
-        try:
-            requests = context.vote.result(step)
-            if requests.buffers and context.buffers is not None:
-                context.buffers.adopt()
-        except PeerError:
-            if context.survival is None:
-                raise
-            context.continuity.regroup()
-            return False
+        parts, progress = self._parts, self._parts.progress
+        requests = parts.recovery.attempt(partial(parts.vote.result, step), instead=Requests())
         if requests.terminate or requests.interrupt:
             number = signal.SIGTERM if requests.terminate else signal.SIGINT
-            context.stopping = context.stop.signal or number
+            progress.stopping = parts.stop.signal or number
         elif requests.stop:
-            context.stopping = context.stopping or stop.BY_SCRIPT
+            progress.stopping = progress.stopping or stop.BY_SCRIPT
         if requests.record and not requests.generation:
-            context.watching.record_as_asked(step + 1, self.membership)
-        return requests.generation == context.size
-
-    def _report(self, step: Step) -> None:
-        """Tell what an applied step was like, and the epoch that it ends; once.
-
-        Every worker calls it.
-        """
-        if step.number == self._reported:
-            return
-        self._report_step(step)
-        if step.ends_epoch:
-            self._end_epoch(step)
-            if mistake := self._context.rating.find_mistake(self._scores):
-                self.message(mistake, "warning")
-
-    def _report_step(self, step: Step) -> None:
-        if step.number == self._reported:
-            return
-        self._reported = step.number
-        self._context.metrics.epochs = step.epoch
-        self._epoch_samples += step.samples
-        phases = step.phases
-        if (watch := stopwatch.find(self.membership.group)) is not None:
-            before, self._phases, phases = self._phases, watch.totals(), {}
-            for name, total in self._phases.items():
-                phases[name] = total - before.get(name, 0.0)
-        samples, local_samples = step.samples, step.local_samples
-        queued = self._context.loader.queued
-        report = StepReport(
-            *(step.number, step.epoch, samples, local_samples, step.seconds, phases, {}, step.lr),
-            queued=queued,
-        )
-        self._context.metrics.end_step(report)
-
-    def _end_epoch(self, step: Step) -> None:
-        context = self._context
-        sums = context.continuity.add_up(context.metrics.sums_of_epoch, "Adding up the epoch")
-        context.metrics.end_epoch()
-        metrics = means(sums)
-        self._scores = metrics | self._scores  # of two with one name, the evaluation's
-        now_s = time.perf_counter()
-        seconds, self._epoch_s = now_s - self._epoch_s, now_s
-        samples, self._epoch_samples = self._epoch_samples, 0
-        context.sinks.tell("epoch", Summary(step.epoch, step.number, metrics, seconds, samples))
-        if context.noise is not None:
-            estimate = None
-            try:
-                estimate = context.noise.read(self.membership.group)
-            except PeerError:  # what the dead one had measured is gone: say nothing this time
-                if context.survival is None:
-                    raise
-                context.continuity.regroup()
-            if estimate is not None:
-                scale, advice = estimate.noise_scale, estimate.advice
-                facts = {"step": step.number, "noise_scale": scale, "advice": advice}
-                context.sinks.tell("message", Message(advice, "info", "noise", facts))
+            parts.outlets.watching.record_as_asked(step + 1)
+        return requests.generation == progress.size
 
     def _save(self) -> None:
         """Save where the run stands; every worker calls it."""
-        context = self._context
-        context.rating.note(self.step, self._scores)
-        context.update.finish()
-        context.metrics.flush(wait=True)
-        if isinstance(context.loader, OwnLoader) and context.saving.is_on:
-            context.state.loaders = context.loader.gather_states(context.position)
-        try:
-            context.saving.save(
-                context.state,
-                self._context.position,
-                facts=context.facts,
-                add_up=context.continuity.add_up,
-                metrics=context.metrics,
-                scores=self._scores,
-                can_save=lambda: not context.continuity.must_go_back,
-            )
-        except PeerError:  # while the state was gathered
-            if context.survival is None:
-                raise
-            context.continuity.regroup()
+        parts = self._parts
+        parts.training.rating.note(self.step, parts.progress.scores)
+        parts.training.update.finish()
+        parts.outlets.metrics.flush(wait=True)
+        parts.recovery.attempt(self._write_checkpoint, instead=None)
 
-    def _go_back(self) -> None:
-        """Steps that were reported are done again."""
-        context = self._context
-        self._reported, self._scores = context.position.step, {}
-        self._epoch_samples = context.position.step_of_epoch * context.config.global_batch
-
-    def _report_checkpoints(self, *, wait: bool = False) -> None:
-        for written in self._context.saving.take_finished(wait=wait):
-            self._context.sinks.tell("checkpoint", written)
+    def _write_checkpoint(self) -> None:
+        parts, saving = self._parts, self._parts.outlets.saving
+        state, position = parts.training.state, parts.progress.position
+        if isinstance(parts.feed.loader, UserLoader) and saving.is_on:
+            state.loaders = parts.feed.loader.gather_states(position)
+        metrics, what = parts.outlets.metrics, "Adding up the epoch so far"
+        add_up = partial(parts.exchanges.add_up, metrics.sums_of_epoch, what)
+        saving.save(
+            state,
+            position,
+            add_up,
+            parts.progress.scores,
+            can_save=lambda: not parts.recovery.must_go_back,
+        )
 
     def _say_what_is_not_saved(self) -> None:
         """The loop is left by the user, perhaps by one worker alone: this is no time to save."""
-        saving = self._context.saving
-        self._report_checkpoints(wait=True)
+        saving = self._parts.outlets.saving
+        self._parts.outlets.report_checkpoints(wait=True)
         if saving.is_on and saving.written_step != self.step:
             env.note_unsaved(bool(saving.problem))
             advice = "Call run.save() on every worker before leaving it, to continue from there."
@@ -500,23 +426,24 @@ class Run:
                 "error" if saving.problem else "warning",
             )
 
-    def _end(self, status: str, reason: str, *, is_complete: bool) -> None:
-        context = self._context
+    def _end(self, end: End, *, is_complete: bool) -> None:
+        parts, outlets = self._parts, self._parts.outlets
+        parts.training.state.end()
         try:
-            context.loader_signals.release()
-            context.loader.close()
-            context.metrics.flush(wait=is_complete)
-            self._report_checkpoints(wait=True)
-            # Of a worker that fails the launcher tells, and the others continue.
-            if status != "failed" or context.survival is None or context.size == 1:
-                context.sinks.tell("stop", self.step, status, reason)
+            parts.feed.signals.release()
+            parts.feed.loader.close()
+            outlets.metrics.flush(wait=is_complete)
+            outlets.report_checkpoints(wait=True)
+            if not end.is_outlived:
+                outlets.sinks.tell("stop", self.step, end.status, end.reason)
         finally:
-            context.watching.end()
-            context.saving.end()
-            context.stop.ignore()
+            outlets.watching.end()
+            outlets.saving.end()
+            parts.stop.ignore()
+            self._around.close()
 
     def _refuse_inside_step(self, what: str) -> None:
-        if self._open is not None and self._open.state == "open":
+        if self._open is not None and self._open.is_open:
             raise UsageError(
                 f"run.{what}() was called inside step {self._open.number}.",
                 advice="Call it between two steps: after the `with` block, in the same loop.",

@@ -1,4 +1,4 @@
-"""What a run logs: sums and counts, kept where they were computed and read late.
+"""What a run logs and reports: sums and counts, kept where they were computed and read late.
 
 A metric of a step is a weighted mean, kept as a sum and a count so that steps and workers can be
 put together exactly. Tensors stay on their device until the step is long over; then the step is
@@ -7,21 +7,27 @@ reported, and its sums are added to those of the epoch.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.run.same_bits import EVERY, hash_state
+from paceline.telemetry import Message, StepReport, Summary, Sums, means
 from paceline.update import HostCopy
 
+if TYPE_CHECKING:
+    from paceline.run.parts import RunParts
+    from paceline.run.step import Step
+
 Number = float | Tensor
-Sums = dict[str, list[float]]
-"""Name to [sum, count]."""
 
 _MOST_PENDING = 64
 _SHORT = (torch.bfloat16, torch.float16)
@@ -117,7 +123,7 @@ class Metrics:
             for name, (total, count) in entries.items():
                 in_total = total.number + sum(islice(read, len(total.tensors)))
                 sums[name] = [in_total, count.number + sum(islice(read, len(count.tensors)))]
-            merge(self.epoch, sums)
+            add_sums(self.epoch, sums)
             self._report(report, sums)
 
     def sums_of_epoch(self) -> Sums:
@@ -136,16 +142,12 @@ class Metrics:
         self.epoch, self.epochs = {}, self.epochs + 1
 
 
-def merge(into: Sums, sums: Mapping[str, Any]) -> None:
+def add_sums(into: Sums, sums: Mapping[str, Any]) -> None:
     """Add sums and counts by name."""
     for name, (total, count) in sums.items():
         have = into.setdefault(name, [0.0, 0.0])
         have[0] += total
         have[1] += count
-
-
-def means(sums: Mapping[str, Any]) -> dict[str, float]:
-    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def _together(tensors: list[Tensor]) -> HostCopy | list[float]:
@@ -157,3 +159,103 @@ def _together(tensors: list[Tensor]) -> HostCopy | list[float]:
     flat = [tensor.to(device, wide, non_blocking=True).reshape(()) for tensor in tensors]
     together = torch.stack(flat)
     return together.tolist() if device.type == "cpu" else HostCopy(together)
+
+
+class Reports:
+    """Tells what steps and epochs were like, each once, and counts the samples and the time."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self.last = 0
+        """The last step that was told of."""
+        self._epoch_s = time.perf_counter()
+        self._epoch_samples = 0
+        self._count_samples()
+        self._phases: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """The loop begins."""
+        self._epoch_s = time.perf_counter()
+
+    def go_back(self) -> None:
+        """The run continues elsewhere: steps that were told of may be done again."""
+        progress = self._parts.progress
+        self.last, progress.scores = progress.position.step, {}
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        parts = self._parts
+        done = parts.progress.position.step_of_epoch
+        self._epoch_samples = done * parts.config.global_batch
+
+    def tell(self, step: Step) -> None:
+        """Tell what an applied step was like, and the epoch that it ends; once.
+
+        Every worker calls it.
+        """
+        if step.number == self.last:
+            return
+        self.tell_step(step)
+        if step.ends_epoch:
+            self._tell_epoch(step)
+            parts = self._parts
+            if mistake := parts.training.rating.find_mistake(parts.progress.scores):
+                parts.outlets.sinks.tell("message", Message(mistake, "warning"))
+
+    def tell_step(self, step: Step) -> None:
+        """Tell of the step alone, which no other worker has to know of."""
+        if step.number == self.last:
+            return
+        self.last = step.number
+        parts, outlets = self._parts, self._parts.outlets
+        metrics, watch, queue = outlets.metrics, outlets.watching.watch, parts.feed.loader.queue
+        metrics.epochs = step.epoch
+        self._epoch_samples += step.samples
+        phases = step.phases
+        if watch is not None and watch.step:  # an engine that tells where it is
+            before, self._phases, phases = self._phases, watch.totals(), {}
+            for name, total in self._phases.items():
+                phases[name] = total - before.get(name, 0.0)
+        metrics.end_step(
+            StepReport(
+                step=step.number,
+                epoch=step.epoch,
+                samples=step.samples,
+                local_samples=step.local_samples,
+                seconds=step.seconds,
+                phases=phases,
+                sums={},
+                lr=step.lr,
+                queued=None if queue is None else queue.qsize(),
+            )
+        )
+        if parts.config.options.same_bits and parts.place.membership.leads:
+            self._tell_hash(step.number)
+
+    def _tell_hash(self, number: int) -> None:
+        """Write down the hash of the state now and then, so that two runs can be compared."""
+        parts, last = self._parts, self._parts.outlets.info.steps
+        if number % EVERY == 0 or number == last:
+            state = parts.training.state.gather(parts.progress.position, {})
+            facts = {"step": number, "hashes": hash_state(state)}
+            parts.outlets.sinks.tell("message", Message("", "info", "hashes", facts))
+
+    def _tell_epoch(self, step: Step) -> None:
+        parts = self._parts
+        metrics, sinks, noise = parts.outlets.metrics, parts.outlets.sinks, parts.training.noise
+        sums = means(parts.exchanges.add_up(metrics.sums_of_epoch, "Adding up the epoch"))
+        metrics.end_epoch()
+        # Of two with one name, the evaluation's.
+        parts.progress.scores = sums | parts.progress.scores
+        now_s = time.perf_counter()
+        seconds, self._epoch_s = now_s - self._epoch_s, now_s
+        samples, self._epoch_samples = self._epoch_samples, 0
+        sinks.tell("epoch", Summary(step.epoch, step.number, sums, seconds, samples))
+        if noise is None:
+            return
+        # What a dead worker had measured is gone: nothing is said this time.
+        read = partial(noise.read, parts.place.membership.group)
+        if (estimate := parts.recovery.attempt(read, instead=None)) is not None:
+            scale, advice = estimate.noise_scale, estimate.advice
+            facts = {"step": step.number, "noise_scale": scale, "advice": advice}
+            sinks.tell("message", Message(advice, "info", "noise", facts))

@@ -12,14 +12,27 @@ very samples that `DistributedSampler` with the same seed deals it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from paceline.data.lanes import EpochOfFiles, Lanes
-from paceline.data.order import KeyedOrder, OrderName, draw_order
+from paceline.data import (
+    EpochOfFiles,
+    Files,
+    KeyedOrder,
+    Lanes,
+    OrderName,
+    choose_order,
+    draw_order,
+)
+from paceline.ddp import in_tree_order
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,8 @@ class Plan:
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
     merge_shards: bool = False
     """Whether a worker's shards go through the model as one."""
+    in_tree_order: bool = False
+    """Whether shards whose gradients are added first come one after the other."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -108,7 +123,9 @@ class Plan:
     def portions(self, done: int, rank: int, size: int) -> Iterator[Portion]:
         """What rank `rank` of `size` computes in every step after `done` steps."""
         per_epoch, order, order_of = self.steps_per_epoch, None, -1
-        mine = shards_of(rank, size, self.shards)
+        mine: Sequence[int] = shards_of(rank, size, self.shards)
+        if self.in_tree_order:
+            mine = in_tree_order(mine, self.shards)
         for step in range(done + 1, self.steps + 1):
             epoch, batch = (step - 1) // per_epoch, self.batch(step)
             if epoch != order_of:
@@ -130,6 +147,62 @@ class Plan:
         if self.lanes is not None:
             return self.lanes.epoch(epoch)
         return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
+
+
+def make_plan(config: RunConfig, shards: int, order: OrderName | None = None) -> Plan | None:
+    """Which samples form which step; None where samples cannot be asked for by number.
+
+    `order` is the one that the run began with, if it began before.
+    """
+    dataset, options = config.dataset, config.options
+    if config.loader is not None:
+        return None
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"dataset has the type {type(dataset).__name__}, which is not a dataset.",
+                advice="Pass an object with __len__ and __getitem__, or an iterable one.",
+            )
+        return None
+    if not isinstance(dataset, Sized):
+        raise UsageError(
+            f"The dataset has the type {type(dataset).__name__}, which has no length.",
+            advice="Give it __len__, or make it an IterableDataset.",
+        )
+    samples = len(dataset)
+    if options.order != "auto":
+        order = options.order
+    lanes = None
+    if isinstance(dataset, Files):
+        if options.order != "auto":
+            raise UsageError(
+                f"order is {options.order!r}, and files are read one after the other.",
+                advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
+            )
+        lanes = Lanes(
+            counts=dataset.counts,
+            shards=shards,
+            global_batch=config.global_batch,
+            lanes=dataset.lanes,
+            window=dataset.window,
+            seed=config.seed,
+            shuffle=options.shuffle,
+            drop_last=options.drop_last,
+        )
+        order = None
+    return Plan(
+        samples=samples,
+        global_batch=config.global_batch,
+        shards=shards,
+        epochs=config.epochs,
+        seed=config.seed,
+        shuffle=options.shuffle,
+        order=order or choose_order(samples),
+        lanes=lanes,
+        drop_last=options.drop_last,
+        merge_shards=options.merge_shards,
+        in_tree_order=bool(options.same_bits),
+    )
 
 
 def shards_of(rank: int, size: int, shards: int) -> range:

@@ -7,15 +7,45 @@ when patience does. All workers have the same numbers, so they do both alike and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.errors import UsageError
-from paceline.run.config import RunOptions
+from paceline.errors import UsageError, did_you_mean
 from paceline.update import Update, needs_metric
 
+if TYPE_CHECKING:
+    from paceline.run.config import RunOptions
+
+Better = Literal["lower", "higher"]
+
 _MODE_BY_BETTER = {"lower": "min", "higher": "max"}
+_PREFIX = re.compile(
+    r"(ema|val|valid|validation|dev|test|train|training|eval|mean|avg|average|macro|micro|weighted"
+    r"|balanced|top_?\d+)_"
+)
+_NAMES: dict[Better, str] = {
+    "lower": "loss error err error_rate perplexity ppl mse rmse mae mape nll bce cross_entropy wer "
+    "cer fid bpb bpc",
+    "higher": "accuracy acc f1 f1_score auc auroc auprc roc_auc precision average_precision recall "
+    "map iou miou dice bleu rouge r2 psnr ssim mcc",
+}
+_BETTER_BY_NAME = {name: better for better, names in _NAMES.items() for name in names.split()}
+
+
+def find_better(metric: str | None, said: Better | None) -> Better:
+    """Whether a lower or a higher metric is better: as somebody said, or as its name does."""
+    if said is not None or metric is None:
+        return said or "lower"
+    name = re.sub(r"\W+", "_", metric.lower())
+    while name not in _BETTER_BY_NAME:
+        if (prefix := _PREFIX.match(name)) is None:
+            raise UsageError(
+                f"best_metric is {metric!r}, and nothing says which values of it are better.",
+                advice='Pass better="lower" or better="higher" in RunOptions.',
+            )
+        name = name[prefix.end() :]
+    return _BETTER_BY_NAME[name]
 
 
 class Rating:
@@ -27,7 +57,8 @@ class Rating:
 
     def __init__(self, options: RunOptions, scheduler: Any, update: Update) -> None:
         self._name, self._patience = options.best_metric, options.patience
-        self._sign = 1.0 if options.better == "lower" else -1.0
+        better = find_better(options.best_metric, options.better)
+        self._sign = 1.0 if better == "lower" else -1.0
         self._update = update
         self._best = math.inf
         self._since = self._step = 0
@@ -65,10 +96,9 @@ class Rating:
         if name is None or self._step or self._is_said or name in scores:
             return ""
         self._is_said = True
-        near = get_close_matches(name, scores, n=1)
-        text = f"best_metric is {name!r}, which nobody has measured yet"
-        text += f"; did you mean {near[0]!r}?" if near else "."
-        return f"{text} This epoch has {', '.join(sorted(scores)) or 'no metric'}."
+        text = f"best_metric is {name!r}, which nobody has measured yet."
+        measured = ", ".join(sorted(scores)) or "no metric"
+        return f"{text}{did_you_mean(name, scores)} This epoch has {measured}."
 
     def state_dict(self) -> dict[str, Any]:
         best, metric = self._sign * self._best, [self._name, self._sign]
@@ -81,7 +111,7 @@ class Rating:
 
 
 def _check(scheduler: Any, options: RunOptions) -> None:
-    name, better = type(scheduler).__name__, options.better
+    name, better = type(scheduler).__name__, find_better(options.best_metric, options.better)
     if options.best_metric is None:
         raise UsageError(
             f"{name} steps on a metric, and nobody says which.",

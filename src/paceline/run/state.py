@@ -16,22 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import comm
-from paceline.checkpoint import Checkpoints, Saved, Written
-from paceline.comm.codec import put_together, take_apart
-from paceline.comm.membership import Membership
-from paceline.ddp.checks import broadcast_tensors
-from paceline.errors import CheckpointError, UsageError
-from paceline.observe.run_folder import RunFolder, find_info
+from paceline.checkpoint import Checkpoints, Saved
+from paceline.ddp import broadcast_tensors
+from paceline.errors import CheckpointError, UsageError, check_members
+from paceline.files import RunFolder, find_info, put_together, take_apart
+from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
-from paceline.run.metrics import Metrics, Sums
 from paceline.run.plan import Position
-from paceline.run.rating import Rating
-from paceline.update import ExchangedStep, Update, find_exchanged
+from paceline.run.rating import Rating, find_better
+from paceline.telemetry import Sums, Written
+from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "order", "drop_last", "dataset_size"),
-    *("optimizer", "scheduler", "precision"),
+    *("optimizer", "scheduler", "precision", "same_bits"),
 )
 """The facts that identify a run."""
 
@@ -45,17 +43,26 @@ class RunState:
         self, module: nn.Module, update: Update, rating: Rating, others: Mapping[str, Any]
     ) -> None:
         for name, each in others.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise UsageError(
-                    f"state[{name!r}] has the type {type(each).__name__}, which has no "
-                    "state_dict() and load_state_dict().",
-                    advice="Give it both, so that it can be saved and loaded.",
-                )
+            advice = (
+                "Give it state_dict() and load_state_dict(), so that it can be saved and loaded."
+            )
+            check_members(f"state[{name!r}]", each, ("state_dict", "load_state_dict"), advice)
         self._module = module
         self._update, self._parts, self._rating = update, update.parts, rating
         self._others = dict(others)
+        self._guard: Any = None
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
+
+    def begin(self) -> None:
+        """The loop begins: what else steps the model, and is in no checkpoint, is refused."""
+        if isinstance(self._update, WholeUpdate):
+            self._guard = self._update.refuse_others(list(self._others.values()))
+
+    def end(self) -> None:
+        """The loop is over."""
+        if self._guard is not None:
+            self._guard.remove()
 
     def gather(
         self, position: Position, epoch_sums: Sums, *, with_parts: bool = True
@@ -69,6 +76,7 @@ class RunState:
             "position": [position.step, position.epoch, position.step_of_epoch],
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
+            "optimizer_params": self._param_names(),
             **({} if self.loaders is None else {"loader": self.loaders}),
         }
 
@@ -91,13 +99,28 @@ class RunState:
         if (exchanged := self._exchanged) is not None:
             exchanged.make_whole()
 
+    def keep(self) -> None:
+        """From the next step on, have every worker's share outlive it where that can be."""
+        if (exchanged := self._exchanged) is not None:
+            exchanged.is_kept = True
+
+    def rescue(self) -> None:
+        """Have all of it here, if it can be had without workers that are gone."""
+        if (exchanged := self._exchanged) is not None and not exchanged.is_whole:
+            exchanged.rescue()
+
+    def withdraw(self) -> None:
+        """Take part in no step any more, until the next generation."""
+        if (exchanged := self._exchanged) is not None:
+            exchanged.withdraw()
+
     def forget(self) -> None:
         """Another state is about to be loaded, whatever has become of this one."""
         if (exchanged := self._exchanged) is not None:
             exchanged.forget()
         self._update.abandon()
 
-    def give_back(
+    def load(
         self, state: Mapping[str, Any], *, with_objects: bool = True, with_parts: bool = True
     ) -> tuple[Position, Sums]:
         """Load the state; how far it is, and the sums of its epoch.
@@ -106,6 +129,7 @@ class RunState:
         """
         if with_parts:
             self._check_parts(state)
+            state = {**state, "optimizer": self._in_order(state)}
         self._module.load_state_dict(state["model"])
         for name, part in self._parts.items() if with_parts else ():
             _load(part, state[name], f"the {name}")
@@ -115,12 +139,38 @@ class RunState:
             _load(self._rating, state["rating"], "the rating")
         return position_in(state), dict(state["metrics"])
 
+    def _param_names(self) -> list[list[str]]:
+        """Of the optimizer's parameters, by group: its own state numbers them."""
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        groups = getattr(self._parts["optimizer"], "param_groups", ())
+        return [[names.get(id(param), "") for param in group["params"]] for group in groups]
+
+    def _in_order(self, state: Mapping[str, Any]) -> Any:
+        """The optimizer's state in a checkpoint, its parameters in their order of now."""
+        saved, here = state["optimizer"], self._param_names()
+        there = state.get("optimizer_params", here)
+        if there == here:
+            return saved
+        if list(map(sorted, there)) != list(map(sorted, here)):
+            counts = [[len(group) for group in groups] for groups in (there, here)]
+            raise UsageError(
+                "The checkpoint does not fit the optimizer of this run: its groups have other "
+                f"parameters, {counts[0]} of them there and {counts[1]} here.",
+                advice="Build it as it was when the checkpoint was written, or choose another "
+                "folder.",
+            )
+        groups = []
+        for group, theirs, ours in zip(saved["param_groups"], there, here, strict=True):
+            place = dict(zip(theirs, group["params"], strict=True))
+            groups.append({**group, "params": [place[name] for name in ours]})
+        return {**saved, "param_groups": groups}
+
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = {"loader", "model", "state", "position", "metrics", "rating"}
+        kept = {"loader", "model", "state", "position", "metrics", "rating", "optimizer_params"}
         there = (set(state) - kept) | {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:
@@ -163,6 +213,7 @@ class Saving:
         """The step of the last save, known to every worker, whether it reached the disk or not."""
         self._folder, self._options, self._membership = folder, config.options, membership
         self._has_metric = False
+        self._facts: Mapping[str, Any] = {}
         self._lock: FolderLock | None = None
         self._checkpoints: Checkpoints | None = None
         self._open()
@@ -176,7 +227,7 @@ class Saving:
                 folder.checkpoints,
                 keep=options.keep,
                 keep_best=options.keep_best,
-                better=options.better,
+                better=find_better(options.best_metric, options.better),
             )
 
     def _on_generation(self) -> None:
@@ -201,7 +252,7 @@ class Saving:
         mine = None if saved is None else (saved.state, saved.facts)
         why_not = "" if problem is None else str(problem)
         what = "Handing out the checkpoint"
-        found, why_not = hand_over(self._membership, (mine, why_not), 0, what)
+        found, why_not = broadcast_state(self._membership, (mine, why_not), 0, what)
         if problem is not None:
             raise problem
         if why_not:
@@ -223,8 +274,12 @@ class Saving:
         if self._lock is not None:
             self._lock.give_up()
 
-    def refuse_other_run(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
-        """Raise if the folder is another run's: by its checkpoint, or else by its `run.json`."""
+    def identify(self, here: Mapping[str, Any], there: Mapping[str, Any] | None) -> None:
+        """Note what identifies the run, and raise if the folder is another one's.
+
+        That is known from its checkpoint, or else from its `run.json`.
+        """
+        self._facts = here
         if self._folder is None:
             return
         folder = self._folder.path
@@ -233,6 +288,8 @@ class Saving:
             keys = ("seed", "global_batch", "dataset_size")
             there = {} if info is None else {key: getattr(info, key) for key in keys}
         differences = [key for key in MUST_BE_EQUAL if key in there and there[key] != here[key]]
+        if self._options.same_bits == "here" and "same_bits" in differences:
+            differences.remove("same_bits")
         if not differences:
             return
         key = differences[0]
@@ -253,30 +310,28 @@ class Saving:
         self,
         state: RunState,
         position: Position,
-        *,
-        facts: Mapping[str, Any],
-        add_up: Callable[[Callable[[], Sums], str], Sums],
-        metrics: Metrics,
+        add_up: Callable[[], Sums],
         scores: Mapping[str, float],
+        *,
         can_save: Callable[[], bool],
     ) -> None:
         """Save, unless this very step has been; a collective: every worker calls it.
 
-        `can_save` is asked when they have met: without a worker that died there may be no state.
+        `add_up` gives the sums of the epoch of all workers. `can_save` is asked when they have met:
+        without a worker that died there may be no state.
         """
         best = self._options.best_metric
         metric = scores.get(best) if best is not None else None
         is_news = metric is not None and not self._has_metric
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
-        sums = add_up(metrics.sums_of_epoch, "Adding up the epoch so far")
+        sums = add_up()
         if not can_save():
             return
         self.saved_step, self._has_metric = position.step, metric is not None
         if self._checkpoints is not None and self._membership.leads:
-            self._checkpoints.save(
-                position.step, state.gather(position, sums), facts=facts, metric=metric
-            )
+            gathered = state.gather(position, sums)
+            self._checkpoints.save(position.step, gathered, facts=self._facts, metric=metric)
         else:
             state.take_part()
 
@@ -354,7 +409,7 @@ class FolderLock:
         self.give_up()
 
 
-def hand_over(members: Membership, value: Any, root: int, what: str) -> Any:
+def broadcast_state(members: Membership, value: Any, root: int, what: str) -> Any:
     """The value that rank `root` has, on every worker; what the others pass is not looked at."""
     is_root = members.rank == root
     if members.size == 1:
@@ -362,7 +417,7 @@ def hand_over(members: Membership, value: Any, root: int, what: str) -> Any:
     tensors, skeleton = take_apart(value) if is_root else ({}, b"")
     shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
-    text, shapes = comm.exchange(members.group, mine, members.word_device, what)[root]
+    text, shapes = exchange(members.group, mine, members.word_device, what)[root]
     if not is_root:
         tensors = {
             name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
@@ -375,7 +430,7 @@ def hand_over(members: Membership, value: Any, root: int, what: str) -> Any:
 def copy_from(members: Membership, root: int, tensors: Sequence[Tensor], what: str) -> None:
     """Overwrite the tensors with those of rank `root`, some megabytes at a time."""
     broadcast_tensors(
-        lambda flat: comm.broadcast(members.group, flat, root, what),
+        lambda flat: broadcast(members.group, flat, root, what),
         tensors,
         is_root=members.rank == root,
         device=members.word_device,

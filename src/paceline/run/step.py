@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
+from enum import StrEnum, auto
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,30 +21,51 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PeerError, UsageError
-from paceline.observe.phases import Phase
 from paceline.record import StepRecording
-from paceline.run.context import StepContext
-from paceline.run.plan import Portion, Shard
+from paceline.run.joint import JointLoss, refuse_noise, say_not_recorded
+from paceline.run.losses import read_items, refuse_arguments, refuse_loss, refuse_talks
+from paceline.run.parts import RunParts
+from paceline.run.plan import Portion, Position, Shard
+from paceline.telemetry import Phase, fetching
+from paceline.torch_private import count_collectives
 from paceline.transport import mean_factor
 from paceline.update import Loss
+
+
+class Outcome(StrEnum):
+    """What has become of a step on one worker."""
+
+    NEW = auto()
+    OPEN = auto()
+    """Inside the block."""
+    SUMMED = auto()
+    """Inside the block, and all gradients have arrived."""
+    LOST = auto()
+    """Another worker died; to be dealt anew in the next generation."""
+    HEALED = auto()
+    """Applied with the others: it was lost here, they had all of the sum, and gave their state."""
+    APPLIED = auto()
+    UNDONE = auto()
+    """A part of the state died with a worker: the run goes back to a checkpoint."""
+    FAILED = auto()
+    """An error left the block; all is as before."""
 
 
 class Step:
     """One step of a run, on one worker.
 
-        new --with--> open --(end of the block)--> applied
-                      ^  ├─────────(an error)────> failed: all is as before
-                      │  └──(state died, too)────> undone: the run goes back to a checkpoint
-                      └ a worker died: the survivors begin anew, inside `batches()`
+        new --with--> open --> summed --(end of the block)--> applied
+                      ^  ├─(an error)────> failed: all is as before
+                      │  └─(a worker died)─> lost ─> healed, and applied with the others
+                      │                       │ └──> undone: the run goes back to a checkpoint
+                      └───(dealt anew)────────┘
 
     Invariant: parameters, buffers, optimizer, scheduler and scaler change at the end of the block,
     all of them or none.
     """
 
-    def __init__(
-        self, portion: Portion, context: StepContext, on_end: Callable[[Step], None]
-    ) -> None:
-        """`on_end` is called when the block is over, whether the step is applied or failed."""
+    def __init__(self, portion: Portion, parts: RunParts, on_fail: Callable[[Step], None]) -> None:
+        """`on_fail` is called where an error leaves the block, when all is as before."""
         self.number = portion.step
         """Counts from 1: the number of steps applied when this one is."""
         self.epoch = portion.epoch
@@ -51,158 +74,221 @@ class Step:
         """Whether this is the last step of its epoch."""
         self.samples = portion.samples
         """How many samples the global batch has, on all workers together."""
-        self.state = "new"
-        self.local_samples = sum([len(shard.indices) for shard in portion.shards])
-        """How many of them this worker computes."""
+        self.state = Outcome.NEW
         self.seconds = 0.0
         """How long the block took."""
         self.lr: float | None = None
         """What the optimizer's first group learns with in this step, where it is a plain number."""
         self.phases: dict[str, float] = {}
         """Where that went, as far as the host sees it: of a GPU the loading of data only."""
-        self._context, self._on_end = context, on_end
-        self._around = ExitStack()
+        self._config, self._place, self._training = parts.config, parts.place, parts.training
+        self._feed, self._outlets, self._metrics = parts.feed, parts.outlets, parts.outlets.metrics
+        self._progress, self._recovery, self._vote = parts.progress, parts.recovery, parts.vote
+        self._exchanges, self._stop, self._note = parts.exchanges, parts.stop, parts.step_note
+        self._around, self._on_fail = ExitStack(), on_fail
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
-        self._is_lost = self._is_healed = self._is_undone = False
         self._passes: Generator[Any] | None = None
         self._deal(portion)
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model is as it is after this step, by this worker's work or another's."""
+        return self.state in (Outcome.APPLIED, Outcome.HEALED)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the block is entered and not left."""
+        return self.state in (Outcome.OPEN, Outcome.SUMMED, Outcome.LOST)
+
     def _deal(self, portion: Portion) -> None:
         """These shards of the batch are this worker's; none of them is computed yet."""
-        self._busy = portion.busy or min(self._context.shards, portion.samples)
+        self._busy = portion.busy or min(self._feed.shards, portion.samples)
         self._shards = portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
+        """How many of the samples this worker computes."""
         self._shard: Shard | None = None
         self._losses: list[Loss] = []
         self._items = 0.0
         self._has_items: bool | None = None
-        self._is_weighted = self._has_idle_worker = self._is_summed = False
+        self._is_weighted = self._has_idle_worker = False
         self._scale = 1.0
+        self._talks = 0
 
     def __enter__(self) -> Step:
-        if self.state != "new":
+        if self.state is not Outcome.NEW:
             raise UsageError(
                 f"Step {self.number} is {self.state} and cannot be run again.",
                 advice="Take steps from the run: `for step in run: with step: ...`.",
             )
-        context = self._context
         self._begin_s = time.perf_counter()
-        self._before = context.generators.state()
-        if self.number in (context.watching.trace_step, context.watching.asked_step):
-            indices = [index for shard in self._shards for index in shard.indices]
-            recording = context.watching.recording(
-                self.number, context.model, indices, context.sinks
-            )
-            self._recording = self._around.enter_context(recording)
         self._begin()
+        self._before = self._training.generators.state()
         return self
 
     def _begin(self) -> None:
         """Clear the gradients, and remember what has to be put back if this fails."""
-        context = self._context
-        context.update.begin(self.number)
-        context.model._begin_step(self.number)
-        if context.step_note is not None:
-            context.step_note[0] = self.number
-        self.state = "open"
-        lr = context.config.optimizer.param_groups[0].get("lr")
+        training, number = self._training, self.number
+        if number in self._outlets.watching.steps_to_record:
+            self._begin_recording()
+        training.update.begin(number)
+        training.engine.begin_step(number)
+        if self._note is not None:
+            self._note[0] = number
+        self.state = Outcome.OPEN
+        lr = self._config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
-        if context.buffers is not None:
-            context.buffers.begin()
-        self._scale = context.size / self.samples
-        if context.precision.is_short:
+        if training.buffers is not None:
+            training.buffers.begin(self._busy)
+        self._scale = self._progress.size / self.samples
+        if training.precision.is_short or self._config.options.same_bits:
             self._scale, self._is_weighted = 1 / self.samples, True
-        self._has_idle_worker = self._busy < context.size
-        if context.noise is not None:
-            context.noise.begin(self.number)
-            if context.noise.is_measuring:
+        self._has_idle_worker = self._busy < self._progress.size
+        if training.noise is not None:
+            training.noise.begin(number)
+            if training.noise.is_measuring:
                 self._scale, self._is_weighted = 1.0, True
+
+    def _begin_recording(self) -> None:
+        indices = [index for shard in self._shards for index in shard.indices]
+        recording = self._outlets.watching.recording(
+            self.number, self._training.engine, indices, self._outlets.sinks
+        )
+        self._recording = self._around.enter_context(recording)
+
+    def _drop_recording(self, cause: BaseException) -> None:
+        """End it without putting the picture together, for which all workers would have to meet."""
+        if self._recording is not None:
+            self._recording = None
+            self._around.__exit__(type(cause), cause, cause.__traceback__)
 
     def batches(self) -> Iterator[Any]:
         """This worker's shards of the global batch, on the model's device.
 
         Empty on a worker that a short batch leaves without any; it takes part all the same.
         """
-        if self.state != "open" or self._shard is not None or self._losses:
-            raise UsageError(
-                f"Step {self.number}: batches() is for one loop inside `with step:`.",
-                advice="Keep the batches in a list to go through them twice.",
-            )
+        self._refuse_second_loop("batches")
         while True:
-            self._passes = passes = self._batches()
+            self._passes = passes = self._batches(map(self._load, self._shards))
             yield from passes
-            if self._sum_up() or self._begin_anew():
+            if self._sum_up() or not self._recover():
                 return
 
-    def _batches(self) -> Generator[Any]:
-        context = self._context
-        for shard in self._shards:
-            self._clock_s = time.perf_counter()
-            batch = context.loader.load(shard)
-            if context.device.type != "cpu":
-                batch = context.to_device(batch)
-            context.generators.seed(context.config.seed, "model", self.number, shard.number)
-            self._lap(Phase.DATA)
-            if context.buffers is not None:
-                context.buffers.begin_shard()
+    def joint(self, encode: Callable[[Any], Any], loss: Callable[..., Tensor]) -> None:
+        """Add the gradients of one loss over the whole global batch, such as a contrastive one.
+
+        `encode(batch)` gives the embeddings of a shard: a tensor with a row per sample, or a tuple
+        or dictionary of such. `loss` is called with those of all shards of all workers, in the
+        order of the batch; a tuple becomes arguments, a dictionary named ones. Every shard is
+        encoded twice, first without a graph, and memory is that of one shard. Takes the place of
+        the loop over `batches()`.
+        """
+        self._refuse_second_loop("joint")
+        training, seed = self._training, self._config.seed
+        if training.noise is not None:
+            refuse_noise()
+        while True:
+            if self._recording is not None:  # begun again where the step is dealt anew
+                self._drop_recording(say_not_recorded(self._outlets.sinks, self.number))
+            whole, loaded = JointLoss(loss, self._place, training), []
+            for shard in self._shards:
+                loaded.append(self._load(shard))
+                training.generators.seed(seed, "model", self.number, shard.number)
+                with torch.no_grad(), training.precision.forward:
+                    whole.add(shard, encode(loaded[-1]))
+                if training.buffers is not None:
+                    training.buffers.restore()  # they change in the second pass
+            self.state = Outcome.LOST
+            if self._recovery.holds(partial(whole.compute, seed, self.number)):
+                self.state = Outcome.OPEN
+                self._passes = passes = self._batches(loaded)
+                for number, batch in enumerate(passes):
+                    shard = self._shards[number]
+                    part, count = whole.part_of(shard, encode(batch)), len(shard.indices)
+                    self._add(part * self.samples, count, whole.value * count, is_mean=False)
+            if self._sum_up() or not self._recover():
+                return
+
+    def _refuse_second_loop(self, what: str) -> None:
+        if self.state is not Outcome.OPEN or self._shard is not None or self._losses:
+            raise UsageError(
+                f"Step {self.number}: {what}() is called once, inside `with step:`.",
+                advice="Keep the batches in a list to go through them twice.",
+            )
+
+    def _load(self, shard: Shard) -> Any:
+        place = self._place
+        self._clock_s = time.perf_counter()
+        with fetching(place.membership.group):
+            batch = self._feed.loader.load(shard)
+            if place.device.type != "cpu":
+                batch = place.to_device(batch)
+        self._lap(Phase.DATA)
+        return batch
+
+    def _batches(self, loaded: Iterable[Any]) -> Generator[Any]:
+        place, training = self._place, self._training
+        for shard, batch in zip(self._shards, loaded, strict=True):
+            training.generators.seed(self._config.seed, "model", self.number, shard.number)
+            if training.buffers is not None:
+                training.buffers.begin_shard()
             self._shard = shard
-            with context.precision.forward:
+            if not self._progress.is_one_each:
+                self._talks = count_collectives(place.membership.group)
+            with training.precision.forward:
                 if shard is self._shards[-1]:
                     yield batch
                 else:
-                    with context.model.no_sync():
+                    with training.engine.no_sync():
                         yield batch
-            if self._is_lost:
+            if self.state is Outcome.LOST:
                 return
             self._end_shard()
 
     def _sum_up(self) -> bool:
         """Do what all workers do together when their shards are computed; False if one died."""
-        context = self._context
-        try:
-            if not self._is_lost:
-                if not self._shards:
-                    context.model._take_part()
-                if context.size > 1 and self.number >= context.vote.next_step:
-                    context.vote.start(self.number)
-                if context.buffers is not None:
-                    context.buffers.settle(self.number, self._busy)
-                self._is_summed = True
-        except PeerError:
-            if context.survival is None:
-                raise
-            self._is_lost = True
-        return not self._is_lost
+        if self.state is Outcome.LOST:
+            return False
+        votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
+        meets = votes or not self._shards or self._training.buffers is not None
+        holds = not meets or self._recovery.holds(partial(self._meet, votes))
+        self.state = Outcome.SUMMED if holds else Outcome.LOST
+        return holds
 
-    def _begin_anew(self) -> bool:
-        """A worker has died: deal the batch to those who are left; False if they compute it now."""
-        portion = self._recover()
-        if portion is None:
-            return True
-        self._deal(portion)
-        self._begin()
-        return False
+    def _meet(self, votes: bool) -> None:
+        training = self._training
+        if not self._shards:
+            training.engine.take_part()
+        if votes:
+            self._vote.start(self.number)
+        if training.buffers is not None:
+            training.buffers.settle(self.number, has_news=training.engine.has_news)
 
-    def _recover(self) -> Portion | None:
-        """Go on without a worker that has died; this one's part of the step, computed anew.
+    def _recover(self) -> bool:
+        """Go on without a worker that has died; whether there are shards to compute.
 
-        None where the step is over: it is applied where others had all of the sum when it was
-        lost here, and undone where the dead took a part of the state along.
+        The step is dealt anew among those who are left, and open again. Or it is over: healed where
+        others had all of the sum when it was lost here, undone where the dead took a part of the
+        state along.
         """
-        context = self._context
+        # Those who have applied the step give their picture up, too, when they regroup; whoever is
+        # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
+        self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
         self._undo()
-        losses = context.metrics.put_aside()
-        portion = context.continuity.deal_anew(self.number)
-        self._is_lost = False
-        if portion is None and context.position.step >= self.number:
-            context.metrics.take_back(losses)
-            context.continuity.leave_word()
-            self._is_healed = True
+        losses = self._metrics.put_aside()
+        portion = self._recovery.deal_anew(self.number)
+        if portion is not None:
+            self._deal(portion)
+            self._begin()
+            return True
+        if self._progress.position.step >= self.number:
+            self.state, self._progress.scores = Outcome.HEALED, {}
+            self._metrics.take_back(losses)
+            self._recovery.write_ledger()
         else:
-            self._is_undone = portion is None
-        return portion
+            self.state = Outcome.UNDONE
+        return False
 
     def _end_shard(self) -> None:
         """The loop continues with the next batch, or is over."""
@@ -214,8 +300,10 @@ class Step:
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
                 advice="Call it once per batch; for a batch that should not count, with items=0.",
             )
-        if self._context.buffers is not None:
-            self._context.buffers.end_shard(shard.number)
+        if not self._progress.is_one_each:
+            self._refuse_talks()
+        if self._training.buffers is not None:
+            self._training.buffers.end_shard(shard.number)
 
     def backward(
         self,
@@ -229,9 +317,9 @@ class Step:
         Gradients become those of the sum over all shards, divided by the number of all items.
         Without `items` these are the shard's samples. A tensor is read from its device.
         """
-        context, shard, is_mean = self._context, self._shard, reduction == "mean"
+        shard, is_mean = self._shard, reduction == "mean"
         if old or reduction not in ("mean", "sum"):
-            _refuse_arguments(old, reduction)
+            refuse_arguments(old, reduction)
         if shard is None or (self._losses and self._losses[-1].shard == shard.number):
             raise UsageError(
                 f"Step {self.number}: step.backward() is called once per batch, inside the loop "
@@ -239,9 +327,13 @@ class Step:
                 advice="Add the losses of one batch together first.",
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            self._refuse_loss(loss)
+            refuse_loss(self.number, loss)
+        if not self._progress.is_one_each:
+            self._refuse_talks()
         self._lap(Phase.FORWARD)
-        count = len(shard.indices) if items is None else self._number(items)
+        count: float = len(shard.indices)
+        if items is not None:
+            count = items if type(items) is int and items >= 0 else read_items(self.number, items)
         if self._has_items not in (None, items is not None):
             raise UsageError(
                 f"Step {self.number}: items were given for one batch and not for another.",
@@ -253,77 +345,89 @@ class Step:
             loss = torch.nan_to_num(loss)
         if self._recording is not None:
             self._recording.note_loss(loss * count if is_mean else loss, weight=count)
+        self._add(loss, count, loss.detach(), is_mean=is_mean)
+
+    def _add(self, loss: Tensor, count: float, value: Tensor, *, is_mean: bool) -> None:
+        """Add the gradients of a loss over `count` items of the open shard, told as `value`."""
+        training, shard = self._training, self._shard
+        assert shard is not None
         factor = count * self._scale if is_mean else self._scale
-        if shard is self._shards[-1] and (self._is_weighted or self._has_idle_worker):
+        if self._is_weighted or self._has_idle_worker:
             # See Note [Weights].
-            weight = context.size if self._shards[0].number == 0 else 0.0
+            weight = self._progress.size if self._shards[0].number == 0 else 0.0
             if self._is_weighted:
                 weight = (self._items + count) * self._scale
-            context.model._weigh(weight)
-        value = loss.detach()
-        add = context.metrics.add if is_mean else context.metrics.add_sum
+            training.engine.weigh(weight, shard.number, count * self._scale)
+        add = self._metrics.add if is_mean else self._metrics.add_sum
         add("loss", value, count)
-        if context.survival is not None and shard is self._shards[-1]:
-            context.continuity.leave_word(is_applied=False)
-        try:
-            with context.precision.backward:
-                context.update.backward(loss, factor)
-        except PeerError:
-            if context.survival is None:
-                raise
-            self._is_lost = True
-            return
+        if shard is self._shards[-1]:
+            self._recovery.write_ledger(is_applied=False)
+            if training.buffers is not None:
+                training.engine.has_news = training.buffers.has_news(shard.number)
+        with training.precision.backward:
+            if not self._recovery.holds(partial(training.update.backward, loss, factor)):
+                self.state = Outcome.LOST
+                return
         self._losses.append(Loss(value, shard.number, shard.indices))
         self._items += count
-        if context.noise is not None:
-            context.noise.add(count)
+        if not self._progress.is_one_each:
+            self._talks = count_collectives(self._place.membership.group)
+        if training.noise is not None:
+            training.noise.add(count)
         self._lap(Phase.BACKWARD)
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        _kind: type[BaseException] | None,
         error: BaseException | None,
-        frames: TracebackType | None,
+        _frames: TracebackType | None,
     ) -> bool:
-        survival = self._context.survival
         if self._passes is not None:
             self._passes.close()  # ends autocast, should somebody still hold the batches
-        is_lost = bool(error and survival and survival.explains(error))
+        is_lost = error is not None and self._recovery.explains(error)
         try:
-            if kind is None:
-                with self._around:
-                    self._finish()
-                    self.state = "undone" if self._is_undone else "applied"
-            else:
+            if error is None:
+                is_lost = not self._finish()
+            elif not is_lost:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
-                self._around.__exit__(kind, error, frames)
-                if (meaning := self._context.precision.explain(error)) is not None:
+                if (meaning := self._training.precision.explain(error)) is not None:
                     raise meaning from error
-        except PeerError:
-            if survival is None:
-                raise
-            is_lost = True
         finally:
-            if self.state == "undone":
-                self._context.metrics.forget()
-            elif self.state != "applied":
-                self._put_back()
-            self.seconds = time.perf_counter() - self._begin_s
-            self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
-            if self._context.device.type != "cpu":
-                self.phases = {Phase.DATA: self.phases.get(Phase.DATA, 0.0)}
-            if is_lost:
-                self.state = "lost"
-            self._on_end(self)
+            self._close(is_lost)
+            if not self.is_applied:
+                self._drop_recording(error or PeerError(f"Step {self.number} is not applied."))
+        if self._recording is not None and self.is_applied:
+            # Recorded is what was applied. If a worker dies now, the picture is lost and no more.
+            self._recovery.attempt(self._around.close, instead=None)
         return is_lost
 
-    def _finish(self) -> None:
-        if self._is_healed or self._is_undone:
-            return
-        context, shards = self._context, self._shards
-        if self._is_lost:
-            raise PeerError(f"Step {self.number}: a worker is gone.")
+    def _close(self, is_lost: bool) -> None:
+        """Leave all as it was before the step, unless it is applied; and stop the clock."""
+        if self.state is Outcome.UNDONE:
+            self._metrics.forget()
+        elif not self.is_applied:
+            self.state = Outcome.LOST if is_lost else Outcome.FAILED
+            self._undo()
+            self._metrics.forget()
+            self._training.generators.restore(self._before)
+        if self.state is Outcome.FAILED:
+            self._on_fail(self)
+            self._stop.ignore()  # the error may end the program, which is not ours then
+        if self._exchanges.asked and (self.is_applied or self.state is Outcome.FAILED):
+            self._exchanges.begin_step()
+        self.seconds = time.perf_counter() - self._begin_s
+        self.phases[Phase.OTHER] = max(0.0, self.seconds - sum(self.phases.values()))
+        if self._place.device.type != "cpu":
+            self.phases = {Phase.DATA: self.phases.get(Phase.DATA, 0.0)}
+
+    def _finish(self) -> bool:
+        """The block is over without an error: apply the step; False if a worker died before."""
+        if self.state in (Outcome.HEALED, Outcome.UNDONE):
+            return True
+        if self.state is Outcome.LOST:  # the loop over batches was left before it could continue
+            return False
+        shards, training = self._shards, self._training
         if len(self._losses) != len(shards):
             raise UsageError(
                 f"Step {self.number}: {len(self._losses)} of this worker's {len(shards)} shards "
@@ -332,87 +436,57 @@ class Step:
                 "leave the step out, leave the `with` block by an exception.",
             )
         self._end_shard()  # the loop may have been left by `break` after the last batch
-        if not self._is_summed and not self._sum_up():
-            raise PeerError(f"Step {self.number}: a worker is gone.")
-        if context.size == 1 and self._is_weighted:
+        if self.state is Outcome.OPEN and not self._sum_up():
+            return False
+        divides = self._config.options.same_bits  # the engine does, also alone
+        if self._progress.size == 1 and self._is_weighted and not divides:
             total = self._items * self._scale
             if not math.isclose(total, 1.0, rel_tol=1e-15):  # which costs a pass over gradients
-                context.update.multiply_grads(mean_factor(1, total))
-        if context.noise is not None and context.noise.is_measuring:
-            context.noise.end(scale=context.update.loss_scale)
+                training.update.multiply_grads(mean_factor(1, total))
+        if training.noise is not None and training.noise.is_measuring:
+            training.noise.end(scale=training.update.loss_scale)
         self._clock_s = time.perf_counter()
-        try:
-            norm = context.update.commit(self._losses)
-        except PeerError:  # an update that is shared out was applied by some, or by nobody
-            if context.survival is None:
-                raise
-            self._is_undone = self._recover() is not None or self._is_undone
-            return
+        # An update that is shared out may have been applied by some, or by nobody.
+        if not self._recovery.holds(self._apply) and self._recover():
+            self._undo()
+            self.state = Outcome.UNDONE
+        return True
+
+    def _apply(self) -> None:
+        training = self._training
+        norm = training.update.commit(self._losses)
+        self.state, progress = Outcome.APPLIED, self._progress
+        done = 0 if self.ends_epoch else progress.position.step_of_epoch + 1
+        progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
+        progress.scores = {}
         if norm is not None:
             # All have the same one, and together they count as one.
-            context.metrics.add("grad_norm", norm, 1.0 / context.size)
-        context.generators.seed(context.config.seed, "between", self.number)
+            self._metrics.add("grad_norm", norm, 1.0 / self._progress.size)
+        training.generators.seed(self._config.seed, "between", self.number)
         self._lap(Phase.OPTIMIZER)
 
-    def _put_back(self) -> None:
-        """Leave this worker as it was before the step."""
-        self.state = "failed"
-        self._undo()
-        self._context.metrics.forget()
-        self._context.generators.restore(self._before)
-
     def _undo(self) -> None:
-        context = self._context
-        context.model._begin_step(self.number)
-        if context.noise is not None:
-            context.noise.cancel()
-        context.update.abandon()
-        if context.buffers is not None:
-            context.buffers.restore()
+        training = self._training
+        training.engine.begin_step(self.number)
+        if training.noise is not None:
+            training.noise.cancel()
+        training.update.abandon()
+        if training.buffers is not None:
+            training.buffers.restore()
 
-    def _refuse_loss(self, loss: Any) -> None:
-        what = f"is {loss!r:.80}, not a tensor"
-        if isinstance(loss, Tensor):
-            what = "does not depend on any parameter"
-            if loss.numel() != 1:
-                what = f"has {loss.numel()} elements"
-        raise UsageError(
-            f"Step {self.number}: the loss {what}.",
-            advice="Pass the mean that the loss function returned for the output of run.model, "
-            "without .item(), detach() and torch.no_grad(), and its items= where those are not the "
-            "samples of the batch.",
-        )
+    def _refuse_talks(self) -> None:
+        """Raise if the pass of a shard talked to other workers: they compute other ones, or none.
 
-    def _number(self, items: float | Tensor) -> float:
-        try:
-            number = float(items)
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise UsageError(
-                f"Step {self.number}: items is {items!r:.80}; it is how many items the loss is "
-                "a mean or a sum over.",
-                advice="Pass the number of samples or tokens, from 0 up.",
-            )
-        return number
+        The engine talks in backward only, and the run between the passes.
+        """
+        if count_collectives(self._place.membership.group) != self._talks:
+            refuse_talks(self.number, self._feed.shards, self._progress.size)
 
     def _lap(self, phase: Phase) -> None:
         """What has passed since the last lap belongs to `phase`."""
         now_s = time.perf_counter()
         self.phases[phase] = self.phases.get(phase, 0.0) + now_s - self._clock_s
         self._clock_s = now_s
-
-
-def _refuse_arguments(old: dict[str, Any], reduction: str) -> None:
-    if "weight" in old:
-        raise UsageError(
-            "step.backward() has no weight= any more.",
-            advice="Pass a mean as it is, with items= over how many it is where those are not the "
-            'samples; or a sum with items=n, reduction="sum".',
-        )
-    if old:
-        raise TypeError(f"step.backward() has no argument {next(iter(old))!r}.")
-    raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
 
 
 # Note [Weights]

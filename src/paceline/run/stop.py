@@ -10,11 +10,15 @@ of a fast training.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_byte
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
@@ -25,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline import comm, env
-from paceline.comm.membership import Membership
-from paceline.run.buffers import Buffers
+from paceline import env
+from paceline.errors import PeerError, describe_failure, summarize
+from paceline.files import RunFolder, find_info, record_end
+from paceline.group import Cadence, Membership, Pending, start_all_reduce
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_PRESS_S = 0.5
@@ -41,6 +46,48 @@ MOST_STEPS = 1000
 def name_signal(number: int) -> str:
     """What a person calls it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+class End(NamedTuple):
+    """How a loop ended: its status is `finished`, `stopped` or `failed`."""
+
+    status: str
+    reason: str
+    is_outlived: bool = False
+    """Whether other workers continue, and so does the run."""
+
+
+LEFT = End("stopped", "the loop was left")
+
+
+def describe_end(error: BaseException | None, rank: int, step: int) -> End:
+    """The end of a loop that an error has left."""
+    match error:
+        case None | SystemExit(code=None | 0):
+            return LEFT
+        case KeyboardInterrupt():
+            return End("stopped", f"stopped by {name_signal(signal.SIGINT)}")
+        case SystemExit():
+            return End("failed", f"worker {rank} ended with exit code {error.code} in step {step}")
+    return End("failed", describe_failure(rank, summarize(error), step))
+
+
+def record_error_at_exit(folder: str | os.PathLike[str] | None, rank: int, step: int) -> None:
+    """If an exception ends this program, have the run folder say so: a loop that is left does not
+    know. A launcher of ours does that for its workers."""
+    if folder is not None and not env.hears_of_failures():
+        atexit.register(_record_error, RunFolder(folder), rank, step, os.getpid())
+
+
+def _record_error(folder: RunFolder, rank: int, step: int, pid: int) -> None:
+    error = getattr(sys, "last_value", None)
+    if error is None or isinstance(error, PeerError) or os.getpid() != pid:
+        return
+    end, found = describe_end(error, rank, step), find_info(folder)
+    if end.status == "failed" and found is not None and found.failed_worker is None:
+        text = "".join(traceback.format_exception(error))
+        with suppress(OSError):
+            record_end(folder, "failed", end.reason, worker=rank, step=step, traceback=text)
 
 
 class StopRequest:
@@ -112,8 +159,6 @@ class Requests(NamedTuple):
     """How many were asked to stop by SIGINT."""
     terminate: float = 0.0
     """How many were asked to stop by another signal."""
-    buffers: float = 0.0
-    """How many have seen a buffer change that nobody thought would."""
     generation: float = 0.0
     """How many have heard of a generation that begins between two steps."""
     record: float = 0.0
@@ -132,24 +177,21 @@ class Vote:
     result is read one step later.
     """
 
-    def __init__(
-        self, membership: Membership, request: StopRequest, buffers: Buffers | None
-    ) -> None:
-        self.next_step = 0
-        """The step of the next vote; the same on every worker."""
-        self._membership, self._request, self._buffers = membership, request, buffers
+    def __init__(self, membership: Membership, request: StopRequest) -> None:
+        self.cadence = Cadence(membership)
+        self._membership, self._request = membership, request
         self.is_due: Callable[[], bool] = lambda: False
         """Whether a new generation waits to be joined."""
         self.is_asked_to_record: Callable[[], bool] = lambda: False
         self._last_s, self._last_step = time.monotonic(), 0
-        self.pending: tuple[int, Tensor, comm.Pending] | None = None
+        self.pending: tuple[int, Tensor, Pending] | None = None
         """The vote whose result nobody has asked for yet."""
-        membership.follow(self._begin_anew)
+        membership.follow(self._on_generation)
 
     def start(self, step: int) -> None:
         """Say what this worker wants, if it is time to; called by several workers only."""
         members = self._membership
-        if step < self.next_step or self.pending is not None:
+        if self.pending is not None or not self.cadence.is_due(step):
             return
         now_s = time.monotonic()
         step_s = (now_s - self._last_s) / max(1, step - self._last_step)
@@ -157,7 +199,7 @@ class Vote:
         mine = [*self._own(), step_s]
         words = torch.tensor(mine, dtype=torch.float32, device=members.word_device)
         what = f"Step {step}: asking whether to stop"
-        self.pending = step, words, comm.start_all_reduce(members.group, words, what)
+        self.pending = step, words, start_all_reduce(members.group, words, what)
 
     def result(self, step: int) -> Requests:
         """What all workers want, where that is known; alone, what this one wants."""
@@ -170,7 +212,7 @@ class Vote:
         reduction.wait()
         *requests, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
-        self.next_step = step + min(MOST_STEPS, max(1, int(PERIOD_S / step_s)))
+        self.cadence.agree(step, min(MOST_STEPS, max(1, int(PERIOD_S / step_s))))
         return Requests(*requests)
 
     def _own(self) -> Requests:
@@ -179,20 +221,18 @@ class Vote:
         number = self._request.signal
         if self._request.is_leaving and self._membership.size > 1:
             number = 0
-        has_news = self._buffers is not None and self._buffers.has_news
         is_interrupt = number == signal.SIGINT
         return Requests(
             float(is_interrupt),
             float(number and not is_interrupt),
-            float(has_news),
             float(self.is_due()),
             float(self._membership.leads and self.is_asked_to_record()),
             float(self._request.is_asked),
         )
 
-    def _begin_anew(self) -> None:
-        """Another generation has not begun to vote."""
-        self.next_step, self.pending = 0, None
+    def _on_generation(self) -> None:
+        """What was asked in another generation gets no answer."""
+        self.pending = None
 
 
 class LoaderSignals:

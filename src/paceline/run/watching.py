@@ -10,18 +10,29 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from paceline import env, record
-from paceline.comm.membership import Membership
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.observe import spans, stopwatch, stragglers
-from paceline.observe.run_folder import RunFolder
-from paceline.observe.stragglers import Blame, StragglerDetector
+from paceline.files import EventWriter, RunFolder
+from paceline.group import Membership
 from paceline.record import StepRecording
 from paceline.run.config import RunConfig
-from paceline.run.sinks import Message, Sinks
+from paceline.telemetry import (
+    Blame,
+    Message,
+    Sinks,
+    Stopwatch,
+    StragglerDetector,
+    find_detector,
+    find_stopwatch,
+    note_recorder,
+    spans_are_on,
+    start_spans,
+    stop_spans,
+)
 
 LOOK_PERIOD_S = 0.25
 """How often a run looks at most whether a step is to be recorded."""
@@ -36,19 +47,27 @@ class Watching:
     them.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder | None) -> None:
-        stopwatch.note_recorder()
+    def __init__(self, config: RunConfig, folder: RunFolder | None, membership: Membership) -> None:
+        note_recorder()
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
-        self.trace_step = config.options.trace_step or env.read_observation().trace_step
+        self._asked = env.read_observation()
+        self.trace_step = config.options.trace_step or self._asked.trace_step
         """The step to be recorded stage by stage; 0 for none."""
-        self.asked_step = 0
-        """The step that somebody who looks on wants recorded."""
+        self.steps_to_record = {self.trace_step}
+        """That one, and the one that all workers have agreed to record because a viewer asked."""
         self._look_due_s = 0.0
-        self._config, self._folder = config, folder
+        self._can_record = True
+        self._config, self._folder, self._membership = config, folder, membership
+        membership.follow(self.on_generation)
         self._dataset: Any = None
         self._has_timeline = False
         self._before: tuple[StragglerDetector, Any] | None = None
+        self._sinks: Sinks | None = None
+        self.watch: Stopwatch | None = None
+        """What measures this worker's phases, if anything does."""
+        self._rank = 0
+        """Whose events it writes; a worker that moves on to another group keeps its file."""
         if folder is None:
             if self.trace_step:
                 self._say_why_not("that needs folder= of Run")
@@ -66,79 +85,99 @@ class Watching:
         elif steps is not None and self.trace_step > steps:
             self._say_why_not(f"the run has {steps} steps")
 
+    def note_engine(self, engine: object) -> None:
+        """Stages are known of one engine only."""
+        self._can_record = isinstance(engine, DistributedDataParallel)
+        if self.trace_step and not self._can_record:
+            self._say_why_not(f"{type(engine).__name__} has no stages to record")
+
     def _say_why_not(self, reason: str) -> None:
         self.lines.append(f"Step {self.trace_step} is not recorded: {reason}.")
-        self.trace_step = 0
+        self.trace_step, self.steps_to_record = 0, set()
 
     def is_asked(self) -> bool:
         """Whether somebody wants the next step recorded; looks for the request now and then."""
         now_s = time.monotonic()
-        if self._folder is None or now_s < self._look_due_s:
+        if self._folder is None or not self._can_record or now_s < self._look_due_s:
             return False
         self._look_due_s = now_s + LOOK_PERIOD_S
         return os.path.lexists(self._folder.record_request)
 
-    def record_as_asked(self, step: int, membership: Membership) -> None:
+    def record_as_asked(self, step: int) -> None:
         """All workers have agreed to record `step`; whoever asked is answered."""
-        self.asked_step = step
-        self.forget_request(membership)
+        self.steps_to_record = {self.trace_step, step}
+        self.forget_request()
 
-    def forget_request(self, membership: Membership) -> None:
-        """Nobody waits any more."""
-        if self._folder is not None and membership.leads:
+    def forget_request(self) -> None:
+        """Delete the pending record request."""
+        if self._folder is not None and self._membership.leads:
             with contextlib.suppress(OSError):
                 os.unlink(self._folder.record_request)
 
     def on_generation(self) -> None:
         """Who is new has not agreed to anything."""
-        self.asked_step = 0
+        self.steps_to_record = {self.trace_step}
 
     def start_timeline(self, rank: int) -> None:
         """Record spans from now on; an engine that is alone looks only when it is made."""
-        is_taken = spans.is_on() or env.read_observation().timeline
+        self._rank = rank
+        is_taken = spans_are_on() or self._asked.timeline
         if self._folder is None or not self._config.options.timeline or is_taken:
             return
         try:
-            spans.start(self._folder.timeline, rank)
+            start_spans(self._folder.timeline, rank)
             self._has_timeline = True
         except (OSError, UsageError) as error:
             self.lines.append(f"There is no timeline: {error}")
 
-    def begin(self, membership: Membership, sinks: Sinks) -> None:
+    def begin(self, sinks: Sinks) -> None:
         """Let the straggler detector speak through the run, which may be drawing a bar."""
-        self.forget_request(membership)  # of somebody who asked when nobody was there
-        if self._folder is not None and membership.leads:
+        self.forget_request()  # of somebody who asked when nobody was there
+        if self._folder is not None and self._membership.leads:
             env.announce_folder(str(self._folder.path))
 
-        def report(steps: int, blame: Blame) -> None:
-            step = steps - 1  # the stopwatch has begun the next one
-            facts = {
-                "step": step,
-                "slow_rank": blame.rank,
-                "phase": blame.phase,
-                "slower_by_s": blame.slower_by_s,
-                "steps": blame.steps,
-            }
-            sinks.tell("message", Message(f"Step {step}: {blame}", "warning", "blame", facts))
+        self._sinks = sinks
+        self._attend()
+        self._membership.follow(self._attend)
 
-        detector = stragglers.find(membership.group)
-        if detector is not None:
+    def _attend(self) -> None:
+        """What watches a worker that was alone before is made when it joins others."""
+        watch = self.watch = find_stopwatch(self._membership.group)
+        if watch is not None and watch.stalls is not None and self._folder is not None:
+            watch.stalls.keep = partial(_keep_stall, self._folder, self._rank)
+        detector = find_detector(self._membership.group)
+        if detector is not None and self._sinks is not None and self._before is None:
             self._before = detector, detector.tell
-            detector.tell = report
+            detector.tell = self._report
+            detector.cadence.on_generation()  # with the first step of this run, on every worker
+
+    def _report(self, steps: int, blame: Blame) -> None:
+        step = steps - 1  # the stopwatch has begun the next one
+        facts = {
+            "step": step,
+            "slow_rank": blame.rank,
+            "phase": blame.phase,
+            "slower_by_s": blame.slower_by_s,
+            "steps": blame.steps,
+        }
+        message = Message(f"Step {step}: {blame}", "warning", "blame", facts)
+        if self._sinks is not None:
+            self._sinks.tell("message", message)
 
     def end(self) -> None:
         """Leave everything as it was; may be called twice."""
+        self._sinks = None
         if self._before is not None:
             detector, tell = self._before
             detector.tell = tell
             self._before = None
         if self._has_timeline:
             self._has_timeline = False
-            spans.stop()
+            stop_spans()
 
     @contextmanager
     def recording(
-        self, number: int, model: DistributedDataParallel, indices: Sequence[int], sinks: Sinks
+        self, number: int, model: Any, indices: Sequence[int], sinks: Sinks
     ) -> Iterator[StepRecording]:
         """Put this around step `number`, of which this worker computes samples `indices`."""
         folder = self._folder
@@ -157,3 +196,9 @@ class Watching:
         except OSError as error:  # a disk that is full does not fail the training
             said = Message(f"Step {number} cannot be recorded: {error}.", "warning")
         sinks.tell("message", said)
+
+
+def _keep_stall(folder: RunFolder, rank: int, line: str) -> None:
+    """Called by a thread, beside whatever the worker writes: a line is appended as a whole."""
+    with EventWriter(folder, rank) as events:
+        events.write("message", text=line, level="warning")

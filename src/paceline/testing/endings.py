@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from paceline import comm
-from paceline.launcher.worker import is_secondary
+from paceline.group import post_last_words
+from paceline.launcher import is_secondary
 
 _collecting = threading.Lock()
 
@@ -27,9 +27,9 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
     A rank that only lost its peers says nothing: what they want to know is who went first.
     """
     if error is None:
-        comm.post_last_words(group, "finished and left", kind="left")
+        post_last_words(group, "finished and left", kind="left")
     elif not is_secondary(error):
-        comm.post_last_words(group, f"raised {summary(error)}", kind="raised")
+        post_last_words(group, f"raised {summary(error)}", kind="raised")
 
 
 def summary(error: BaseException) -> str:

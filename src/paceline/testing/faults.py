@@ -2,7 +2,6 @@
 
 A plan is plain data, so a failure can be repeated, printed and passed to another process. The code
 under test calls `strike` at the points where something may happen; nothing happens unless planned.
-In a training with `Run` faults strike at `MOMENTS` that the engine passes: see `run_training`.
 """
 
 from __future__ import annotations
@@ -15,22 +14,11 @@ import signal as signals
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from paceline.comm.sockets import CONNECTIONS
 from paceline.errors import UsageError
 from paceline.testing.ranks import is_thread_rank
-
-OF_STEPS = (
-    *("step", "before the sum", "between buckets", "after the last bucket", "in the commit"),
-    *("between steps", "while evaluating", "while saving"),
-)
-OF_RECOVERY = ("while a group is formed", "while healing", "while starting", "while joining")
-MOMENTS = (*OF_STEPS, *OF_RECOVERY)
-"""The points of a training with `Run`. Starting and joining are what replacements do."""
-OF_SHARING = ("before the gather",)
-"""Those that only an update which is shared out passes."""
 
 
 class PlannedFault(Exception):
@@ -52,7 +40,7 @@ class Fault:
     """For `fail`: the name of a built-in exception, or `PlannedFault`."""
     message: str = ""
     seconds: float = 0.0
-    """For `delay`: how long. For `kill`, in a training: how much later."""
+    """For `delay`: how long."""
     code: int = 0
     abrupt: bool = False
     """For `exit`: leave without unwinding, as a crashing library would."""
@@ -60,7 +48,7 @@ class Fault:
     def __post_init__(self) -> None:
         is_time = type(self.seconds) in (int, float) and 0 <= self.seconds < math.inf
         possible = {
-            "action": self.action in ("kill", "fail", "delay", "exit", "cut"),
+            "action": self.action in ("kill", "fail", "delay", "exit"),
             "rank": self.rank is None or _is_count(self.rank),
             "step": _is_count(self.step),
             "where": type(self.where) is str,
@@ -86,8 +74,6 @@ class Fault:
             raise error(self.message or f"planned for rank {self.rank}, step {self.step}")
         elif self.action == "exit" and not self.abrupt:
             sys.exit(self.code)
-        elif self.action == "cut":
-            CONNECTIONS.shut()
         elif is_thread_rank():
             raise UsageError(
                 f"rank {self.rank}, step {self.step}: a planned {self.action} would end the whole "
@@ -116,21 +102,17 @@ class Faults:
         step: int,
         where: str = "step",
         signal: int = signals.SIGKILL,
-        seconds: float = 0.0,
-    ) -> Faults:
+    ) -> Self:
         """The process gets a signal; SIGKILL unless told another, such as SIGSEGV."""
-        number = int(signal)
-        return self._with(
-            action="kill", rank=rank, step=step, where=where, signal=number, seconds=seconds
-        )
+        return self._with(action="kill", rank=rank, step=step, where=where, signal=int(signal))
 
-    def stop(self, *, rank: int | None, step: int, where: str = "step") -> Faults:
+    def stop(self, *, rank: int | None, step: int, where: str = "step") -> Self:
         """The process is stopped (SIGSTOP): alive, silent, and woken by nobody."""
         return self.kill(rank=rank, step=step, where=where, signal=signals.SIGSTOP)
 
     def fail(
         self, *, rank: int | None, step: int, where: str = "step", error: Exception | str = ""
-    ) -> Faults:
+    ) -> Self:
         """The rank raises: `PlannedFault` with a message, or the built-in exception given."""
         name, message = PlannedFault.__name__, str(error)
         if isinstance(error, Exception):
@@ -141,7 +123,7 @@ class Faults:
             action="fail", rank=rank, step=step, where=where, error=name, message=message
         )
 
-    def delay(self, *, rank: int | None, step: int, seconds: float, where: str = "step") -> Faults:
+    def delay(self, *, rank: int | None, step: int, seconds: float, where: str = "step") -> Self:
         """The rank is late."""
         return self._with(action="delay", rank=rank, step=step, where=where, seconds=seconds)
 
@@ -153,15 +135,11 @@ class Faults:
         code: int = 0,
         where: str = "step",
         abrupt: bool = False,
-    ) -> Faults:
+    ) -> Self:
         """The rank calls `sys.exit`, or `os._exit` when abrupt: 0 in the middle fails too."""
         return self._with(
             action="exit", rank=rank, step=step, where=where, code=code, abrupt=abrupt
         )
-
-    def cut(self, *, rank: int | None, step: int, where: str = "step") -> Faults:
-        """The connections of the default group are shut, and nobody dies."""
-        return self._with(action="cut", rank=rank, step=step, where=where)
 
     @classmethod
     def random(
@@ -172,7 +150,7 @@ class Faults:
         steps: int | Iterable[int],
         count: int,
         wheres: Sequence[str] = ("step",),
-    ) -> Faults:
+    ) -> Self:
         """`count` kills, no two at the same rank, step and point; the same for the same seed."""
         places = [
             (step, rank, where)
@@ -196,8 +174,8 @@ class Faults:
             if fault.rank in (None, rank) and (fault.step, fault.where) == (step, where):
                 fault.strike()
 
-    def _with(self, **fields: Any) -> Faults:
-        return Faults((*self.planned, Fault(**fields)))
+    def _with(self, **fields: Any) -> Self:
+        return replace(self, planned=(*self.planned, Fault(**fields)))
 
 
 def _counted(these: int | Iterable[int]) -> list[int]:

@@ -31,19 +31,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from paceline import env
-from paceline.comm import codec
 from paceline.errors import UsageError, WorkerError
-from paceline.launcher.process import signal_name
-from paceline.launcher.worker import die_with, is_secondary
+from paceline.files import decode, encode
+from paceline.launcher import die_with, is_secondary, signal_name
 from paceline.testing.endings import say_last_words, summary
 from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected, check_size, testing_world
+from paceline.torch_private import HEAVY_MODULES, FileStore
 
-# The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "paceline.run", "paceline.testing"]
+_PRELOAD = ["torch", *HEAVY_MODULES, "paceline.run", "paceline.testing"]
 # How long an error that is only an echo waits for the real one to arrive.
 _ECHO_S = 2.0
 # A worker that gets this writes down where it is, within so many seconds.
@@ -66,6 +64,7 @@ class WorkerCall:
     size: int
     folder: str
     timeout_s: float
+    backend: str
     environ: Mapping[str, str] = field(repr=False)
 
     def path(self, what: str, rank: int) -> Path:
@@ -79,13 +78,14 @@ def run_processes(
     *args: Any,
     timeout_s: float = 60.0,
     return_exceptions: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Run `fn(world, *args)` on `size` ranks, each a fresh process, and return the results by rank.
 
-    The group is torch's default one. `fn`, and arguments that are functions, must be importable;
-    the rest is what `comm.codec` can carry. A rank that raises, dies or exits early ends the others
-    and becomes a WorkerError; with `return_exceptions` the others run on, and errors stand in the
-    list.
+    The group is torch's default one, of `backend`; with NCCL the ranks share the GPUs. `fn`, and
+    arguments that are functions, must be importable; the rest is what `files.codec` can carry. A
+    rank that raises, dies or exits early ends the others and becomes a WorkerError; with
+    `return_exceptions` the others run on, and errors stand in the list.
     """
     check_size(size, timeout_s)
     call = WorkerCall(
@@ -94,6 +94,7 @@ def run_processes(
         size=size,
         folder=tempfile.mkdtemp(prefix="paceline-"),  # 0700
         timeout_s=timeout_s,
+        backend=backend,
         environ=dict(os.environ),
     )
     workers: list[_RankProcess] = []
@@ -149,7 +150,7 @@ class _RankProcess:
         self.ended_at = time.monotonic()
         message = None
         with suppress(FileNotFoundError):  # killed before it could say how it ended
-            message = codec.decode(self._call.path("message", self.rank).read_bytes())
+            message = decode(self._call.path("message", self.rank).read_bytes())
         if message is not None and not message["ok"]:
             self.ended_at, self.is_secondary = message["at"], message["is_secondary"]
             self._fail(f"raised {message['summary']}", message["traceback"])
@@ -225,13 +226,13 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
 def _pack(arg: Any, what: str) -> Argument:
     if isinstance(arg, Faults):
         return arg
-    return _name_of(arg, what) if callable(arg) else codec.encode(arg)
+    return _name_of(arg, what) if callable(arg) else encode(arg)
 
 
 def _unpack(arg: Argument) -> Any:
     if isinstance(arg, Faults):
         return arg
-    return codec.decode(arg) if isinstance(arg, bytes) else _find(arg)
+    return decode(arg) if isinstance(arg, bytes) else _find(arg)
 
 
 def _name_of(function: Callable[..., Any], what: str) -> FunctionName:
@@ -265,23 +266,29 @@ def _work(rank: int, call: WorkerCall) -> None:
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
     os.environ.clear()
     os.environ.update(call.environ)
-    env.keep_gloo_on_loopback()
+    env.bind_gloo(env.loopback_interface())
     torch.set_num_threads(1)
     group = None
     try:
         store = FileStore(os.path.join(call.folder, "store"), call.size)
         timeout = timedelta(seconds=call.timeout_s)
+        if "nccl" in call.backend:  # to which each rank is a host of its own
+            os.environ.update(
+                env.SOCKETS_OF_NCCL, NCCL_SOCKET_IFNAME=env.loopback_interface() or ""
+            )
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=call.size, timeout=timeout
+            call.backend, store=store, rank=rank, world_size=call.size, timeout=timeout
         )
         group = dist.group.WORLD
         await_all_connected(store, call.size, call.timeout_s)
         args = [_unpack(arg) for arg in call.args]
         result = _find(call.function)(testing_world(rank, call.size, group), *args)
-        message = codec.encode({"ok": True, "at": time.monotonic(), "result": result})
+        message = encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)
     except BaseException as error:
-        message = codec.encode(
+        message = encode(
             {
                 "ok": False,
                 "at": time.monotonic(),

@@ -17,13 +17,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
 
-from paceline.comm.world import World
 from paceline.errors import UsageError, WorkerError, check_whole
-from paceline.launcher.worker import is_secondary
+from paceline.group import World
+from paceline.launcher import is_secondary
 from paceline.testing.endings import (
     collect_garbage,
     drop_unfinished_backward,
@@ -31,6 +29,7 @@ from paceline.testing.endings import (
     say_last_words,
     summary,
 )
+from paceline.torch_private import HashStore, Store, unregistered_gloo_group
 
 # A rank that waits in a collective gets its own timeout error first, and then a moment to end.
 _GRACE_S = 1.0
@@ -130,16 +129,7 @@ def testing_world(rank: int, size: int, group: Any) -> World:
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """A process group of its own, known to no registry of torch's, over loopback."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [_loopback_device()]
-    options._threads = 2
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
-    group = dist.ProcessGroup(store, rank, size)
-    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
+    return unregistered_gloo_group(store, rank, size, timeout_s, _loopback_device(), threads=2)
 
 
 def await_all_connected(store: Store, size: int, timeout_s: float) -> None:

@@ -5,15 +5,9 @@
     C10d            everything else: `torch.distributed` does it
 
 A transport works in place, asynchronously, in the order in which things are started. An object of
-the caller's own with the four methods of `Transport` does as well.
+the caller's own with the three methods of `Transport` does as well.
 """
 
-from paceline.transport.interface import Buckets as Buckets
-from paceline.transport.interface import Reduction as Reduction
-from paceline.transport.interface import Transport as Transport
-from paceline.transport.interface import describe as describe
-from paceline.transport.interface import mean_factor as mean_factor
-from paceline.transport.interface import place as place
-from paceline.transport.select import Kind as Kind
-from paceline.transport.select import TransportChoice as TransportChoice
-from paceline.transport.select import check_transport as check_transport
+from paceline.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import comm
-from paceline.comm import Group
+from paceline.group import Pending, broadcast, explain_failure, gloo_subgroup, have_left
 from paceline.transport.c10d import C10d
 from paceline.transport.flat import Flat
 from paceline.transport.interface import Reduction
-from paceline.transport.peers import WORDS_EVERY_S, Peers
 from paceline.transport.segment import COPIED, Hosts, Segment
-from paceline.transport.shared_buckets import Channel, SharedBuckets, SharedSum, Work
+from paceline.transport.shared_buckets import (
+    WORDS_EVERY_S,
+    Channel,
+    Peers,
+    SharedBuckets,
+    SharedSum,
+    Work,
+)
 from paceline.transport.shared_memory import SharedMemory
 
 
@@ -32,23 +37,14 @@ class BridgedBuckets(SharedBuckets):
 
     applies_weights = False  # this host does not know the weights of the others
 
-    def __init__(
-        self,
-        segment: Segment,
-        flats: Sequence[Flat],
-        ranks: Sequence[int],
-        group: Group,
-        peers: Peers,
-        leaders: Any,
-    ) -> None:
-        super().__init__(segment, flats, ranks, group, peers)
+    def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers, leaders: Any) -> None:
+        super().__init__(segment, flats, peers)
         self._leaders = leaders
-        places = segment.places
-        self._copied = [places.row(COPIED, p) for p in range(len(ranks))]
+        self._copied = segment.places.rows[COPIED]
         """The leader's says that the sum has arrived; the others' that they have taken it."""
         self._unsent: deque[tuple[int, str]] = deque()
-        self._sent: deque[tuple[int, int, comm.Pending, str]] = deque()
-        self._abroad = [rank for rank in range(group.size()) if rank not in ranks]
+        self._sent: deque[tuple[int, int, Pending, str]] = deque()
+        self._abroad = [rank for rank in range(self._size) if rank not in peers.ranks]
         self._awaited = (0, 0)
         """Which bucket, in which turn, was on its way when this leader last waited."""
         self._look_at_s = 0.0
@@ -73,8 +69,8 @@ class BridgedBuckets(SharedBuckets):
             try:
                 work = self._leaders.allreduce([flat])
             except RuntimeError as error:
-                raise comm.explain_failure(self.group, what, error) from error
-            pending = comm.Pending(work, self.group, what, flat.is_cpu)
+                raise explain_failure(self.group, what, error) from error
+            pending = Pending(work, self.group, what, flat.is_cpu)
             self._sent.append((number, self.turns[number], pending, what))
         while self._sent and self._sent[0][2].is_completed():
             number, turn, pending, _ = self._sent.popleft()
@@ -115,9 +111,9 @@ class BridgedBuckets(SharedBuckets):
             self._awaited, self._look_at_s = (number, turn), now_s + WORDS_EVERY_S
         elif now_s > self._look_at_s:
             self._look_at_s = now_s + WORDS_EVERY_S
-            if comm.have_left(self.group, self._abroad):
+            if have_left(self.group, self._abroad):
                 cause = RuntimeError("a rank of another host has left")
-                raise comm.explain_failure(self.group, what, cause)
+                raise explain_failure(self.group, what, cause)
 
     def _is_summed_here(self, number: int) -> bool:
         return super().has_arrived(number, self.turns[number])
@@ -130,26 +126,17 @@ class BridgedBuckets(SharedBuckets):
 class BetweenHosts(SharedMemory):
     """Ranks on several hosts, at least two of them on one."""
 
-    def __init__(
-        self, group: Group, hosts: Hosts, peers: Peers, channel: Channel, name: str
-    ) -> None:
-        super().__init__(group, hosts, peers, channel)
+    def __init__(self, hosts: Hosts, peers: Peers, channel: Channel, name: str) -> None:
+        super().__init__(hosts, peers, channel)
+        group = self.group
         count = len(hosts.ranks_by_host)
         self.description = f"shared memory on each of {count} hosts, c10d between their leaders"
         self._leaders: Any = None
         if group.rank() in hosts.leaders:
-            self._leaders = comm.gloo_subgroup(group, hosts.leaders, name)
-        self._between_all = C10d(group, "slices belong to single ranks")
+            self._leaders = gloo_subgroup(group, hosts.leaders, name)
 
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
-        ranks, group = self.hosts.neighbours, self.group
-        return BridgedBuckets(segment, flats, ranks, group, self.peers, self._leaders)
-
-    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
-        return self._between_all.scatter_sum(flat, what)
-
-    def gather(self, flat: Tensor, what: str) -> Reduction:
-        return self._between_all.gather(flat, what)
+        return BridgedBuckets(segment, flats, self.peers, self._leaders)
 
     def copy(self, flat: Tensor, root: int, what: str) -> None:
         """From the root to its host, from its leader to the other leaders, from these to all."""
@@ -157,6 +144,6 @@ class BetweenHosts(SharedMemory):
         if hosts.mine == source:
             self.channel.copy(tensor, root, what)
         if self._leaders is not None:
-            comm.broadcast(self._leaders, tensor, source, what, blame=self.group)
+            broadcast(self._leaders, tensor, source, what, blame=self.group)
         if hosts.mine != source:
             self.channel.copy(tensor, hosts.neighbours[0], what)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline import comm
-from paceline.comm import Group
+from paceline.group import Group, broadcast, start_all_reduce, start_broadcast
 from paceline.transport.flat import slices
 from paceline.transport.interface import Reduction
 
@@ -23,32 +22,23 @@ class C10d:
     def sum(self, flat: Tensor, what: str) -> Reduction:
         if self._is_alone:
             return _All([])
-        return comm.start_all_reduce(self._group, flat, what)
-
-    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
-        return _All(
-            [
-                comm.start_reduce(self._group, flat[start:stop], owner, what)
-                for owner, start, stop in self._slices(flat)
-            ]
-        )
+        return start_all_reduce(self._group, flat, what)
 
     def gather(self, flat: Tensor, what: str) -> Reduction:
+        """One broadcast for every slice that is not empty; none in a world of one."""
+        cut = [] if self._is_alone else slices(flat.numel(), self._group.size())
+        parts = [(owner, flat[start:stop]) for owner, (start, stop) in enumerate(cut)]
         return _All(
             [
-                comm.start_broadcast(self._group, flat[start:stop], owner, what)
-                for owner, start, stop in self._slices(flat)
+                start_broadcast(self._group, part, owner, what)
+                for owner, part in parts
+                if part.numel()
             ]
         )
 
     def copy(self, flat: Tensor, root: int, what: str) -> None:
         if not self._is_alone:
-            comm.broadcast(self._group, flat, root, what)
-
-    def _slices(self, flat: Tensor) -> list[tuple[int, int, int]]:
-        """Owner, start and stop of every slice that is not empty; none in a world of one."""
-        cut = [] if self._is_alone else slices(flat.numel(), self._group.size())
-        return [(owner, start, stop) for owner, (start, stop) in enumerate(cut) if start < stop]
+            broadcast(self._group, flat, root, what)
 
 
 class _All:

@@ -1,6 +1,6 @@
-"""What a transport is: four ways to move flat buffers between ranks, and where buckets live.
+"""What a transport is: three ways to move flat buffers between ranks, and where buckets live.
 
-Pass any object with the four methods of `Transport` as `DDPOptions(transport=...)`. One that has
+Pass any object with the three methods of `Transport` as `DDPOptions(transport=...)`. One that has
 memory of its own to offer, as shared memory does, also has `place`, and `meet`: called before ranks
 wait in the process group, which notices no stopped rank.
 """
@@ -33,10 +33,6 @@ class Transport(Protocol):
 
     def sum(self, flat: Tensor, what: str) -> Reduction:
         """Start replacing `flat` by the sum of all ranks', the same bits on every rank."""
-        ...
-
-    def scatter_sum(self, flat: Tensor, what: str) -> Reduction:
-        """Start replacing the slice that this rank owns by its sum; the rest is undefined then."""
         ...
 
     def gather(self, flat: Tensor, what: str) -> Reduction:

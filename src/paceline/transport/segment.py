@@ -17,20 +17,19 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline import comm
-from paceline.comm import Group
-from paceline.transport.flat import Flat, round_up
+from paceline.group import Group, exchange
+from paceline.transport.flat import Flat
 
 LINE_BYTES, PAGE_BYTES, WORD_BYTES = 64, 4096, 8
 NONCE_BYTES = 16
@@ -64,48 +63,33 @@ class Hosts:
         return next(host for host, ranks in enumerate(self.ranks_by_host) if rank in ranks)
 
 
-@dataclass(frozen=True)
 class SegmentMap:
-    """Where things lie for `ranks` ranks and buckets of the sizes given."""
+    """Where things lie for `ranks` ranks and buckets of the sizes given, found once.
 
-    ranks: int
-    buckets_bytes: tuple[int, ...]
+    `status` and `rows` are indices of words: a rank's status, and by kind the first word of each
+    rank's row; bucket b's is b on. Rows fill whole cache lines, buckets of a rank whole pages.
+    """
 
-    def status_word(self, rank: int) -> int:
-        return (1 + rank) * LINE_BYTES // WORD_BYTES
-
-    def row(self, kind: int, rank: int) -> int:
-        """The first word of a rank's row, which fills whole cache lines; bucket b's is b on."""
-        row_bytes = round_up(max(1, len(self.buckets_bytes)) * WORD_BYTES, LINE_BYTES)
-        head_bytes = (1 + self.ranks) * LINE_BYTES
-        return (head_bytes + (kind * self.ranks + rank) * row_bytes) // WORD_BYTES
-
-    @cached_property
-    def control_bytes(self) -> int:
-        return round_up(self.row(KINDS, 0) * WORD_BYTES, PAGE_BYTES)
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """By bucket, its place among the buckets of a rank; then where these end."""
-        sizes = (round_up(size, LINE_BYTES) for size in self.buckets_bytes)
-        return list(accumulate(sizes, initial=0))
-
-    @cached_property
-    def _rank_bytes(self) -> int:
-        return round_up(self._starts[-1], PAGE_BYTES)
+    def __init__(self, ranks: int, buckets_bytes: Sequence[int]) -> None:
+        line = LINE_BYTES // WORD_BYTES
+        row = line * max(1, -(-len(buckets_bytes) // line))
+        head = (1 + ranks) * line
+        self.status = [(1 + rank) * line for rank in range(ranks)]
+        self.rows = [
+            [head + (kind * ranks + rank) * row for rank in range(ranks)] for kind in range(KINDS)
+        ]
+        words = head + KINDS * ranks * row
+        self.control_bytes = -(-words * WORD_BYTES // PAGE_BYTES) * PAGE_BYTES
+        lines = [-(-size // LINE_BYTES) * LINE_BYTES for size in buckets_bytes]
+        *self._starts, end = accumulate(lines, initial=0)
+        self._ranks, self._rank_bytes = ranks, -(-end // PAGE_BYTES) * PAGE_BYTES
+        self.used_bytes = self.control_bytes + ranks * self._rank_bytes
+        """What will surely be touched."""
+        self.total_bytes = self.used_bytes + ranks * self._rank_bytes
 
     def bucket_offset(self, rank: int, bucket: int, spare: bool) -> int:
-        block = rank + self.ranks * spare
+        block = rank + self._ranks * spare
         return self.control_bytes + block * self._rank_bytes + self._starts[bucket]
-
-    @property
-    def used_bytes(self) -> int:
-        """What will surely be touched."""
-        return self.control_bytes + self.ranks * self._rank_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.used_bytes + self.ranks * self._rank_bytes
 
 
 class Segment:
@@ -119,66 +103,75 @@ class Segment:
 
     def bucket(self, rank: int, number: int, flat: Flat, *, spare: bool = False) -> Tensor:
         """One rank's bucket, as a tensor with a storage of its own."""
-        if not flat.length:
+        length = flat.numel + flat.trailer
+        if not length:
             return torch.empty(0, dtype=flat.dtype, device=_CPU)
         # It outlives the block it is made in, and is written to outside of it.
         with torch.inference_mode(False):
             return torch.frombuffer(
                 self._memory,
                 dtype=flat.dtype,
-                count=flat.length,
+                count=length,
                 offset=self.places.bucket_offset(rank, number, spare),
             )
 
     def leave_with(self, owner: object, rank: int) -> None:
         """Tell those that would wait for a rank when its `owner` is gone, or its process ends."""
-        status = self.places.status_word(rank)
-        weakref.finalize(owner, _leave, self.words, status, os.getpid())
+        weakref.finalize(owner, _leave, self.words, self.places.status[rank], os.getpid())
 
 
 def share_segment(
     group: Group, hosts: Hosts, buckets_bytes: Sequence[int], what: str
 ) -> tuple[Segment | None, str]:
     """Map one segment per host, on all ranks of the group or on none; if none, say why."""
-    places = SegmentMap(len(hosts.neighbours), tuple(buckets_bytes))
+    places = SegmentMap(len(hosts.neighbours), buckets_bytes)
+    memory, problem = share_memory(group, hosts, places.used_bytes, places.total_bytes, what)
+    return None if memory is None else Segment(memory, places), problem
+
+
+def share_memory(
+    group: Group, hosts: Hosts, used_bytes: int, total_bytes: int, what: str
+) -> tuple[mmap.mmap | None, str]:
+    """Map the same memory on all ranks of each host, or on none; if none, say why.
+
+    Of `total_bytes` about `used_bytes` will be touched.
+    """
     is_leader = group.rank() == hosts.neighbours[0]
     memory: mmap.mmap | None = None
     offer, problem, descriptor = None, "", -1
     if is_leader:
         try:
-            descriptor, memory, offer = _create(places)
+            descriptor, memory, offer = _create(used_bytes, total_bytes)
         except OSError as error:
-            problem = f"rank {group.rank()} got no {places.used_bytes:,} bytes: {error}"
+            problem = f"rank {group.rank()} got no {used_bytes:,} bytes: {error}"
     try:
-        offers = comm.exchange(group, offer, _CPU, what)
+        offers = exchange(group, offer, _CPU, what)
         theirs = offers[hosts.neighbours[0]]
         if not is_leader and theirs is not None:
             try:
-                memory = _open(*theirs, size_bytes=places.total_bytes)
+                memory = _open(*theirs, size_bytes=total_bytes)
             except OSError as error:
                 problem = f"rank {group.rank()} cannot open its leader's memory: {error}"
-        problems = comm.exchange(group, problem, _CPU, what)
+        problems = exchange(group, problem, _CPU, what)
     finally:
         if descriptor >= 0:
             os.close(descriptor)  # the mapping stays
     found = next((text for text in problems if text), "")
-    if found or memory is None:
-        return None, found
-    return Segment(memory, places), ""
+    return (None if found else memory), found
 
 
-def _create(places: SegmentMap) -> tuple[int, mmap.mmap, tuple[int, int, str]]:
-    """A new segment: its descriptor, its memory, and what the others need to open it."""
-    if not has_room(places.used_bytes, limits := available_bytes()):
+def _create(used_bytes: int, total_bytes: int) -> tuple[int, mmap.mmap, tuple[int, int, str]]:
+    """New memory: its descriptor, the mapping, and what the others need to open it."""
+    if not has_room(used_bytes, limits := available_bytes()):
         raise OSError(f"only {min(limits):,} are free, and half of them stay free")
     descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, places.total_bytes)
+        os.ftruncate(descriptor, total_bytes)
         # Nobody may shrink it under the others: touching what is gone kills a process.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        memory = mmap.mmap(descriptor, places.total_bytes)
+        memory = mmap.mmap(descriptor, total_bytes)
     except BaseException:
         os.close(descriptor)
         raise
@@ -237,8 +230,8 @@ def available_bytes(root: Path = Path("/")) -> list[int]:
 
 def _field(path: Path, name: str) -> int | None:
     """The number behind a name, in a file with a line for each."""
-    lines = (line.split() for line in _read(path).splitlines())
-    return next((int(words[1]) for words in lines if words[0] == name), None)
+    found = re.search(rf"^{name}\s+(\d+)", _read(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _read(path: Path) -> str:

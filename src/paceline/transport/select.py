@@ -20,15 +20,15 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from paceline import comm, env
-from paceline.comm import Group, Membership
+from paceline import env
 from paceline.errors import UsageError
+from paceline.group import Group, Membership, exchange
 from paceline.transport.between_hosts import BetweenHosts
 from paceline.transport.c10d import C10d
 from paceline.transport.interface import Transport, check_methods, describe
-from paceline.transport.peers import Peers
-from paceline.transport.segment import Hosts
-from paceline.transport.shared_memory import SharedMemory, open_channel
+from paceline.transport.segment import Hosts, share_segment
+from paceline.transport.shared_buckets import SLOT_BYTES, SLOTS, Channel, Peers
+from paceline.transport.shared_memory import SharedMemory
 
 Kind = Literal["auto", "shared_memory", "c10d"]
 
@@ -96,7 +96,7 @@ def choose_transport(group: Group, devices: Sequence[torch.device], kind: Kind) 
     does not want to share memory decides for all.
     """
     if kind == "auto":
-        kind = cast("Kind", check_transport(env.read_transport() or "auto"))
+        kind = cast("Kind", check_transport(env.read(env.TRANSPORT_VARIABLE) or "auto"))
     if group.size() == 1:
         return C10d(group, "a world of one has nothing to send")
     others = ", ".join(sorted({device.type for device in devices if device.type != "cpu"}))
@@ -105,7 +105,7 @@ def choose_transport(group: Group, devices: Sequence[torch.device], kind: Kind) 
         return C10d(group, elsewhere)  # the usual case there
     obstacle = "it was asked for" if kind == "c10d" else elsewhere or why_memory_cannot_be_shared()
     mine = [host_identity(), os.getpid(), obstacle, secrets.token_hex(8)]
-    everyone = comm.exchange(group, mine, torch.device("cpu"), "Choosing a transport")
+    everyone = exchange(group, mine, torch.device("cpu"), "Choosing a transport")
     transport, why = _try_to_share(group, everyone)
     if transport is not None:
         keep_freed_memory()
@@ -128,16 +128,16 @@ def _try_to_share(group: Group, everyone: Sequence[list[str]]) -> tuple[Transpor
     hosts = group_by_host([entry[0] for entry in everyone], group.rank())
     if max(map(len, hosts.ranks_by_host)) == 1:
         return None, "every rank is on a host of its own"
-    neighbours = hosts.neighbours
-    peers = Peers(group, neighbours, [int(everyone[rank][1]) for rank in neighbours])
-    channel, problem = open_channel(group, hosts, peers)
-    if channel is None:
-        peers.close()
+    segment, problem = share_segment(group, hosts, [SLOT_BYTES] * SLOTS, "Sharing memory")
+    if segment is None:
         return None, problem
+    ranks = hosts.neighbours
+    peers = Peers(group, ranks, [int(everyone[rank][1]) for rank in ranks])
+    channel = Channel(segment, peers)
     if len(hosts.ranks_by_host) == 1:
-        return SharedMemory(group, hosts, peers, channel), ""
+        return SharedMemory(hosts, peers, channel), ""
     name = everyone[0][3]  # another one for every model
-    return BetweenHosts(group, hosts, peers, channel, name), ""
+    return BetweenHosts(hosts, peers, channel, name), ""
 
 
 def group_by_host(identities: Sequence[str], rank: int) -> Hosts:
@@ -157,7 +157,7 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return "/".join([boot, namespace, str(os.geteuid()), env.read_host_override()])
+    return "/".join([boot, namespace, str(os.geteuid()), env.read(env.HOST_VARIABLE)])
 
 
 def why_memory_cannot_be_shared() -> str | None:

@@ -1,4 +1,4 @@
-"""Buckets in memory that the ranks of one host share, and the work that they do on them.
+"""Buckets in memory that the ranks of one host share: summed, copied, and waited for.
 
     filled --(start)--> ready on this rank --(all ready, this rank comes by)--> its slice summed
            --(all slices summed)--> the sum
@@ -7,27 +7,35 @@ Every rank's bucket lies in the segment, and its gradients are views of it. When
 on all ranks, each sums its own slice of everybody's and writes the sum back to all. Nobody
 waits before the end of backward: what can be summed is summed whenever this rank comes by.
 
+A rank that waits looks at flags in shared memory. It first looks again and again, then gives its
+core away between looks, then sleeps, longer and longer. Meanwhile it watches the processes
+behind the flags: one that has ended, was stopped, or has left word of its failure will not answer.
+
 Invariant: ranks are added up in rank order by whoever adds, so the result has the same bits on
 every rank and in every run.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline import comm
-from paceline.comm import Group
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, PeerError
+from paceline.group import Group, explain_failure, have_left, waiting, world_ranks
+from paceline.torch_private import group_timeout_s
 from paceline.transport.flat import Flat, slices
 from paceline.transport.interface import Reduction, mean_factor
-from paceline.transport.peers import Peers
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
 
 SLOT_BYTES = 2**20
@@ -40,6 +48,16 @@ MIN_SLICE_NUMEL = 4096
 CHUNK_NUMEL = 65_536
 """Summed at a time, so that what was just read is still in the cache when it is written."""
 
+SPIN_S = 0.001
+"""How long to look without sleeping where every rank has a core of its own."""
+FIRST_SLEEP_S, LONGEST_SLEEP_S = 50e-6, 1e-3
+LOOK_EVERY_S = 0.02
+"""How often to look after the processes while sleeping."""
+STOPPED_PATIENCE_S = 10.0
+"""A process that is stopped for longer, while this one runs, does not count as alive."""
+WORDS_EVERY_S = 1.0
+DEFAULT_TIMEOUT_S = 1800.0
+
 Chunk = tuple[tuple[Tensor, ...], bool]
 """One piece of every rank's bucket, and whether it holds gradients."""
 Work = Callable[[int], None]
@@ -47,38 +65,26 @@ Work = Callable[[int], None]
 
 
 class SharedBuckets:
-    """All ranks' buckets of one layout, seen from one rank.
+    """The buckets of all ranks of this host, of one layout, seen from one rank.
 
-    `ranks` are those of this host; `position` is this rank's place among them.
+    `position` is this rank's place among the peers.
     """
 
     applies_weights = True
 
-    def __init__(
-        self,
-        segment: Segment,
-        flats: Sequence[Flat],
-        ranks: Sequence[int],
-        group: Group,
-        peers: Peers,
-    ) -> None:
-        self.group = group
+    def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers) -> None:
+        self.group, self.ranks = group, ranks = peers.group, peers.ranks
         self.position = position = ranks.index(group.rank())
         self._size: int = group.size()
         self.homes = [segment.bucket(position, b, flat) for b, flat in enumerate(flats)]
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
         self._addresses = [home.data_ptr() for home in self.homes]
-        self.ranks = ranks
         self.peers = peers
         self.segment = segment
         self._flats = flats
         self.words = segment.words
-        places = segment.places
-        positions = range(len(ranks))
-        self._status = [places.status_word(p) for p in positions]
-        self.ready = [places.row(READY, p) for p in positions]
-        self.summed = [places.row(SUMMED, p) for p in positions]
-        self._weight = [places.row(WEIGHT, p) for p in positions]
+        self._status, rows = segment.places.status, segment.places.rows
+        self.ready, self.summed, self._weight = rows[READY], rows[SUMMED], rows[WEIGHT]
         self.turns = [0] * len(flats)
         """By bucket, how often it was started."""
         self._started: deque[tuple[int, Work]] = deque()
@@ -96,7 +102,7 @@ class SharedBuckets:
         return self.begin(number, buffer, self._average_slice, what)
 
     def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
-        return self.begin(number, buffer, self.take_slices, what)
+        return self.begin(number, buffer, self._take_slices, what)
 
     def begin(self, number: int, buffer: Tensor, work: Work, what: str) -> SharedSum:
         """Give one bucket to all ranks, for `work` on it; it may lie in memory of its own."""
@@ -157,7 +163,7 @@ class SharedBuckets:
         return [rank for rank, row in rows if self.words[row] >> 1 > mine]
 
     def has_left(self, rank: int) -> bool:
-        return self.words[self._status[self.ranks.index(rank)]] != ALIVE
+        return bool(self.words[self._status[self.ranks.index(rank)]] != ALIVE)
 
     def fail(self) -> None:
         """Tell the others not to wait for this rank any more."""
@@ -191,19 +197,17 @@ class SharedBuckets:
 
     def _average_slice(self, number: int) -> None:
         """Sum this rank's slice of everybody's bucket; 16-bit sums are divided by the size."""
+        is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
         factor = 1.0
         if self.applies_weights:
-            total = sum(self.segment.weights[row + number] for row in self._weight)
-            factor = 1.0 if total == self._size else mean_factor(self._size, total)
-        is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
-        self.sum_slice(number, factor / self._size if is_wide else factor)
-
-    def sum_slice(self, number: int, factor: float = 1.0) -> None:
+            weight = sum(self.segment.weights[row + number] for row in self._weight)
+            factor = 1.0 if weight == self._size else mean_factor(self._size, weight)
+        if is_wide:
+            factor /= self._size
         spares = sum((self.words[row + number] & 1) << p for p, row in enumerate(self.ready))
         chunks = self._chunks.get((number, spares))
         if chunks is None:
             chunks = self._chunks[number, spares] = self._make_chunks(number)
-        is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
         for tensors, is_scaled in chunks:
             total = self._widened(tensors[0]) if is_wide else tensors[0]
             for tensor in tensors[1:]:
@@ -215,18 +219,7 @@ class SharedBuckets:
             for tensor in self.targets(tensors):
                 tensor.copy_(total)
 
-    def sum_own_slice(self, number: int) -> None:
-        """Sum the slice that this rank owns into its own bucket only."""
-        buckets = self._buckets_of_all(number)
-        start, stop = slices(self._flats[number].length, len(self.ranks))[self.position]
-        for begin in range(start, stop, CHUNK_NUMEL):
-            parts = [bucket[begin : min(stop, begin + CHUNK_NUMEL)] for bucket in buckets]
-            total = parts[0].to(self._wide.dtype) if self.divides(parts[0].dtype) else parts[0] + 0
-            for part in parts[1:]:
-                total.add_(part)
-            parts[self.position].copy_(total)
-
-    def take_slices(self, number: int) -> None:
+    def _take_slices(self, number: int) -> None:
         """Copy every other rank's own slice from its bucket."""
         buckets = self._buckets_of_all(number)
         cut = slices(self._flats[number].length, len(self.ranks))
@@ -295,14 +288,14 @@ class Channel(SharedBuckets):
     being read. So a rank that has something to tell does not wait for those that listen late.
     """
 
-    def __init__(self, segment: Segment, ranks: Sequence[int], group: Group, peers: Peers) -> None:
+    def __init__(self, segment: Segment, peers: Peers) -> None:
         slot = Flat(SLOT_BYTES, torch.uint8, torch.device("cpu"))
-        super().__init__(segment, [slot] * SLOTS, ranks, group, peers)
+        super().__init__(segment, [slot] * SLOTS, peers)
         self._turn = 0
         self._written = [0] * SLOTS
         """By slot, the turn in which this rank last wrote into it."""
-        self._others = [p for p in range(len(ranks)) if p != self.position]
-        self._met = [segment.places.row(COPIED, p) for p in range(len(ranks))]
+        self._others = [p for p in range(len(self.ranks)) if p != self.position]
+        self._met = segment.places.rows[COPIED]
         self._meetings = 0
         with _lock:
             _channels.add(self)
@@ -338,7 +331,7 @@ class Channel(SharedBuckets):
         for channel in ours:
             channel._meetings += 1
             channel.words[channel._met[channel.position]] = channel._meetings
-        with comm.waiting(self.group):
+        with waiting(self.group):
             wanted = [(p, self._met[p], self._meetings) for p in self._others]
             self._wait_for(wanted, what, look)
 
@@ -363,6 +356,107 @@ class Channel(SharedBuckets):
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 """All of this process: a model has one, and ranks can be threads."""
 _lock = threading.Lock()
+
+
+class Peers:
+    """The ranks of a group that are on this host, in rank order, and their processes."""
+
+    def __init__(self, group: Group, ranks: Sequence[int], pids: Sequence[int]) -> None:
+        self.group, self.ranks = group, ranks
+        self._timeout_s = group_timeout_s(group) or DEFAULT_TIMEOUT_S
+        self._pid_by_rank = dict(zip(ranks, pids, strict=True))
+        others = sorted({pid for pid in pids if pid != os.getpid()})
+        self._watched = {os.pidfd_open(pid): pid for pid in others}
+        self._poll = select.poll()
+        for descriptor in self._watched:
+            self._poll.register(descriptor, select.POLLIN)
+        cores = len(os.sched_getaffinity(0))
+        # Ranks that are threads of one process take turns in Python anyway.
+        is_roomy = len(ranks) <= cores and len(others) == len(ranks) - 1
+        self._spin_s = SPIN_S if is_roomy else 0.0
+
+    def close(self) -> None:
+        for descriptor in self._watched:
+            os.close(descriptor)
+        self._watched = {}
+
+    def wait(
+        self,
+        is_done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        has_left: Callable[[int], bool],
+        what: str,
+    ) -> None:
+        """Return when `is_done()`; raise if one of the `missing()` ranks will never answer.
+
+        `is_done` may do work of its own, and is called between the looks.
+        """
+        yields = os.sched_yield if self._spin_s else _let_others_run
+        begin = time.perf_counter()
+        while not is_done():
+            yields()
+            if time.perf_counter() - begin > self._spin_s:
+                break
+        else:
+            return
+        nap_s, waited_s, stopped_s, looked_s = FIRST_SLEEP_S, 0.0, 0.0, 0.0
+        words_at_s = WORDS_EVERY_S
+        before = time.monotonic()
+        while not is_done():
+            time.sleep(nap_s)
+            nap_s = min(LONGEST_SLEEP_S, nap_s * 1.2)
+            now = time.monotonic()
+            # Time in which this process itself was stopped does not count against the others.
+            passed_s, before = min(now - before, 0.1), now
+            waited_s += passed_s
+            if waited_s < looked_s:
+                continue
+            looked_s = waited_s + LOOK_EVERY_S
+            late = missing()
+            stopped_s = stopped_s + LOOK_EVERY_S if self._is_any_stopped(late) else 0.0
+            reason = self._why_gone(late, has_left)
+            if not reason and stopped_s > STOPPED_PATIENCE_S:
+                reason = f"a process was stopped for {STOPPED_PATIENCE_S:g} s"
+            if not reason and waited_s > self._timeout_s:
+                reason = f"nothing arrived for {self._timeout_s:g} s"
+            if not reason and waited_s > words_at_s:
+                words_at_s = waited_s + WORDS_EVERY_S
+                reason = "it left word" if have_left(self.group, late) else ""
+            if reason and not is_done():
+                raise self._explain(what, reason, missing())
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, or is stopped."""
+        return bool(self._why_gone([rank], lambda _: False)) or self._is_any_stopped([rank])
+
+    def _why_gone(self, ranks: Sequence[int], has_left: Callable[[int], bool]) -> str:
+        ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        for rank in ranks:
+            if self._pid_by_rank[rank] in ended:
+                return f"process {self._pid_by_rank[rank]} has ended"
+            if has_left(rank):
+                return "it has left"
+        return ""
+
+    def _is_any_stopped(self, ranks: Sequence[int]) -> bool:
+        return any(_is_stopped(self._pid_by_rank[rank]) for rank in ranks)
+
+    def _explain(self, what: str, reason: str, late: Sequence[int]) -> PeerError:
+        known = world_ranks(self.group)
+        names = ", ".join(str(known[rank]) for rank in late)
+        cause = RuntimeError(f"waiting for rank{'s' * (len(late) > 1)} {names}: {reason}")
+        return explain_failure(self.group, what, cause)
+
+
+def _let_others_run() -> None:
+    time.sleep(0)  # unlike sched_yield, this also lets the other threads of this process run
+    os.sched_yield()
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
 
 
 def plan_slices(length: int, ranks: int, bucket: int) -> list[tuple[int, int]]:

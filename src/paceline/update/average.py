@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from paceline.errors import UsageError
+from paceline.torch_private import foreach_copy_
 
 
 class WeightAverage:
@@ -40,7 +41,7 @@ class WeightAverage:
                 self._averages[name] = each.clone()
         averages = [self._averages[name] for name in weights]
         if step == 1:
-            torch._foreach_copy_(averages, now)
+            foreach_copy_(averages, now)
         else:
             self._blend(averages, now, step)
 
@@ -88,6 +89,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _copy(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    """Overwrite the values where they lie: whoever knows the memory knows the tensors."""
+    """Overwrite the values where they lie: who shares the memory sees the new values."""
     for name, tensor in into.items():
         tensor.data.copy_(source[name])

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
-from paceline.gradients.plan import Slot
-from paceline.transport.flat import ALIGNMENT, round_up
+from paceline.ddp import Slot
+from paceline.transport import ALIGNMENT, round_up
 
 PIECE_NUMEL = 2**18
 """A piece and its state fit a core's cache."""
@@ -22,7 +24,7 @@ Stretch = tuple[Slot, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParamSlice:
     """Elements [start, stop) of a parameter, in the order in which they lie in memory."""
 
     param: int
@@ -39,7 +41,7 @@ class Piece:
     flat: int
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParamSlice, ...]
 
 
 def cut_pieces(
@@ -49,6 +51,7 @@ def cut_pieces(
     kinds: Sequence[Hashable],
     *,
     merges: bool,
+    most: int = PIECE_NUMEL,
 ) -> list[Piece]:
     """Cut the slice `own` of a buffer into pieces of parameters of one kind.
 
@@ -56,52 +59,45 @@ def cut_pieces(
     are in one piece, with what lies between them. All borders are multiples of `ALIGNMENT` from the
     start of a parameter, if those are.
     """
-    runs: list[list[Stretch]] = []
-    before: Hashable = None
-    for slot in slots:
-        first, last = max(slot.start, own[0]), min(slot.stop, own[1])
-        kind = kinds[slot.param]
-        if first >= last:
-            continue
-        if kind is not None:
-            if not merges or kind != before:
-                runs.append([])
-            runs[-1].append((slot, first, last))
-        before = kind
-    return [piece for run in runs for piece in _cut_run(flat, run)]
+    inside = [(slot, max(slot.start, own[0]), min(slot.stop, own[1])) for slot in slots]
+    inside = [(slot, first, last) for slot, first, last in inside if first < last]
+    by_kind = groupby(inside, key=lambda stretch: kinds[stretch[0].param])
+    runs: list[list[Stretch]] = [list(run) for kind, run in by_kind if kind is not None]
+    if not merges:
+        runs = [[stretch] for run in runs for stretch in run]
+    return [piece for run in runs for piece in _cut_run(flat, run, most)]
 
 
-def _cut_run(flat: int, run: Sequence[Stretch]) -> list[Piece]:
-    """A run of neighbours in pieces of about one size, none above `PIECE_NUMEL`."""
+def _cut_run(flat: int, run: Sequence[Stretch], most: int) -> list[Piece]:
+    """A run of neighbours in pieces of about one size, none above `most` elements."""
     start, stop = run[0][1], run[-1][2]
-    count = -(-(stop - start) // PIECE_NUMEL)
+    count = -(-(stop - start) // most)
     step = round_up(-(-(stop - start) // count), ALIGNMENT)
-    pieces = []
-    for begin in range(start, stop, step):
-        end = min(stop, begin + step)
-        parts = tuple(
-            Part(slot.param, a - slot.start, b - slot.start, a)
-            for slot, first, last in run
-            if (a := max(first, begin)) < (b := min(last, end))
-        )
-        if parts:
-            pieces.append(Piece(flat, begin, end, parts))
-    return pieces
+    slots = [slot for slot, _, _ in run]
+    pieces = (
+        piece_at(flat, slots, begin, min(stop, begin + step)) for begin in range(start, stop, step)
+    )
+    return [piece for piece in pieces if piece.parts]
+
+
+def piece_at(flat: int, slots: Sequence[Slot], start: int, stop: int) -> Piece:
+    """Elements [start, stop) of a buffer, with what they are of which parameter."""
+    parts = tuple(
+        ParamSlice(slot.param, first - slot.start, last - slot.start, first)
+        for slot in slots
+        if (first := max(slot.start, start)) < (last := min(slot.stop, stop))
+    )
+    return Piece(flat, start, stop, parts)
 
 
 def split_piece(piece: Piece, flags: Sequence[bool]) -> list[Piece]:
     """A piece as several, each of parts with one flag."""
-    runs: list[list[Part]] = []
-    before: bool | None = None
-    for part, flag in zip(piece.parts, flags, strict=True):
-        if flag != before:
-            runs.append([])
-        runs[-1].append(part)
-        before = flag
-    return [
-        Piece(piece.flat, run[0].at, run[-1].at + run[-1].stop - run[-1].start, tuple(run))
-        for run in runs
-    ]
+    pieces = []
+    for _, run in groupby(zip(piece.parts, flags, strict=True), key=itemgetter(1)):
+        parts = tuple(part for part, _ in run)
+        stop = parts[-1].at + parts[-1].stop - parts[-1].start
+        pieces.append(Piece(piece.flat, parts[0].at, stop, parts))
+    return pieces
 
 
 def deal_tensors(numels: Sequence[int], size: int) -> tuple[int, list[Slot]]:

@@ -9,42 +9,58 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections import defaultdict
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.torch_private import step_without_hooks
+from paceline.update.kind import params_of
+
 States = dict[Any, dict[str, Any]]
 """As `optimizer.state`: by parameter, and by whatever else an optimizer may use."""
 
 
-class Shares(Protocol):
+class Shares(ABC):
     """What an optimizer steps instead of parameters."""
 
     states: States
     """What it keeps for that."""
 
+    @abstractmethod
     def adopt(self, states: States) -> None:
         """Begin with the state of whole parameters."""
 
+    @abstractmethod
     def begin(self) -> None:
         """Have values and gradients where the tensors of the shares look for them."""
 
+    lots = 1
+    """How many times the optimizer is to step, each time other tensors."""
+
+    def open(self, lot: int) -> None:  # noqa: B027
+        """What `tensors` gives is of this lot now; those before have been stepped."""
+
+    @abstractmethod
     def tensors(self, group: int, params: list[Parameter]) -> list[Parameter]:
         """What is stepped instead of the parameters of a group."""
 
+    @abstractmethod
     def drop_grads(self) -> None:
-        """The step is over."""
+        """Clear the gradients of the shares."""
 
+    @abstractmethod
     def gather(self) -> None:
-        """Make every parameter whole again."""
+        """Make every parameter whole again, after the shares have been stepped."""
 
-    def describe(self, states: States) -> dict[str, Any]:
-        """The state in words; raises where that of whole parameters could not be made of it."""
+    @abstractmethod
+    def collect(self, *, keeps: bool = True) -> States:
+        """The state of whole parameters, from all ranks' shares of it; all of them call this.
 
-    def collect(self, states: States, *, keeps: bool = True) -> States:
-        """The state of whole parameters; nothing of it without `keeps`."""
+        A rank that does not keep the result takes part without the memory for it.
+        """
 
 
 class ExchangedStep(ABC):
@@ -53,37 +69,39 @@ class ExchangedStep(ABC):
     step() is called --> shares in the groups --> stepped --> gathered, all put back
     """
 
+    is_kept = False
+    """Whether every rank's state is to outlive it, if it can."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         _exchanged[optimizer] = self
         self._get = weakref.ref(optimizer)
-        self._groups: list[tuple[int, ...]] = []
+        self._basis: Any = None
         self._shares: Shares | None = None
-        self._has_stepped = False
         self._outside: list[list[Parameter]] | None = None
         """What the groups hold outside of a step; None while they do."""
-        optimizer.register_step_pre_hook(self._before_step)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(self._before_saving)
-        optimizer.register_state_dict_post_hook(self._after_saving)
-        optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        optimizer.register_state_dict_post_hook(self.put_back)
+        optimizer.register_load_state_dict_pre_hook(self.put_back)
         optimizer.register_load_state_dict_post_hook(self._after_loading)
 
     @abstractmethod
     def make_shares(self, states: States) -> Shares:
         """Those of the groups that there are now, with the state of whole parameters."""
 
-    def is_current(self) -> bool:
-        """Whether the shares fit the groups that there are now."""
-        return self._groups == self._groups_now()
+    def basis(self) -> Any:
+        """What shares depend on: when it has changed, others are made for the next step."""
+        return [tuple(map(id, group["params"])) for group in self.optimizer.param_groups]
 
-    def refuse(self) -> None:
-        """Raise if there can be no step now."""
-        return
+    def exchanges(self) -> bool:
+        """Whether the optimizer is to step shares now; raises if there can be no step."""
+        return True
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the optimizer steps its parameters as they are, for now."""
-        return False
+    def is_last_hook(self) -> bool:
+        """Whether all other hooks before the step see the parameters as they are."""
+        return next(reversed(self.optimizer._optimizer_step_pre_hooks), None) == self._hook.id
 
     @property
     def is_whole(self) -> bool:
@@ -92,11 +110,21 @@ class ExchangedStep(ABC):
 
     def make_whole(self) -> None:
         """Have all of the state in every process, until the next step; all of them call this."""
-        return
+        if self._shares is not None and not self.is_whole:
+            whole = self.collect(self._shares)
+            self._shares, self.optimizer.state = None, defaultdict(dict, whole)
+
+    def rescue(self) -> None:  # noqa: B027
+        """Have all of the state in this process, if it can be had without ranks that are gone."""
+
+    def withdraw(self) -> None:  # noqa: B027
+        """Take part in no step any more, until others are made."""
 
     def forget(self) -> None:
         """Leave the state that there is, of which others had a part: another one is loaded."""
-        return
+        self.put_back()
+        if not self.is_whole:
+            self._shares, self.optimizer.state = None, defaultdict(dict)
 
     @property
     def optimizer(self) -> Any:
@@ -104,36 +132,36 @@ class ExchangedStep(ABC):
         assert optimizer is not None  # its hooks are what calls this
         return optimizer
 
-    def _groups_now(self) -> list[tuple[int, ...]]:
-        return [tuple(map(id, group["params"])) for group in self.optimizer.param_groups]
-
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.put_back()
-        self.refuse()
-        if self.is_idle:
+        if not self.exchanges():
             return None
         args, kwargs = _without_closure(args, kwargs)
-        if self._shares is None or not self.is_current():
+        if self._shares is None or self._basis != self.basis():
             states = self.optimizer.state if self._shares is None else self.collect(self._shares)
-            self._shares, self._groups = self.make_shares(states), self._groups_now()
+            self._shares, self._basis = self.make_shares(states), self.basis()
             self.optimizer.state = self._shares.states
         self._shares.begin()
         groups = self.optimizer.param_groups
-        self._outside = [group["params"] for group in groups]
-        for number, group in enumerate(groups):
-            group["params"] = self._shares.tensors(number, group["params"])
+        self._outside = outside = [group["params"] for group in groups]
+        for lot in range(self._shares.lots):  # the last one is left to the step itself
+            if lot:
+                step_without_hooks(self.optimizer)
+            self._shares.open(lot)
+            for number, group in enumerate(groups):
+                group["params"] = self._shares.tensors(number, outside[number])
         return args, kwargs
 
     def _after_step(self, *_: Any) -> None:
         self.put_back()
-        if self._shares is None:
-            return
-        if not self._has_stepped:
-            self._shares.describe(self.optimizer.state)
-            self._has_stepped = True
-        self._shares.gather()
+        if self._shares is not None:
+            self.gather(self._shares)
 
-    def put_back(self) -> None:
+    def gather(self, shares: Shares) -> None:
+        """Make every parameter whole again."""
+        shares.gather()
+
+    def put_back(self, *_: Any) -> None:
         """Give the groups their parameters back; also after a step that has failed."""
         if self._shares is None:
             return
@@ -146,25 +174,21 @@ class ExchangedStep(ABC):
 
     def collect(self, shares: Shares) -> States:
         """The state of whole parameters, in their order."""
-        whole = shares.collect(shares.states)
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return {**{param: whole[param] for param in params if param in whole}, **whole}
+        return self.in_order(shares.collect())
+
+    def in_order(self, whole: States) -> States:
+        params = [param for param in params_of(self.optimizer) if param in whole]
+        return {**{param: whole[param] for param in params}, **whole}
 
     def _before_saving(self, _: Any) -> None:
         self.put_back()
         if self._shares is not None:
             self.optimizer.state = self.collect(self._shares)
 
-    def _after_saving(self, *_: Any) -> None:
-        self.put_back()
-
     def take_part_in_saving(self) -> None:
         """Help other ranks that call `optimizer.state_dict()`, without the memory for all of it."""
         if self._shares is not None:
-            self._shares.collect(self._shares.states, keeps=False)
-
-    def _before_loading(self, *_: Any) -> None:
-        self.put_back()
+            self._shares.collect(keeps=False)
 
     def _after_loading(self, _: Any) -> None:
         """What was loaded is the state of whole parameters."""

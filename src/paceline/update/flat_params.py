@@ -1,8 +1,8 @@
 """Parameters that live in one flat buffer, so that a slice of the buffer is a slice of all of them.
 
 Every parameter keeps a storage of its own, which is a stretch of the buffer: it is saved, copied
-and shared as any other. Whoever gives a parameter other memory (`p.data = ...`, `model.to(...)`)
-is not fought: its values are copied in before each update and out after it.
+and shared as any other. A parameter may be given other memory (`p.data = ...`, `model.to(...)`):
+its values are then copied in before each update and out after it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.ddp import Slot, geometry
 from paceline.errors import DeviceError
-from paceline.gradients.buffer import geometry
-from paceline.gradients.plan import Slot
-from paceline.transport.flat import dense_layout
+from paceline.transport import dense_layout
 
 
 class FlatParams:
@@ -43,7 +42,7 @@ class FlatParams:
                 param.data = view.data  # a tensor of its own: ours stays what it is
 
     @torch.no_grad()
-    def take_in(self) -> None:
+    def copy_in(self) -> None:
         """Bring the parameters that live elsewhere up to date here."""
         self._guests = []
         if geometry(self.params) == self._geometry:
@@ -61,8 +60,8 @@ class FlatParams:
             self._guests.append((param, view))
 
     @torch.no_grad()
-    def hand_out(self) -> None:
-        """Give the new values to those parameters."""
+    def copy_out(self) -> None:
+        """Give their new values to the parameters that live elsewhere."""
         for param, view in self._guests:
             param.data.copy_(view)
         self._guests = []

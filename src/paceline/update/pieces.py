@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.gradients.plan import Slot
-from paceline.transport.flat import dense_layout
+from paceline.ddp import Slot
+from paceline.transport import dense_layout
 from paceline.update.cut import PIECE_NUMEL, Piece, cut_pieces
-from paceline.update.exchange import ExchangedStep, States, find_exchanged
-from paceline.update.kind import ELEMENTWISE, merges
-from paceline.update.sharded_state import cut_state, describe, in_memory_order, is_cut
+from paceline.update.exchange import ExchangedStep, Shares, States, find_exchanged
+from paceline.update.kind import ELEMENTWISE, merges, params_of
+from paceline.update.sharded_state import cut_state, in_memory_order, is_cut
 
 
 def step_in_pieces(optimizer: Optimizer) -> bool:
@@ -29,7 +29,7 @@ def step_in_pieces(optimizer: Optimizer) -> bool:
     is_loop = not any(group.get("foreach") or group.get("fused") for group in groups)
     if type(optimizer) not in ELEMENTWISE or not is_loop or find_exchanged(optimizer) is not None:
         return False
-    if not any(_is_large(param) for group in groups for param in group["params"]):
+    if not any(map(_is_large, params_of(optimizer))):
         return False
     PiecewiseUpdate(optimizer)
     return True
@@ -39,21 +39,18 @@ class PiecewiseUpdate(ExchangedStep):
     """Has an optimizer step pieces of large parameters."""
 
     def make_shares(self, states: States) -> Pieces:
-        self._seen = self._look()
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return Pieces([param for param in params if _is_large(param)], states)
+        return Pieces(self._large(), states)
 
-    def is_current(self) -> bool:
-        return self._seen == self._look() and super().is_current()
+    def basis(self) -> Any:
+        """Also which parameters are large, and how they lie in memory."""
+        large = [(id(param), param.dtype, param.stride()) for param in self._large()]
+        return large, super().basis()
 
-    def _look(self) -> list[Any]:
-        """What the pieces depend on: which parameters are large, and how they lie in memory."""
-        groups = self.optimizer.param_groups
-        large = [param for group in groups for param in group["params"] if _is_large(param)]
-        return [(id(param), param.dtype, param.stride()) for param in large]
+    def _large(self) -> list[Parameter]:
+        return [param for param in params_of(self.optimizer) if _is_large(param)]
 
 
-class Pieces:
+class Pieces(Shares):
     """Large parameters, each as several tensors that share its memory."""
 
     def __init__(self, params: list[Parameter], states: States) -> None:
@@ -102,11 +99,8 @@ class Pieces:
     def gather(self) -> None:
         increment_version(list(self._params.values()))
 
-    def describe(self, states: States) -> dict[str, Any]:
-        cut = [tensor for pieces in self._cut.values() for _, tensor in pieces]
-        return {str(id(tensor)): describe(states.get(tensor, {}), tensor.shape) for tensor in cut}
-
-    def collect(self, states: States, *, keeps: bool = True) -> States:
+    def collect(self, *, keeps: bool = True) -> States:
+        states = self.states
         mine = {id(tensor) for pieces in self._cut.values() for _, tensor in pieces}
         whole = {key: state for key, state in states.items() if id(key) not in mine}
         for number, param in self._params.items():

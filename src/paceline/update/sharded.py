@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline import comm
-from paceline.ddp import DistributedDataParallel
-from paceline.errors import DesyncError, PacelineError, UsageError
-from paceline.gradients.reducer import Reducer
-from paceline.update.exchange import ExchangedStep, States, find_exchanged
-from paceline.update.kind import Kind, find_kind
-from paceline.update.shares import ElementShares, FlatShares, TensorShares
+from paceline.ddp import DistributedDataParallel, Reducer
+from paceline.errors import DesyncError, PacelineError, PeerError, UsageError
+from paceline.group import exchange, word_device
+from paceline.torch_private import step_without_hooks
+from paceline.update.exchange import ExchangedStep, Shares, States, find_exchanged
+from paceline.update.kept import can_be_kept
+from paceline.update.kept_shares import KeptShares
+from paceline.update.kind import Kind, find_kind, params_of
+from paceline.update.shares import ElementShares, FlatShares, Own, TensorShares
+from paceline.update.whole import refuse_other_params
 
 
-def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
+def shard_update(
+    model: nn.Module, optimizer: Optimizer, *, elementwise: bool | None = None
+) -> None:
     """Let every rank step its share of the parameters, and keep the optimizer's state for it alone.
 
         model = paceline.DistributedDataParallel(net)
@@ -35,17 +41,20 @@ def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
     The rest of a training loop stays as it is. Every rank calls `optimizer.step()` together with
     the others, and `optimizer.state_dict()`, which gives the state of whole parameters, too.
     Raises on every rank, and changes nothing, where the update cannot be shared out.
+
+    `elementwise` is your word on an optimizer that Paceline does not know: True if the step of an
+    element depends on no other element, False if that of a parameter depends on no other parameter.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(
             f"shard_update() was given a {type(model).__name__}, which is not wrapped.",
             advice="Wrap it in paceline.DistributedDataParallel first, and pass the wrapper.",
         )
-    reducer: Reducer = model._reducer
+    reducer = model.reducer
     problem, kind = None, Kind.ELEMENT
     try:
         _refuse_misuse(model, reducer, optimizer)
-        kind = find_kind(optimizer)
+        kind = find_kind(optimizer, elementwise)
     except PacelineError as error:
         problem = error
     if reducer.size > 1:
@@ -53,7 +62,7 @@ def shard_update(model: nn.Module, optimizer: Optimizer) -> None:
     elif problem is not None:
         raise problem
     reducer.align()
-    _by_reducer[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
+    _sharded_updates[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
 
 
 class ShardedUpdate(ExchangedStep):
@@ -66,20 +75,60 @@ class ShardedUpdate(ExchangedStep):
     def __init__(self, reducer: Reducer, optimizer: Optimizer, kind: Kind) -> None:
         super().__init__(optimizer)
         self.reducer = reducer
-        self._make = ElementShares if kind is Kind.ELEMENT else TensorShares
-        self._buckets: Any = None
+        self._kind = kind
         self._generation = -1
 
     def make_shares(self, states: States) -> FlatShares:
         """All ranks do so at one point."""
-        self._buckets = self.reducer.buckets
         self._generation = self.reducer.membership.generation
-        return self._make(self.reducer, self.optimizer, states)
+        if self._kind is Kind.TENSOR:
+            return TensorShares(self.reducer, self.optimizer, states)
+        is_kept = self.is_kept and can_be_kept(self.optimizer)
+        make = KeptShares if is_kept else ElementShares
+        return make(self.reducer, self.optimizer, states)
 
-    def is_current(self) -> bool:
-        return self._buckets is self.reducer.buckets and super().is_current()
+    def gather(self, shares: Shares) -> None:
+        """If a rank dies in it, whoever has come here finishes the step without it."""
+        try:
+            shares.gather()
+        except PeerError:
+            if not self._rescue(self._step_pieces):
+                raise
 
-    def refuse(self) -> None:
+    def rescue(self) -> None:
+        self.put_back()
+        self._rescue(None)
+
+    def withdraw(self) -> None:
+        if isinstance(self._shares, KeptShares):
+            self._shares.withdraw()
+
+    def _rescue(self, step: Callable[[list[Own], States], None] | None) -> bool:
+        if not isinstance(self._shares, KeptShares):
+            return False
+        whole = self._shares.rescue(step)
+        if whole is not None:
+            self._shares, self.optimizer.state = None, defaultdict(dict, self.in_order(whole))
+        return whole is not None
+
+    def _step_pieces(self, own: list[Own], states: States) -> None:
+        """Have the optimizer step these, and nothing else."""
+        optimizer = self.optimizer
+        outside = [group["params"] for group in optimizer.param_groups]
+        state, optimizer.state = optimizer.state, states
+        try:
+            for number, group in enumerate(optimizer.param_groups):
+                group["params"] = [each.tensor for each in own if each.group == number]
+            step_without_hooks(optimizer)
+        finally:
+            optimizer.state = state
+            for group, params in zip(optimizer.param_groups, outside, strict=True):
+                group["params"] = params
+
+    def basis(self) -> Any:
+        return self.reducer.buckets, super().basis()
+
+    def exchanges(self) -> bool:
         if self.reducer.is_joined:
             raise UsageError(
                 "A rank that has run out of inputs does not step its share of the parameters.",
@@ -91,27 +140,20 @@ class ShardedUpdate(ExchangedStep):
                 "The ranks have changed, and the optimizer's state of those that left is gone.",
                 advice="Begin again from a checkpoint, or do not share the update out.",
             )
-
-    @property
-    def is_idle(self) -> bool:
-        return self.reducer.size == 1
+        if self.reducer.size > 1 and not self.is_last_hook:
+            raise UsageError(
+                "A hook before the step was added to the optimizer after its update was shared "
+                "out: it would see this rank's share of the gradients only.",
+                advice="Call register_step_pre_hook() before shard_update().",
+            )
+        return self.reducer.size > 1
 
     @property
     def is_whole(self) -> bool:
         return self._shares is None
 
-    def make_whole(self) -> None:
-        if self._shares is not None:
-            whole = self.collect(self._shares)
-            self._shares, self.optimizer.state = None, defaultdict(dict, whole)
 
-    def forget(self) -> None:
-        self.put_back()
-        if self._shares is not None:
-            self._shares, self.optimizer.state = None, defaultdict(dict)
-
-
-_by_reducer: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedUpdate]] = (
+_sharded_updates: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedUpdate]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -123,7 +165,7 @@ def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: 
             f"shard_update() was given a {type(optimizer).__name__} as optimizer.",
             advice="Pass an optimizer of torch's kind, which has hooks around its step.",
         )
-    before = _by_reducer.get(reducer)
+    before = _sharded_updates.get(reducer)
     if find_exchanged(optimizer) is not None or (before is not None and before() is not None):
         raise UsageError(
             "The update of this model, or the work of this optimizer, is shared out already.",
@@ -134,20 +176,8 @@ def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: 
             "The model has been trained before its update was shared out.",
             advice="Call shard_update() right after wrapping, before the first backward.",
         )
-    known = {id(param): name for name, param in model.named_parameters()}
-    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    strange = [
-        tuple(param.shape)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if id(param) not in known
-    ]
-    if strange:
-        raise UsageError(
-            f"The optimizer has {len(strange)} parameters that are not the model's, the first of "
-            f"shape {strange[0]}.",
-            advice="Build the optimizer from the parameters of this very model.",
-        )
+    refuse_other_params(model.parameters(), optimizer)
+    trained = set(map(id, params_of(optimizer)))
     wanting = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
     if wanting:
         raise UsageError(
@@ -173,8 +203,8 @@ def _refuse_differences(
         ],
     }
     group = model.process_group
-    device = comm.word_device(group, model.device)
-    everyone = comm.exchange(group, mine, device, "Comparing the optimizers")
+    device = word_device(group, model.device)
+    everyone = exchange(group, mine, device, "Comparing the optimizers")
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):

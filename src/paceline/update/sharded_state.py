@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.update.cut import Piece
+from paceline.files import dtype_name
+from paceline.update.cut import ParamSlice, Piece
 
 State = dict[str, Any]
 """Of one parameter or piece, by the optimizer's own names."""
 Layout = tuple[torch.Size, tuple[int, ...]]
+NUMBERS = ("step", "mu_product", "eta", "mu")
+"""What optimizers of torch keep one of for a whole parameter."""
 PLAIN = (int, float, bool, str, type(None))
 
 
@@ -26,7 +29,7 @@ def is_cut(key: str, value: Any, shape: torch.Size) -> bool:
 
     A count of steps has the shape of a parameter without dimensions, but is none.
     """
-    return isinstance(value, Tensor) and value.shape == shape and key != "step"
+    return isinstance(value, Tensor) and value.shape == shape and key not in NUMBERS
 
 
 def likeness(state: Mapping[str, Any], shape: torch.Size) -> Hashable:
@@ -69,13 +72,8 @@ def in_memory_order(tensor: Tensor, layout: Layout) -> Tensor:
 def split_state(state: State, piece: Piece, smaller: Piece) -> State:
     """The state of a piece inside another one."""
     start, stop = smaller.start - piece.start, smaller.stop - piece.start
-    shape = torch.Size([piece.stop - piece.start])
-    return {
-        key: value[start:stop].clone()
-        if is_cut(key, value, shape)
-        else (value.clone() if isinstance(value, Tensor) else value)
-        for key, value in state.items()
-    }
+    inside = Piece(0, 0, stop - start, (ParamSlice(0, start, stop, 0),))
+    return cut_state(inside, [state], [(torch.Size([piece.stop - piece.start]), (1,))])
 
 
 def describe(state: Mapping[str, Any], shape: torch.Size) -> dict[str, list[Any]]:
@@ -83,9 +81,9 @@ def describe(state: Mapping[str, Any], shape: torch.Size) -> dict[str, list[Any]
     words: dict[str, list[Any]] = {}
     for key, value in state.items():
         if is_cut(key, value, shape):
-            words[key] = ["cut", name_of(value.dtype)]
+            words[key] = ["cut", dtype_name(value)]
         elif isinstance(value, Tensor) and value.numel() == 1:
-            facts = [name_of(value.dtype), list(value.shape), value.item(), value.device.type]
+            facts = [dtype_name(value), list(value.shape), value.item(), value.device.type]
             words[key] = ["number", *facts]
         elif isinstance(value, PLAIN):
             words[key] = ["plain", value]
@@ -106,7 +104,3 @@ def value_of(words: Sequence[Any], like: Tensor) -> Any:
     _, dtype, shape, number, device = words
     where = like.device if device != "cpu" else torch.device("cpu")
     return torch.full(shape, number, dtype=getattr(torch, dtype), device=where)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

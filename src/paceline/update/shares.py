@@ -8,9 +8,9 @@ are the transport's, so that one call gathers it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,19 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline import comm
-from paceline.ddp.checks import broadcast_tensors
-from paceline.gradients.buffer import Bucket
-from paceline.gradients.plan import Slot
-from paceline.gradients.reducer import Reducer
-from paceline.transport import place
-from paceline.transport.flat import Flat, slices
-from paceline.update.cut import Part, Piece, cut_pieces, deal_tensors, split_piece
-from paceline.update.exchange import States
+from paceline.ddp import Bucket, Reducer, Slot, broadcast_tensors
+from paceline.files import dtype_name
+from paceline.group import exchange, waiting, word_device
+from paceline.transport import Flat, place, slices
+from paceline.update.cut import (
+    PIECE_NUMEL,
+    ParamSlice,
+    Piece,
+    cut_pieces,
+    deal_tensors,
+    split_piece,
+)
+from paceline.update.exchange import Shares, States
 from paceline.update.flat_params import FlatParams
 from paceline.update.kind import merges
 from paceline.update.sharded_state import (
@@ -53,7 +57,7 @@ class Own:
     piece: Piece
 
 
-class FlatShares(ABC):
+class FlatShares(Shares):
     """The parameters of a model in flat buffers, and this rank's share of them.
 
     Made by all ranks at one point. What no bucket averages (sparse gradients, frozen and empty
@@ -72,29 +76,28 @@ class FlatShares(ABC):
         self.named: list[Named] = []
         """The parameters in the buffers; the others belong to them by their number here."""
         plan = self._plan()
-        self._index = {id(param): number for number, (_, param) in enumerate(self.named)}
+        self._shared = {id(param) for _, param in self.named}
         what = f"Step {reducer.steps - 1}: finding memory for the parameters"
         self._places = place(reducer.transport, [flat for flat, _ in plan], what)
-        self.flats = [
-            FlatParams(_memory(flat, home), slots, [self.named[slot.param] for slot in slots])
-            for (flat, slots), home in zip(plan, self._places.homes, strict=True)
-        ]
-        self.place_of = {
-            slot.param: (number, slot, layout)
-            for number, flat in enumerate(self.flats)
+        self.flats = []
+        for (flat, slots), home in zip(plan, self._places.homes, strict=True):
+            if home is None:
+                home = torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)
+            self.flats.append(FlatParams(home, slots, [self.named[slot.param] for slot in slots]))
+        self._layouts = {
+            slot.param: layout
+            for flat in self.flats
             for slot, layout in zip(flat.slots, flat.layouts, strict=True)
         }
-        """By parameter, the number of its buffer, its slot there, and how it lies in memory."""
-        self._params = [param for flat in self.flats for param in flat.params]
+        """How each parameter lies in memory."""
+        self._is_described = False
         self.own: list[Own] = []
-        self.states: States = {}
-        """What the optimizer keeps here."""
+        self.states = {}
         self.adopt(states)
 
     def adopt(self, states: States) -> None:
-        """Take this rank's share of the parameters, and of their state."""
         self.own, mine = self._cut(states)
-        shared = self._index.keys() & self._group_of.keys()
+        shared = self._shared & self._group_of.keys()
         rest = {key: state for key, state in states.items() if id(key) not in shared}
         self.states = defaultdict(dict, {**mine, **rest})
 
@@ -106,49 +109,34 @@ class FlatShares(ABC):
     def _cut(self, states: States) -> tuple[list[Own], States]:
         """What this rank steps, and its part of the state of whole parameters."""
 
-    @abstractmethod
-    def collect(self, states: States, *, keeps: bool = True) -> States:
-        """The state of whole parameters, from all ranks' shares of it; all of them call this.
-
-        A rank that does not keep the result takes part without the memory for it.
-        """
-
-    @abstractmethod
-    def bring_grads(self) -> None:
-        """Have the gradients where the tensors of this share look for them."""
-
-    @abstractmethod
-    def drop_grads(self) -> None:
-        """The step is over."""
-
     def begin(self) -> None:
         for flat in self.flats:
-            flat.take_in()
-        self.bring_grads()
+            flat.copy_in()
 
-    def tensors(self, group: int, params: Sequence[Parameter]) -> list[Parameter]:
-        """What this rank steps of a group of parameters."""
+    def tensors(self, group: int, params: list[Parameter]) -> list[Parameter]:
         mine = [own.tensor for own in self.own if own.group == group]
-        return [*mine, *(param for param in params if id(param) not in self._index)]
+        return [*mine, *(param for param in params if id(param) not in self._shared)]
 
     def gather(self) -> None:
-        """Make every parameter whole again, after each rank has stepped its share."""
+        if not self._is_described:  # a state that could not be collected is refused at once
+            self.describe()
+            self._is_described = True
         what = f"Step {self.reducer.steps - 1}: gathering the new parameters"
         under_way = [
             self._places.gather(number, flat.memory, what) for number, flat in enumerate(self.flats)
         ]
-        with comm.waiting(self.reducer.membership.group):
+        with waiting(self.reducer.membership.group):
             for gathering in under_way:
                 gathering.wait()
         for flat in self.flats:
-            flat.hand_out()
-        increment_version(self._params)  # autograd is to notice, as after any update in place
+            flat.copy_out()
+            increment_version(flat.params)  # autograd is to notice, as after any update in place
 
-    def describe(self, states: States) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """This rank's part of the state in words, by parameter."""
         found: dict[str, Any] = {}
         for own in self.own:
-            if state := states.get(own.tensor):
+            if state := self.states.get(own.tensor):
                 words = describe(state, own.tensor.shape)
                 found.update({str(part.param): words for part in own.piece.parts})
         return found
@@ -157,20 +145,23 @@ class FlatShares(ABC):
         """This rank's slice of a buffer."""
         return slices(self.flats[number].memory.numel(), self.size)[self.rank]
 
-    def _exchange(self, states: States) -> list[dict[str, Any]]:
+    def _exchange(self) -> list[dict[str, Any]]:
         group, device = self.reducer.membership.group, self.reducer.buckets[-1].plan.device
         what = "optimizer.state_dict() of an update that is shared out"
         self.reducer.meet(what)
-        return comm.exchange(group, self.describe(states), comm.word_device(group, device), what)
+        return exchange(group, self.describe(), word_device(group, device), what)
 
-    def _others(self, states: States) -> States:
+    def _others(self) -> States:
         """What does not belong to parameters in the buffers."""
         mine = {id(own.tensor) for own in self.own}
-        return {key: state for key, state in states.items() if id(key) not in mine}
+        return {key: state for key, state in self.states.items() if id(key) not in mine}
 
 
 class ElementShares(FlatShares):
     """Every rank steps its slice of each buffer, in pieces."""
+
+    most_numel = PIECE_NUMEL
+    """Of a piece."""
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -201,26 +192,27 @@ class ElementShares(FlatShares):
         for number, flat in enumerate(self.flats):
             can_merge = merges(flat.memory.dtype, is_fused=self._is_fused)
             own_slice = self._slice(number)
-            pieces = cut_pieces(number, flat.slots, own_slice, kinds, merges=can_merge)
+            most = self.most_numel
+            pieces = cut_pieces(number, flat.slots, own_slice, kinds, merges=can_merge, most=most)
             for piece in pieces:
                 own = self._take(piece)
                 mine.append(own)
                 params = [self.named[part.param][1] for part in piece.parts]
                 if states.get(params[0]):
-                    layouts = [self.place_of[part.param][2] for part in piece.parts]
+                    layouts = [self._layouts[part.param] for part in piece.parts]
                     cut[own.tensor] = cut_state(piece, [states[p] for p in params], layouts)
         return mine, cut
 
-    def _take(self, piece: Piece) -> Own:
-        tensor = Parameter(self.flats[piece.flat].memory[piece.start : piece.stop])
-        return Own(self._group_of[id(self.named[piece.parts[0].param][1])], tensor, piece)
+    def _take(self, piece: Piece, values: Tensor | None = None) -> Own:
+        if values is None:
+            values = self.flats[piece.flat].memory[piece.start : piece.stop]
+        group = self._group_of[id(self.named[piece.parts[0].param][1])]
+        return Own(group, Parameter(values), piece)
 
-    def bring_grads(self) -> None:
-        """Views of the buckets, where those hold what the parameters have; else copies."""
-        moved = set()
-        for number, bucket in enumerate(self._buckets):
-            if not bucket.is_handed_out():
-                moved.add(number)
+    def begin(self) -> None:
+        """Gradients are views of the buckets, where those hold what the parameters have."""
+        super().begin()
+        moved = {n for n, bucket in enumerate(self._buckets) if not bucket.is_handed_out()}
         if moved:
             self._split_mixed(moved)
         for own in self.own:
@@ -230,7 +222,10 @@ class ElementShares(FlatShares):
             elif self._has_grad(piece.parts[0]):
                 own.tensor.grad = self._join_grads(piece)
 
-    def _has_grad(self, part: Part) -> bool:
+    def hold(self) -> None:
+        """This rank steps other pieces now."""
+
+    def _has_grad(self, part: ParamSlice) -> bool:
         return self.named[part.param][1].grad is not None
 
     def _join_grads(self, piece: Piece) -> Tensor:
@@ -252,11 +247,11 @@ class ElementShares(FlatShares):
             joined[part.at - piece.start :][: grad.numel()] = grad
         return joined
 
-    def _grad(self, part: Part) -> Tensor:
+    def _grad(self, part: ParamSlice) -> Tensor:
         grad = self.named[part.param][1].grad
         assert grad is not None  # a piece has a gradient in all of its parts, or in none
         dense = grad.to_dense() if grad.layout is not torch.strided else grad
-        return in_memory_order(dense, self.place_of[part.param][2])[part.start : part.stop]
+        return in_memory_order(dense, self._layouts[part.param])[part.start : part.stop]
 
     def _split_mixed(self, moved: Iterable[int]) -> None:
         """An optimizer leaves a parameter alone that has no gradient: it can be in no piece with
@@ -273,17 +268,19 @@ class ElementShares(FlatShares):
                 own.append(self._take(smaller))
                 if state:
                     self.states[own[-1].tensor] = split_state(state, piece, smaller)
-        self.own = own
+        if len(own) > len(self.own):
+            self.own = own
+            self.hold()
 
     def drop_grads(self) -> None:
         for own in self.own:
             own.tensor.grad = None
 
-    def collect(self, states: States, *, keeps: bool = True) -> States:
+    def collect(self, *, keeps: bool = True) -> States:
         words_by_param: dict[int, dict[str, Any]] = {}
-        for theirs in self._exchange(states):
+        for theirs in self._exchange():
             words_by_param |= {int(number): words for number, words in theirs.items()}
-        whole: States = self._others(states)
+        whole: States = self._others()
         for number, (_, param) in enumerate(self.named):
             if words := words_by_param.get(number):
                 whole[param] = {
@@ -297,7 +294,7 @@ class ElementShares(FlatShares):
                 if each[0] == "cut"
             }
             for key, dtype in sorted(found):
-                buffer = self._gather_state(number, states, key, getattr(torch, dtype))
+                buffer = self._gather_state(number, key, getattr(torch, dtype))
                 for slot, layout in zip(flat.slots, flat.layouts, strict=True):
                     words = words_by_param.get(slot.param, {})
                     if keeps and words.get(key) == ["cut", dtype]:
@@ -305,12 +302,12 @@ class ElementShares(FlatShares):
                         whole[self.named[slot.param][1]][key] = part.clone()
         return whole if keeps else {}
 
-    def _gather_state(self, number: int, states: States, key: str, dtype: torch.dtype) -> Tensor:
+    def _gather_state(self, number: int, key: str, dtype: torch.dtype) -> Tensor:
         """One kind of tensor of the state, for a whole buffer."""
         memory = self.flats[number].memory
         buffer = torch.zeros(memory.numel(), dtype=dtype, device=memory.device)
         for own in self.own:
-            value = states.get(own.tensor, {}).get(key)
+            value = self.states.get(own.tensor, {}).get(key)
             if own.piece.flat == number and isinstance(value, Tensor) and value.dtype == dtype:
                 buffer[own.piece.start : own.piece.stop] = value
         what = f"Gathering {key!r} of the optimizer's state"
@@ -343,32 +340,30 @@ class TensorShares(FlatShares):
             for slot in flat.slots:
                 param = self.named[slot.param][1]
                 if start <= slot.start < stop and id(param) in self._group_of:
-                    parts = (Part(slot.param, 0, param.numel(), slot.start),)
+                    parts = (ParamSlice(slot.param, 0, param.numel(), slot.start),)
                     piece = Piece(number, slot.start, slot.stop, parts)
                     mine.append(Own(self._group_of[id(param)], param, piece))
         return mine, {own.tensor: states[own.tensor] for own in mine if own.tensor in states}
 
-    def bring_grads(self) -> None: ...
-
     def drop_grads(self) -> None: ...
 
-    def describe(self, states: States) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Tensors of any shape travel whole."""
         found = {}
         for own in self.own:
             words = {
-                key: ["whole", str(value.dtype).removeprefix("torch."), list(value.shape)]
+                key: ["whole", dtype_name(value), list(value.shape)]
                 if isinstance(value, Tensor) and value.numel() > 1
                 else describe({key: value}, torch.Size([-1]))[key]
-                for key, value in states.get(own.tensor, {}).items()
+                for key, value in self.states.get(own.tensor, {}).items()
             }
             found[str(own.piece.parts[0].param)] = words
         return found
 
-    def collect(self, states: States, *, keeps: bool = True) -> States:
-        whole = self._others(states)
+    def collect(self, *, keeps: bool = True) -> States:
+        whole = self._others()
         transport = self.reducer.transport
-        for owner, theirs in enumerate(self._exchange(states)):
+        for owner, theirs in enumerate(self._exchange()):
             for number, words in theirs.items():
                 param = self.named[int(number)][1]
                 state: State = {}
@@ -379,7 +374,7 @@ class TensorShares(FlatShares):
                     _, dtype, shape = each
                     value = torch.empty(shape, dtype=getattr(torch, dtype), device=param.device)
                     if owner == self.rank:
-                        value.copy_(states[param][key])
+                        value.copy_(self.states[param][key])
                     what = f"Copying {key!r} of the optimizer's state"
                     broadcast_tensors(
                         lambda flat, owner=owner, what=what: transport.copy(flat, owner, what),  # type: ignore[misc]
@@ -390,9 +385,3 @@ class TensorShares(FlatShares):
                 if keeps and state:
                     whole[param] = state
         return whole if keeps else {}
-
-
-def _memory(flat: Flat, home: Tensor | None) -> Tensor:
-    if home is not None:
-        return home
-    return torch.zeros(flat.numel, dtype=flat.dtype, device=flat.device)

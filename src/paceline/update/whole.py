@@ -1,42 +1,100 @@
 """What changes when a step commits: parameters, optimizer, scheduler, scaler; and nothing else.
 
-`WholeUpdate` steps every parameter on every worker, `ScaledUpdate` does so with a `GradScaler`.
-Both are local arithmetic: two workers with equal gradients have equal state afterwards.
+`Update` is what a run asks of whatever applies its gradients. `WholeUpdate` steps every parameter
+on every worker: local arithmetic, so two workers with equal gradients have equal state afterwards.
+
+NaN and infinity are found before they reach the parameters, on every worker in the same step. A
+loss that is not finite makes its gradients NaN, and those reach every worker with the sum. So each
+looks at the averaged gradients alone, all see the same, and only when something is wrong do they
+ask each other whose shard it was. See Note [What is looked at].
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from paceline.errors import UsageError
+from paceline.errors import NotFiniteError, UsageError, check_members
+from paceline.group import Membership, exchange
+from paceline.torch_private import foreach_mul_, foreach_norm, sparse_values
 from paceline.update.average import WeightAverage
-from paceline.update.finite import FiniteCheck, Loss
+from paceline.update.kind import needs_closure, params_of
+
+_MOST_LOOKED_AT = 128
+"""So many gradients at most are looked at in a step, spread over the model."""
+_SAMPLES_SHOWN = 8
+
+
+class Loss(NamedTuple):
+    """The loss of one shard as it was computed."""
+
+    value: Tensor
+    shard: int
+    samples: Sequence[int]
+    """Their numbers; of a stream, -1."""
+
+
+class HostCopy:
+    """One tensor's values as of now, on the host later.
+
+    Reading a number at once would make the host wait until a GPU has caught up, and then the GPU
+    for the host; a few steps later the number is there for nothing.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._event: Any = None
+        if tensor.device.type == "cpu":
+            self._tensor = tensor.clone()
+            return
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._event = torch.get_device_module(tensor.device).Event()
+        self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """The values; waits for the device where it has not come that far yet."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._tensor
 
 
 class Update(Protocol):
-    """How the gradients of a step become new parameters.
+    """How the gradients of a step become new parameters; `RunOptions(update=)` takes any object.
 
         begin --> backward, once per shard --> commit, or, when the step fails, abandon
 
-    Where `sharded` has the optimizer step a share only, the parameters are gathered in `commit`.
+    `commit` comes with gradients that are averaged, and does the same on every worker.
     """
 
     parts: dict[str, Any]
-    """The objects it changes that have a `state_dict()`, by name."""
+    """The objects it changes that have a `state_dict()`, by name; one of them is `optimizer`."""
 
-    def begin(self, step: int) -> None: ...
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with on their way."""
+
+    def begin(self, step: int) -> None:
+        """A step begins, or the same one again."""
 
     def backward(self, loss: Tensor, factor: float) -> None:
         """Add the gradients of `loss` times `factor`."""
 
-    def multiply_grads(self, factor: float) -> None: ...
+    def multiply_grads(self, factor: float) -> None:
+        """Multiply the gradients, where the weight of a loss is known only after backward."""
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
         """Check, clip and apply the gradients; returns their length where it was computed."""
@@ -50,15 +108,25 @@ class Update(Protocol):
     def finish(self) -> None:
         """Be done with all steps so far; raises if one of them was not finite."""
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with on their way."""
+
+_MEMBERS = (
+    *("parts", "loss_scale", "begin", "backward", "multiply_grads"),
+    *("commit", "rate", "abandon", "finish"),
+)
+
+
+def check_update(value: Any) -> None:
+    """Refuse an object that cannot stand for an `Update`, and name what it lacks."""
+    advice = f'Pass "whole", "sharded", "auto", or an object with {", ".join(_MEMBERS)}.'
+    check_members("update", value, _MEMBERS, advice)
+    if "optimizer" not in value.parts:
+        raise UsageError("update.parts has no optimizer.", advice="A run saves and loads it.")
 
 
 class WholeUpdate:
     """Every worker steps everything.
 
-    Invariant: between `begin` and `commit` nobody else changes gradients or calls the optimizer,
+    Invariant: between `begin` and `commit` no other code changes gradients or calls the optimizer,
     as a loop that was written for torch would; it is refused.
     """
 
@@ -67,30 +135,40 @@ class WholeUpdate:
         params: Sequence[Parameter],
         optimizer: Optimizer,
         *,
-        scheduler: Any = None,
-        clip_norm: float | None = None,
-        finite: FiniteCheck | None = None,
-        average: WeightAverage | None = None,
+        scheduler: Any,
+        scaler: Any,
+        clip_norm: float | None,
+        finite: FiniteCheck | None,
+        average: WeightAverage | None,
     ) -> None:
-        """Without `finite` nobody looks for NaN."""
-        self.parts: dict[str, Any] = {"optimizer": optimizer}
-        if scheduler is not None:
-            self.parts["scheduler"] = scheduler
-        self._optimizer, self._scheduler = optimizer, scheduler
-        if average is not None:
-            self.parts["ema"] = average
-        self._clip_norm, self._finite, self._average = clip_norm, finite, average
-        self._params = params
-        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        """Without `finite` nothing looks for NaN; a scaler expects it, and skips such steps."""
+        if needs_closure(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} calls the model itself, several times in one step, "
+                "and a run hands it the gradients of one pass.",
+                advice="Use an optimizer whose step() needs no closure.",
+            )
+        refuse_other_params(params, optimizer)
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "ema": average, "scaler": scaler}
+        self.parts: dict[str, Any] = {name: p for name, p in parts.items() if p is not None}
+        self._params, self._optimizer, self._scaler = params, optimizer, scaler
+        self._scheduler, self._clip_norm, self._average = scheduler, clip_norm, average
+        self._finite = finite
+        self._trained = params_of(optimizer)
         self._step = 0
         self._refusal: Any = None
+        self._is_stepping = False  # a step of the optimizer may be one of others that it wraps
         self._noted: tuple[Parameter, int, int] | None = None
         self._schedule_at: Any = None
         self._needs_metric = needs_metric(scheduler)
 
     @property
     def loss_scale(self) -> float:
-        return 1.0
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def begin(self, step: int) -> None:
         # Known only once a commit has stepped it: a checkpoint may be loaded before.
@@ -104,7 +182,7 @@ class WholeUpdate:
         for param in self._params:
             param.grad = None
         self._step, self._noted = step, None
-        self._refusal = self._optimizer.register_step_pre_hook(_refuse_foreign_step)
+        self._refusal = self._optimizer.register_step_pre_hook(_refuse_user_step)
         hooks: Any = self._optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(self._refusal.id, last=False)  # before the update is shared out
 
@@ -113,25 +191,32 @@ class WholeUpdate:
         # Zero times infinity, and times NaN, is NaN: a loss that is not finite makes its gradients
         # NaN on every worker, and no host has to look at it.
         scaled = loss * (factor if self._finite is None else loss.detach() * 0 + factor)
-        self._scaled(scaled).backward()  # type: ignore[no-untyped-call]
+        if self._scaler is not None:
+            scaled = self._scaler.scale(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
         for param in self._params:
             if (grad := param.grad) is not None:
-                # Not the gradient itself: whoever holds it keeps the engine from using its memory.
+                # Not the gradient itself: a reference to it keeps the engine from using its memory.
                 self._noted = param, id(grad), grad._version
                 break
 
     @torch.no_grad()
     def multiply_grads(self, factor: float) -> None:
         if grads := [param.grad for param in self._params if param.grad is not None]:
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
         norm = None
+        if self._scaler is not None and not losses and self._params:
+            # It begins with the first loss, and this worker has none, only the others' gradients.
+            self._scaler.scale(self._params[0].new_zeros(()))
         if self._clip_norm is not None:
-            self._unscale()
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
             grads = [param.grad for param in self._trained if param.grad is not None]
             norm = nn.utils.get_total_norm(grads)
-        self._check(losses, norm)
+        if self._finite is not None and self._scaler is None:
+            self._finite.check(self._step, losses, norm)
         self._refusal.remove()
         if norm is not None and self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
@@ -157,24 +242,44 @@ class WholeUpdate:
         for param in self._params:
             param.grad = None
         if self._finite is not None:
-            self._finite.forget()
+            self._finite.forget(self._step)
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()  # as its update() does after every step
 
     def finish(self) -> None:
         if self._finite is not None:
             self._finite.ask()
 
-    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None:
-        if self._finite is not None:
-            self._finite.check(self._step, losses, norm)
+    def refuse_others(self, known: Collection[Any]) -> RemovableHandle:
+        """Until the handle is removed, refuse steps of optimizers that a run knows nothing of.
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss
+        `known` are objects that it saves.
+        """
 
-    def _unscale(self) -> None:
-        """Make the gradients those of the losses."""
+        def refuse(other: Optimizer, *_: Any) -> None:
+            if other is self._optimizer or self._is_stepping or any(other is k for k in known):
+                return
+            ours = {id(param) for param in self._params}
+            if any(id(param) in ours for param in params_of(other)):
+                raise UsageError(
+                    f"A second optimizer, {type(other).__name__}, was stepped, with parameters of "
+                    "the run's model: the run neither saves it nor gives it to a new worker.",
+                    advice="Give all parameters to the run's optimizer, in groups; or, if it is "
+                    'stepped alike on all workers, pass state={"second": optimizer}.',
+                )
+
+        return register_optimizer_step_pre_hook(refuse)
 
     def _step_optimizer(self) -> None:
-        self._optimizer.step()
+        self._is_stepping = True
+        try:
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+        finally:
+            self._is_stepping = False
 
     def _refuse_changed_grads(self) -> None:
         """One gradient tells of all: it must be as the last backward has left it."""
@@ -191,85 +296,159 @@ class WholeUpdate:
             )
 
 
-class ScaledUpdate(WholeUpdate):
-    """With a `GradScaler`, which expects infinities and skips their steps: nobody else looks."""
-
-    def __init__(
-        self, params: Sequence[Parameter], optimizer: Optimizer, scaler: Any, **rest: Any
-    ) -> None:
-        super().__init__(params, optimizer, **rest)
-        self.parts["scaler"] = self._scaler = scaler
-
-    @property
-    def loss_scale(self) -> float:
-        return float(self._scaler.get_scale())
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._scaler._per_optimizer_states.clear()  # as its update() does after every step
-
-    def _check(self, losses: Sequence[Loss], norm: Tensor | None) -> None: ...
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        scaled: Tensor = self._scaler.scale(loss)
-        return scaled
-
-    def _unscale(self) -> None:
-        self._scaler.unscale_(self._optimizer)
-
-    def _step_optimizer(self) -> None:
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-
-
-def make_update(
-    params: Sequence[Parameter],
-    optimizer: Optimizer,
-    *,
-    scheduler: Any,
-    scaler: Any,
-    clip_norm: float | None,
-    finite: FiniteCheck | None,
-    average: WeightAverage | None,
-) -> Update:
-    """The update that these objects need; raises where they do not fit together."""
-    _check_optimizer(params, optimizer)
-    if clip_norm is not None and not clip_norm > 0:
-        raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
-    rest: Any = {"scheduler": scheduler, "clip_norm": clip_norm, "finite": finite}
-    rest["average"] = average
-    if scaler is not None and scaler.is_enabled():
-        return ScaledUpdate(params, optimizer, scaler, **rest)
-    return WholeUpdate(params, optimizer, **rest)
-
-
 def needs_metric(scheduler: Any) -> bool:
     """Whether it steps on a metric, as `ReduceLROnPlateau` does, and not once per step."""
     return scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
 
 
-def _refuse_foreign_step(*_: Any) -> None:
+def _refuse_user_step(*_: Any) -> None:
     raise UsageError(
         "optimizer.step() was called inside a step, which calls it when all gradients are there.",
         advice="Leave it out: inside the block only step.backward() is called.",
     )
 
 
-def _check_optimizer(params: Sequence[Parameter], optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{type(optimizer).__name__} calls the model itself, several times in one step, and a "
-            "run hands it the gradients of one pass.",
-            advice="Use an optimizer whose step() needs no closure.",
-        )
+def refuse_other_params(params: Iterable[Parameter], optimizer: Optimizer) -> None:
+    """Raise if an optimizer has parameters that are not among these of the model."""
     known = {id(param) for param in params}
-    trained = [param for group in optimizer.param_groups for param in group["params"]]
-    strange = [tuple(param.shape) for param in trained if id(param) not in known]
+    strange = [tuple(p.shape) for p in params_of(optimizer) if id(p) not in known]
     if strange:
         raise UsageError(
             f"The optimizer has {len(strange)} parameters that are not the model's, the first of "
-            f"shape {strange[0]}, so nobody would average their gradients.",
+            f"shape {strange[0]}, so their gradients would not be averaged.",
             advice="Build the optimizer from the parameters of this very model, and put layers of "
             "the loss into it.",
         )
+
+
+class _Looked(NamedTuple):
+    """What the device was asked to find out, and who took part when it was."""
+
+    is_bad: HostCopy
+    step: int
+    losses: Sequence[Loss]
+    generation: int
+
+
+class FiniteCheck:
+    """Looks at the gradients of every step, or, on a GPU, has the device look and asks later.
+
+    CPU:   averaged gradients --look--> raise, before the optimizer has seen them
+    GPU:   averaged gradients --(device: all zero if one is not finite)--> optimizer
+           the next step --ask--> raise; in another generation without asking the others
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        membership: Membership,
+        *,
+        is_complete: bool,
+        is_saved: bool,
+    ) -> None:
+        """`is_complete` looks at every element; see Note [What is looked at]."""
+        self._is_saved = is_saved
+        self._named, self._membership, self._is_complete = named, membership, is_complete
+        self._is_late = bool(named) and named[0][1].device.type != "cpu"
+        self._pending: _Looked | None = None
+
+    @torch.no_grad()
+    def check(self, step: int, losses: Sequence[Loss], norm: Tensor | None) -> None:
+        """Look at the gradients of `step`; `norm` is their length where it is known."""
+        grads = [param.grad for _, param in self._named if param.grad is not None]
+        if not grads:
+            return
+        if self._is_late:
+            self.forget(step)
+            self.ask()
+            self._look_later(step, grads, losses, norm)
+        elif not self._looks_finite(grads, norm):
+            self._raise(step, losses)
+
+    def ask(self) -> None:
+        """Raise if the last step that was looked at was not finite."""
+        looked, self._pending = self._pending, None
+        if looked is not None and bool(looked.is_bad.read()):
+            # A newcomer has nothing to ask about, and would not answer.
+            is_alone = looked.generation != self._membership.generation
+            self._raise(looked.step, looked.losses, is_alone=is_alone)
+
+    def forget(self, step: int) -> None:
+        """Step `step` is given up or done again, and so are those after it; not those before."""
+        if self._pending is not None and self._pending.step >= step:
+            self._pending = None
+
+    def _looks_finite(self, grads: list[Tensor], norm: Tensor | None) -> bool:
+        if norm is not None:
+            return math.isfinite(norm.item())
+        if self._is_complete:
+            return all(bool(torch.isfinite(_dense(grad)).all()) for grad in grads)
+        samples = []
+        for grad in grads[:: -(-len(grads) // _MOST_LOOKED_AT)]:
+            values = sparse_values(grad) if grad.is_sparse else grad
+            samples.append((values if values.dim() < 2 else values.select(-1, 0)).reshape(-1))
+        return bool(torch.isfinite(torch.cat(samples)).all())
+
+    def _look_later(
+        self, step: int, grads: list[Tensor], losses: Sequence[Loss], norm: Tensor | None
+    ) -> None:
+        if norm is None:
+            norms = foreach_norm([_dense(grad) for grad in grads])
+            norm = torch.stack([each.float() for each in norms]).sum()
+        is_bad = torch.isfinite(norm).logical_not()
+        for grad in grads:
+            _dense(grad).masked_fill_(is_bad, 0)
+        self._pending = _Looked(HostCopy(is_bad), step, losses, self._membership.generation)
+
+    def _raise(self, step: int, losses: Sequence[Loss], *, is_alone: bool = False) -> None:
+        mine = [
+            [loss.shard, str(value), list(loss.samples[:_SAMPLES_SHOWN])]
+            for loss in losses
+            if not math.isfinite(value := loss.value.item())
+        ]
+        members = self._membership
+        everyone: list[Any] = [[]] * members.rank + [mine]
+        if members.size > 1 and not is_alone:
+            what = "Asking whose loss is not finite"
+            everyone = exchange(members.group, mine, members.word_device, what)
+        before = "one of the steps before" if self._is_late else f"step {step - 1}"
+        state = f"The model is as it was after {before}"
+        state += "; the last checkpoint is good." if self._is_saved else "."
+        for rank, theirs in enumerate(everyone):
+            if theirs:
+                number, value, samples = theirs[0]
+                text = f"Step {step}: the loss of shard {number}, on rank {rank}, is {value}."
+                if samples and samples[0] >= 0:
+                    more = "…" * (len(samples) == _SAMPLES_SHOWN)
+                    text += f" Its samples are {', '.join(map(str, samples))}{more}."
+                raise NotFiniteError(
+                    text,
+                    state,
+                    "Look at these samples; if they are good, lower the learning rate or set "
+                    "clip_norm.",
+                )
+        grads = [(name, p.grad.to_dense()) for name, p in self._named if p.grad is not None]
+        bad = [f" of {name!r}" for name, grad in grads if not torch.isfinite(grad).all()]
+        if is_alone:
+            raise NotFiniteError(
+                f"Step {step}: a gradient was not finite, or a loss of another worker.",
+                state,
+                "Lower the learning rate or set clip_norm.",
+            )
+        raise NotFiniteError(
+            f"Step {step}: the losses are finite, but the gradient{''.join(bad[:1])} is not.",
+            state,
+            "Look for a square root, a logarithm or a division near zero, or set clip_norm.",
+        )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return sparse_values(grad) if grad.is_sparse else grad
+
+
+# Note [What is looked at]
+# Reading every gradient costs a few percent of a step on a CPU, where memory is slow. The gradient
+# of a weight matrix is a product with the gradient that came from above, so one NaN there makes
+# a whole row of it NaN, and one element of every row tells. What has fewer than two dimensions is
+# read completely. A NaN that is born in single elements of an embedding, in a layer with nothing
+# below it, is found a step later by its loss; `check_finite="all"` finds it at once.

@@ -1,0 +1,226 @@
+"""What ranks tell each other in a step: the trailer behind the last bucket's gradients.
+
+One message carries all of it, because each element is a number whose sum over the ranks means
+something. Whatever does not fit together is an error on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.ddp.buffer import ParamRef
+from paceline.ddp.checks import check_in_sync
+from paceline.ddp.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
+from paceline.ddp.inputs import DATASET_STEP, InputCheck
+from paceline.ddp.plan import CONTROL_WORDS
+from paceline.errors import DesyncError
+from paceline.group import Membership
+from paceline.transport import mean_factor
+
+
+class Words(NamedTuple):
+    """The elements of the trailer after the flags."""
+
+    weight: float = 1.0
+    votes: float = 0.0
+    aborts: float = 0.0
+    news: float = 0.0
+    weighed: float = 0.0
+    plain: float = 1.0
+    label: float = 0.0
+
+
+class Trailer:
+    """What ranks must agree on in a step, written behind the last bucket's gradients.
+
+        gradients ... | used_0 ... used_n-1 | weight | votes | aborts | news
+                      | weighed | plain | label | fingerprint
+
+    Each element is a number whose sum over the ranks means something, so one message carries all:
+
+    - `used_i`: how many ranks have a gradient for parameter i. None: its `grad` stays `None`.
+    - `weight`: how many items (samples, tokens; 1 by default) the summed gradients are sums over.
+    - `votes`: how many ranks found a parameter that was frozen before and now wants gradients.
+    - `aborts`: how many ranks broke off this backward half-way.
+    - `news`: how many ranks have something to tell the others; see `Engine.has_news`.
+    - `weighed`, `plain`: how many ranks' losses were inside `weighted()`, and how many were not.
+    - `label`: which model and step this is; all ranks must have sent the same.
+    - `fingerprint`: of some of the parameters; see `fingerprint`. In the first steps of what ranks
+      train on; see `inputs`. Zeros in most steps.
+    """
+
+    def __init__(self, params: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._params = params
+        # Nearly every trailer says "all used, weight 1, nothing else": one copy, prepared once.
+        plain = [1.0] * params + [*Words(), *[0.0] * (CONTROL_WORDS - len(Words()))]
+        self._plain = torch.tensor(plain, dtype=dtype, device=device)
+
+    def write(
+        self,
+        target: Tensor,
+        unused: Sequence[int],
+        words: Words,
+        fingerprint: Tensor | None = None,
+    ) -> None:
+        target.copy_(self._plain)
+        label = self._params + len(words) - 1
+        if not unused and words == Words(label=words.label):
+            target[label].fill_(words.label)
+        else:
+            flags = [1.0] * self._params
+            for index in unused:
+                flags[index] = 0.0
+            target[: label + 1].copy_(torch.tensor([*flags, *words], dtype=target.dtype))
+        if fingerprint is not None:
+            target[label + 1 :].copy_(fingerprint)
+
+    def words(self, source: Tensor) -> Tensor:
+        """The sums of the words, and of the fingerprints after them."""
+        return source[self._params :]
+
+    def used(self, source: Tensor) -> list[bool]:
+        return [count > 0 for count in source[: self._params].tolist()]
+
+
+class Agreement:
+    """What one model's trailers say, step by step: written before the last sum, read after it."""
+
+    def __init__(self, membership: Membership, params: Sequence[ParamRef]) -> None:
+        self.identity = 0
+        """The same on every rank, another for every model."""
+        self.compares = True
+        """Whether fingerprints of the parameters are sent, and compared."""
+        self.announces = False
+        """Whether this rank says in its next trailer that it has news."""
+        self.has_news = False
+        """Whether a rank said so in the last trailer that has reached the host."""
+        self.inputs = InputCheck()
+        self._membership = membership
+        self._size = membership.size
+        self._params = params
+        self._fingerprint: Fingerprint | None = None
+        self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def on_generation(self) -> None:
+        """Forget what the ranks of another group said."""
+        self._size, self._late_words = self._membership.size, None
+
+    def write(
+        self,
+        trailer: Trailer,
+        target: Tensor,
+        unused: Sequence[int],
+        step: int,
+        *,
+        is_shadow: bool,
+        is_aborting: bool,
+        weight: float,
+        is_weighed: bool,
+        votes: bool,
+        is_joined: bool,
+    ) -> None:
+        """Say what this rank has to say; one that only keeps company has no fingerprint."""
+        aborts, news = float(is_aborting), float(self.announces)
+        counts = float(not is_shadow)  # one that only keeps company has no losses
+        weighed, plain = counts * is_weighed, counts * (not is_weighed)
+        words = Words(weight, float(votes), aborts, news, weighed, plain, self._label(step))
+        fingerprint = None
+        if 1 < self._size <= LARGEST_SIZE and not (is_joined or is_shadow):
+            if 0 < step <= DATASET_STEP:
+                fingerprint = self.inputs.words(step, target.device)
+            elif self.compares and step % EVERY == 0:
+                fingerprint = self._hash(step, target.device)
+        trailer.write(target, unused, words, fingerprint)
+
+    def _hash(self, step: int, device: torch.device) -> Tensor | None:
+        if self._fingerprint is None:
+            self._fingerprint = Fingerprint(self._params, device)
+        return self._fingerprint.words(step)
+
+    def _label(self, step: int) -> float:
+        """Which model and which step this is, as a number small enough to be summed exactly."""
+        return float(1 + self.identity % 64 * 64 + step % 64)
+
+    def read(self, words: Tensor, step: int, *, waits: bool) -> tuple[Tensor | float, bool]:
+        """What turns sums divided by the size into averages, and whether any were unfrozen.
+
+        Raises if a rank has broken off, was at another model or step, or has other parameters.
+        The host waits for a device only if it `waits`: else it looks at the words a step later.
+        """
+        size = self._size
+        if words.is_cuda:
+            self._read_late(words, step)
+            if not waits:
+                return size / words[0], False
+        total, votes, aborts, news, weighed, plain, labels, *fingerprints = words.tolist()
+        if words.is_cuda:
+            fingerprints = [0.0]  # they are looked at a step later
+        else:
+            self.has_news = news > 0
+        is_mixed = weighed and plain
+        if aborts or is_mixed or labels != self._label(step) * size or fingerprints[0]:
+            self._refuse(aborts, weighed, plain, labels, fingerprints, step, words.device)
+        return 1.0 if total == size else mean_factor(size, total), bool(votes)
+
+    def _read_late(self, words: Tensor, step: int) -> None:
+        """Look at last step's words, which have reached the host by now, and send for these.
+
+        Into pinned memory, because a copy into any other makes the host wait for the device.
+        """
+        late, self._late_words = self._late_words, None
+        self.has_news = False
+        if late is not None:
+            host, arrived = late
+            arrived.synchronize()
+            _, _, aborts, news, weighed, plain, _, *fingerprints = host.tolist()
+            self.has_news = news > 0
+            labels = self._label(step) * self._size  # theirs were another step's
+            self._refuse(aborts, weighed, plain, labels, fingerprints, step, words.device, late=1)
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        host.copy_(words, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._late_words = host, arrived
+
+    def _refuse(
+        self,
+        aborts: float,
+        weighed: float,
+        plain: float,
+        labels: float,
+        fingerprints: Sequence[float],
+        step: int,
+        device: torch.device,
+        late: int = 0,
+    ) -> None:
+        """Raise if the words, which are those of `late` steps ago, do not fit together."""
+        if aborts:
+            raise DesyncError(
+                f"Step {step}: {aborts:.0f} of {self._size} ranks broke off their backward.",
+                advice="Look for the first error on the other ranks.",
+            )
+        if labels != self._label(step) * self._size:
+            raise DesyncError(
+                f"Step {step}: rank {self._membership.rank} averaged gradients with ranks "
+                "that were at another step or at another model.",
+                advice="Run the backward passes of all models in the same order on every rank, "
+                "and as many of them.",
+            )
+        if weighed and plain:
+            raise DesyncError(
+                f"Step {step}: {weighed:.0f} of {self._size} ranks weighed their losses, and "
+                f"{plain:.0f} did not, so their sum means nothing.",
+                advice="Put the backward of every rank into model.weighted(count), or of none; a "
+                "rank without items has weighted(0).",
+            )
+        if fingerprints[0] and (step - late) % EVERY:
+            leads = self._membership.rank == 0
+            self.inputs.read(step - late, fingerprints, self._size, warns=leads)
+        elif fingerprints[0] and is_different(fingerprints):
+            found = ((ref.name, ref.get()) for ref in self._params)
+            named = [(name, param) for name, param in found if param is not None]
+            check_in_sync(self._membership.group, named, device, step)  # says what differs, and who

@@ -1,1 +1,0 @@
-"""The pictures, and the numbers behind them: trace, report, scaling, comparison."""

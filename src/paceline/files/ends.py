@@ -1,0 +1,57 @@
+"""How a run ended, written into its folder by somebody who outlives it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Literal
+
+from paceline.files.run_folder import (
+    INFO_LIMIT_BYTES,
+    EventWriter,
+    RunFolder,
+    find_info,
+    last_recorded_step,
+    open_private,
+    write_info,
+)
+
+
+def record_end(
+    folder: RunFolder,
+    status: Literal["stopped", "failed"],
+    reason: str,
+    *,
+    worker: int = -1,
+    step: int = 0,
+    traceback: str = "",
+) -> None:
+    """Write why a run has ended into its folder, for those who cannot or do not know.
+
+    Who asks a run to stop does not change the end of one that has ended by itself.
+    """
+    info = find_info(folder)
+    if info is None or (status == "stopped" and info.status != "running"):
+        return
+    if traceback:
+        keep_traceback(folder, reason, traceback)
+    if (info.status, info.reason) != (status, reason):
+        applied = max(info.step, last_recorded_step(folder))
+        with EventWriter(folder, max(worker, 0)) as events:
+            events.write("stop", step=applied, reason=reason)
+        info = replace(info, status=status, reason=reason, step=applied, updated=time.time())
+    if worker >= 0:
+        info = replace(info, failed_worker=worker, failed_step=step or None)
+    write_info(folder, replace(info, traceback=folder.errors.name if traceback else ""))
+
+
+def keep_traceback(folder: RunFolder, reason: str, text: str) -> None:
+    """Append the traceback of an exception to the file for them, unless that has grown long."""
+    file = open_private(str(folder.errors), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        if os.fstat(file).st_size < INFO_LIMIT_BYTES:
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.write(file, f"{when} {reason}\n{text.rstrip()}\n\n".encode("utf-8", "replace"))
+    finally:
+        os.close(file)

@@ -1,0 +1,491 @@
+"""The run folder: what a training writes down, and how to read it while it runs.
+
+    run.json                  what is trained and how far it is; rank 0 replaces it as a whole
+    events/rank{r}.jsonl      what happened, one JSON object a line, appended by rank r alone
+    pipeline/step{n}.json     one batch followed through a step
+    timeline/rank{r}.trace.json
+    scaling.json  checkpoints/  report.html
+    errors.txt                tracebacks of exceptions, each with its worker and step
+    logs/output.log           what workers and the launcher printed, in the order of time
+    record.request            somebody who looks at the run wants its next step recorded
+
+Each file has one writer, readers tail. Steps count from 1, so `step` in an event is also the number
+of steps applied so far. Starts without torch. See Note [What a restart undoes].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from paceline.errors import UsageError, WireError
+from paceline.files.documents import (
+    FLOAT_BY_NAME,
+    parse_json,
+    parse_lines,
+    plain_json,
+    read_json,
+    read_value,
+)
+
+SCHEMA = 1
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+INFO_LIMIT_BYTES = 2**20
+LINE_LIMIT_BYTES, PIECE_BYTES = 2**20, 2**16
+LOG_LIMIT_BYTES, LOG_WAITING = 2**26, 1000
+"""Of a log of what was printed, and the lines that wait for a place to be written to."""
+_LOG_LINE = re.compile(r"(\d{1,12}\.\d{3}) (-|\d{1,6}) (.*)", re.DOTALL)
+_COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|_[^\x1b]*\x1b\\\\)")
+
+Event = dict[str, Any]
+"""A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
+
+
+class RunFolder:
+    """Where the files of one run are. Makes nothing until `create()`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.info = self.path / "run.json"
+        self.events = self.path / "events"
+        self.pipeline = self.path / "pipeline"
+        self.timeline = self.path / "timeline"
+        self.scaling = self.path / "scaling.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+        self.errors = self.path / "errors.txt"
+        self.logs = self.path / "logs"
+        self.output = self.logs / "output.log"
+        self.record_request = self.path / "record.request"
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def check_name(self) -> None:
+        """Refuse a name that no page or file could carry."""
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"A run cannot be named {self.name!r}.",
+                advice="Use up to 64 letters, digits, dots, dashes and underscores for the folder.",
+            )
+
+    def create(self) -> None:
+        """Make the folder, for this user alone, if its name will do."""
+        self.check_name()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
+
+    def events_of(self, rank: int) -> Path:
+        return self.events / f"rank{rank}.jsonl"
+
+    def timeline_of(self, rank: int) -> Path:
+        return self.timeline / f"rank{rank}.trace.json"
+
+    def pipeline_of(self, step: int) -> Path:
+        return self.pipeline / f"step{step}.json"
+
+    def event_ranks(self) -> list[int]:
+        """The ranks that have written events, in order."""
+        return _numbers_in(self.events, r"rank(\d{1,7})\.jsonl")
+
+    def pipeline_steps(self) -> list[int]:
+        """The steps that were followed through the pipeline, in order."""
+        return _numbers_in(self.pipeline, r"step(\d{1,15})\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What `run.json` says."""
+
+    name: str
+    created: float
+    updated: float
+    status: Literal["running", "finished", "stopped", "failed"] = "running"
+    reason: str = ""
+    """Why it ended, once it has."""
+    failed_worker: int | None = None
+    failed_step: int | None = None
+    """Which worker ended it, and in which step, if one did."""
+    traceback: str = ""
+    """The file in the folder that has the traceback, if there was one."""
+    seed: int = 0
+    epochs: int = 0
+    global_batch: int = 0
+    shards: int = 1
+    workers: int = 1
+    dataset_size: int | None = None
+    """None where the dataset has no length."""
+    steps_per_epoch: int | None = None
+    steps: int | None = None
+    """How many steps the whole run has; None where nobody can know."""
+    step: int = 0
+    """How many steps are applied."""
+    model: str = ""
+    parameters: int = 0
+    device: str = ""
+    host: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The optimizer, its settings, and the options that are not as they come, by name."""
+    policy: list[str] = field(default_factory=list)
+    """What was decided about batch size and learning rate, and why, line by line."""
+    command: str = ""
+    """What starts it again, from the folder where it was started; empty where that is not known."""
+    schema: int = SCHEMA
+
+
+def write_info(folder: RunFolder, info: RunInfo) -> None:
+    """Replace `run.json`, so that a reader sees the old one or the new one."""
+    text = json.dumps(plain_json(asdict(info)), allow_nan=False, indent=1)
+    replace_file(folder.info, [text, "\n"])
+
+
+def read_info(folder: RunFolder) -> RunInfo | None:
+    """What `run.json` says, or None where there is none; keys it should not have are ignored."""
+    try:
+        with open_plain(folder.info) as file:
+            value = read_json(file, INFO_LIMIT_BYTES, folder.info)
+    except FileNotFoundError:
+        return None
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        found = value.get("schema") if isinstance(value, dict) else None
+        raise WireError(
+            f"{folder.info} has schema {found!r}; this version of paceline reads {SCHEMA}.",
+            advice="Read it with the version that wrote it.",
+        )
+    info: RunInfo = read_value(RunInfo, value, str(folder.info))
+    return info
+
+
+def find_info(folder: RunFolder) -> RunInfo | None:
+    """The same for whoever does without: one that cannot be used is a warning, and None."""
+    try:
+        return read_info(folder)
+    except WireError as error:
+        warnings.warn(f"{error.what} The run continues, and writes it anew.", stacklevel=2)
+        return None
+
+
+class EventWriter:
+    """Appends the events of one rank. What cannot be written is lost, said once, and no error."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self.rank = rank
+        self._path = folder.events_of(rank)
+        self._file: int | None = None
+        self._has_failed = False
+        self._torn = False
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Write one event now, as one line; floats that JSON has no word for become strings."""
+        event = {"kind": kind, "t": time.time(), "rank": self.rank, **plain_json(facts)}
+        line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            file = self._open()
+            # Behind half a line a new one would be lost with it.
+            data = b"\n" + line if self._torn else line
+            self._torn = True
+            self._torn = os.write(file, data) < len(data)
+        except OSError as error:
+            if not self._has_failed:
+                warnings.warn(f"Events cannot be written to {self._path}: {error}.", stacklevel=2)
+            self._has_failed = True
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self.close()
+            if not self._has_failed:
+                text = "was deleted; what happens from now on is in a new file"
+                warnings.warn(f"{self._path} {text}.", stacklevel=3)
+            self._has_failed = True
+        if self._file is None:
+            make_private(self._path.parent)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            self._file = open_private(str(self._path), flags)
+            size = os.fstat(self._file).st_size
+            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        return self._file
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line as an event, or None where it is torn, foreign or too long."""
+    if len(line) > LINE_LIMIT_BYTES:
+        return None
+    try:
+        event = parse_json(line, "An event")
+    except WireError:
+        return None
+    if not _is_event(event) or not _has_words(line):
+        return event if _is_event(event) else None
+    return {key: each if key == "text" else _restored(each) for key, each in event.items()}
+
+
+def _has_words(data: bytes) -> bool:
+    """Whether there may be a float in it that is written as a word."""
+    return b'"nan"' in data or b'inf"' in data
+
+
+def _is_event(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and type(value.get("kind")) is str
+        and type(value.get("rank")) is int
+        and type(value.get("t")) in (int, float)
+    )
+
+
+class EventTail:
+    """The events of one file from where the last reading ended, in constant memory.
+
+    Half a line at the end is left out: its other half may be on its way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        """Behind the last line that was read, in bytes."""
+        self._is_rest = False
+
+    def read(self) -> Iterator[Event | None]:
+        """What is new, event by event; None for a line that is not one."""
+        return (event for batch in self.batches() for event in batch)
+
+    def batches(self) -> Iterator[list[Event | None]]:
+        """The same, some hundred at a time. May be left after any batch."""
+        return map(self._parse, self.pieces())
+
+    def _parse(self, piece: bytes) -> list[Event | None]:
+        is_rest, self._is_rest = self._is_rest, not piece.endswith(b"\n")
+        if not is_rest and not _has_words(piece) and (found := parse_lines(piece)) is not None:
+            return [event if _is_event(event) else None for event in found]
+        lines = piece.split(b"\n")[:-1]
+        rest: list[Event | None] = [None] if is_rest and lines else []
+        return rest + [parse_event(line) for line in lines[len(rest) :] if line.strip()]
+
+    def pieces(self) -> Iterator[bytes]:
+        """What is new in pieces of whole lines, to be searched without looking at each line."""
+        with open_plain(self.path) as file:
+            file.seek(self.position)
+            while piece := file.read(PIECE_BYTES):
+                if (end := piece.rfind(b"\n") + 1) == 0:
+                    piece += file.read(LINE_LIMIT_BYTES - PIECE_BYTES)
+                    end = piece.rfind(b"\n") + 1
+                if end == 0:
+                    if len(piece) < LINE_LIMIT_BYTES:
+                        return
+                    end = len(piece)  # in the middle of a line that is too long
+                self.position += end
+                file.seek(self.position)
+                yield piece[:end]
+
+
+def last_recorded_step(folder: RunFolder) -> int:
+    """The last step that rank 0 has applied, saved or not, as far as it says; 0 for none."""
+    try:
+        with open_plain(folder.events_of(0)) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+            events = [parse_event(line) for line in file.readlines()]
+    except (OSError, WireError):
+        return 0
+    steps = [event.get("step") for event in events if event and event["kind"] in ("step", "stop")]
+    return next((step for step in reversed(steps) if type(step) is int), 0)
+
+
+def read_events(folder: RunFolder) -> list[Event]:
+    """All events of all ranks so far, in the order of their times."""
+    tails = [EventTail(folder.events_of(rank)) for rank in folder.event_ranks()]
+    found = [event for tail in tails for event in tail.read() if event is not None]
+    return sorted(found, key=lambda event: event["t"])
+
+
+class OutputLog:
+    """What was printed in a run, in its folder, each line with its time and the worker.
+
+        1763280000.123 2 what worker 2 has printed
+        1763280000.456 - what the launcher says, or a worker for all
+
+    The folder is known some time after the first line; until then lines wait. Nothing here raises:
+    a disk that fails never stops a training.
+    """
+
+    def __init__(self, find_folder: Callable[[], str]) -> None:
+        """`find_folder` says where the run folder is, "" while nobody knows."""
+        self._find_folder, self._find_due_s = find_folder, 0.0
+        self._waiting: list[bytes] = []
+        self._file = -1
+
+    def add(self, lines: Iterable[tuple[int | None, bytes]]) -> None:
+        t = time.time()
+        for rank, line in lines:
+            who = b"-" if rank is None else b"%d" % rank
+            self._waiting.append(b"%.3f %s %s\n" % (t, who, line))
+        if self._file >= 0 or time.monotonic() >= self._find_due_s:
+            self.flush()
+        del self._waiting[:-LOG_WAITING]
+
+    def flush(self) -> None:
+        """Write what waits, if it is known where to."""
+        self._find_due_s = time.monotonic() + 1.0
+        with suppress(OSError):
+            if self._file < 0 and (path := self._find_folder()):
+                folder = RunFolder(path)
+                make_private(folder.logs)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._file = open_private(str(folder.output), flags)
+            if self._file >= 0:
+                if os.fstat(self._file).st_size < LOG_LIMIT_BYTES:
+                    os.write(self._file, b"".join(self._waiting))
+                self._waiting.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def read_log(
+    folder: RunFolder, most: int, *, tail_bytes: int = LOG_LIMIT_BYTES, wanted: str = ""
+) -> list[Event]:
+    """The last lines of what was printed that have `wanted` in them: `t`, `rank` and `text` each.
+
+    The rank is None where the launcher speaks, or a worker for all.
+    """
+    found, searched = deque[Event](maxlen=most), wanted.lower()
+    if folder.logs.is_symlink():
+        return []
+    with suppress(OSError, WireError), open_plain(folder.output) as file:
+        if (begin := file.seek(0, os.SEEK_END) - tail_bytes) > 0:
+            file.seek(begin)
+            file.readline(LINE_LIMIT_BYTES)
+        else:
+            file.seek(0)
+        while line := file.readline(LINE_LIMIT_BYTES):
+            said = _LOG_LINE.fullmatch(line.rstrip(b"\n").decode(errors="replace"))
+            text = _COLOUR.sub("", said[3]) if said else ""
+            if said and searched in text.lower():
+                rank = None if said[2] == "-" else int(said[2])
+                found.append({"t": float(said[1]), "rank": rank, "text": text})
+    return list(found)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can look into; one that exists is left as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextmanager
+def new_file(path: Path, is_synced: bool = False) -> Iterator[int]:
+    """A file for this user alone that replaces `path` after the block, if nothing fails in it."""
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    file = open_private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        try:
+            yield file
+            if is_synced:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if is_synced:
+        sync_folder(path.parent)
+
+
+def replace_file(path: Path, parts: Iterable[str]) -> None:
+    """Write a text as a whole, or leave what was there."""
+    with new_file(path) as file, open(file, "w", encoding="utf-8", closefd=False) as stream:
+        stream.writelines(parts)
+
+
+def write_output(path: Path, parts: Iterable[str]) -> None:
+    """Write a file that the user has named, as a whole; a UsageError says why that cannot be."""
+    try:
+        replace_file(path, parts)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}.", advice="Name another file."
+        ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a power failure."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _numbers_in(folder: Path, pattern: str) -> list[int]:
+    """The numbers of the plain files in a folder that is one, and no link to somewhere else."""
+    return [] if folder.is_symlink() else list(numbered_files(folder, pattern))
+
+
+def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
+    """The plain files that a pattern matches, by the number in their name, in order."""
+    found = {
+        int(match[1]): Path(entry)
+        for entry in (os.scandir(folder) if folder.is_dir() else ())
+        if (match := re.fullmatch(pattern, entry.name)) and entry.is_file(follow_symlinks=False)
+    }
+    return dict(sorted(found.items()))
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open for this user alone, and never through a link somebody else has put there."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file for reading: never through a link, and never a pipe that would wait."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError:
+        raise FileNotFoundError(path) from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise WireError(f"{path} is not a plain file.")
+    return os.fdopen(file, "rb")
+
+
+def _restored(value: Any) -> Any:
+    """What `plain_json` was given."""
+    if isinstance(value, str):
+        return FLOAT_BY_NAME.get(value, value)
+    if isinstance(value, dict):
+        return {key: _restored(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_restored(each) for each in value]
+    return value
+
+
+# Note [What a restart undoes]
+# A run that was killed continues from its last checkpoint, some steps back. Those steps are trained
+# again, and their events are written again behind the old ones. So an event `start` of rank 0 with
+# step s undoes every earlier event of any rank whose step is above s.

@@ -1,1 +1,0 @@
-"""From "gradient ready" to averaged gradients: plan, buckets, hooks, reducer."""

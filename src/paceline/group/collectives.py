@@ -1,0 +1,334 @@
+"""The only door to collectives: each one has a name, and each failure names a rank.
+
+Gloo reports a dead neighbour as a bare `RuntimeError` and a late one as a timeout; neither says
+who. So a rank that leaves or fails writes its last words into the group's store, and a rank whose
+collective fails reads them there before it raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import DesyncError, PeerError, name_ranks
+from paceline.group.gloo_shutdown import give_way_at_exit
+from paceline.group.sockets import CONNECTIONS
+from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
+
+EXCHANGE_LIMIT_BYTES = 64 * 2**20
+_HEAD_BYTES = 1024
+
+_WORDS_KEY = "paceline/last-words/{rank}"
+_WORDS_LIMIT_CHARS = 2000
+_words_patience_s = [0.3]
+
+
+class Pending:
+    """A collective that has started; `wait()` returns when its tensor holds the result."""
+
+    __slots__ = ("_group", "_is_on_host", "_what", "_work")
+
+    def __init__(self, work: Any, group: Group, what: str, is_on_host: bool) -> None:
+        self._work = work
+        self._group = group
+        self._what = what
+        self._is_on_host = is_on_host
+        if _is_aborted[0] is not None:
+            _under_way.add(self)
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        try:
+            if (is_aborted := _is_aborted[0]) is None:
+                self._work.wait()
+            elif self._is_on_host:
+                self._wait_on_host(is_aborted)
+            else:
+                self._wait_on_device(is_aborted)
+        except RuntimeError as error:
+            raise explain_failure(self._group, self._what, error) from error
+
+    def _wait_on_host(self, is_aborted: Callable[[], bool]) -> None:
+        was_aborted = False
+        while True:
+            try:
+                self._work.wait(_GLANCE)
+                break
+            except RuntimeError:
+                if self._work.is_completed():
+                    _under_way.discard(self)
+                    raise
+            if was_aborted:
+                raise RuntimeError("it was aborted")
+            was_aborted = is_aborted()
+        _under_way.discard(self)
+
+    def _wait_on_device(self, is_aborted: Callable[[], bool]) -> None:
+        self._work.wait()
+        while not self._work.is_completed():
+            time.sleep(_LOOK_S)
+        _under_way.discard(self)
+        if is_aborted():
+            raise RuntimeError("it was aborted")
+
+
+_is_aborted: list[Callable[[], bool] | None] = [None]
+_under_way: set[Pending] = set()
+"""What was started since somebody may abort it, and not waited for to its end."""
+_LOOK_S = 50e-6
+_GLANCE = timedelta(seconds=0.25)
+_END_S = 0.5
+
+
+def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
+    """From now on no wait outlives the group that it is in, and what was aborted is refused.
+
+    A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in memory;
+    and what was started on the device after it goes on with that. So all are waited for on the
+    host. One of Gloo's ends with an error, but for a rare race: a message for which the other side
+    just asked, and which can be sent no more, is forgotten, and who waits for it waits for ever.
+    """
+    _is_aborted[0] = is_aborted
+
+
+def have_ended() -> bool:
+    """Forget what was started in an aborted group; False if some of it has not even ended now."""
+    deadline_s = time.monotonic() + _END_S
+    while any(not each.is_completed() for each in _under_way):
+        if time.monotonic() > deadline_s:
+            _under_way.clear()
+            return False
+        time.sleep(0.001)
+    _under_way.clear()
+    return True
+
+
+def start_all_reduce(group: Group, tensor: Tensor, what: str) -> Pending:
+    """Start summing `tensor` over the group, in place."""
+    return _start(group, what, tensor, lambda: group.allreduce([_real(tensor)]))
+
+
+def start_broadcast(
+    group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
+) -> Pending:
+    """Start overwriting `tensor` with the one of rank `root`, counted within the group.
+
+    `blame` is the group whose ranks an error names, if it is another.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return _start(blame or group, what, tensor, lambda: group.broadcast([_real(tensor)], options))
+
+
+def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any]) -> Pending:
+    try:
+        return Pending(collective(), group, what, tensor.is_cpu)
+    except RuntimeError as error:
+        raise explain_failure(group, what, error) from error
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def tell_of_waiting(around: Callable[[Group], AbstractContextManager[None]]) -> None:
+    """From now on every collective that is waited for is waited for inside `around(group)`."""
+    _around_waiting[0] = around
+
+
+_around_waiting: list[Callable[[Group], AbstractContextManager[None]]] = [lambda _: nullcontext()]
+
+
+def waiting(group: Group) -> AbstractContextManager[None]:
+    """To be put around whatever else waits for ranks of the group."""
+    return _around_waiting[0](group)
+
+
+def all_reduce(group: Group, tensor: Tensor, what: str) -> None:
+    """Sum `tensor` over the group, in place."""
+    if group.size() == 1:  # a run of one worker has a group without a backend
+        return
+    with waiting(group):
+        start_all_reduce(group, tensor, what).wait()
+
+
+def broadcast(
+    group: Group, tensor: Tensor, root: int, what: str, *, blame: Group | None = None
+) -> None:
+    """Overwrite `tensor` with the one of rank `root`; see `start_broadcast`."""
+    with waiting(group):
+        start_broadcast(group, tensor, root, what, blame=blame).wait()
+
+
+def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
+    """The tensors of all ranks, in rank order; all must have one shape and dtype."""
+    if group.size() == 1:
+        return [tensor.clone()]
+    if tensor.is_complex():
+        parts = all_gather(group, torch.view_as_real(tensor), what)
+        return [torch.view_as_complex(part) for part in parts]
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    with waiting(group):
+        _start(group, what, tensor, lambda: group.allgather([gathered], [tensor])).wait()
+    return gathered
+
+
+def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
+    """The JSON values of all ranks, in rank order."""
+    sent = gather_bytes(group, json.dumps(value).encode(), device, what, EXCHANGE_LIMIT_BYTES)
+    return [json.loads(data) for data in sent]
+
+
+def gather_bytes(
+    group: Group, data: bytes, device: torch.device, what: str, limit: int = 2**31
+) -> list[bytes]:
+    """The bytes of all ranks, in rank order; in one message if they are few."""
+    framed = len(data).to_bytes(8, "little") + data
+    heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
+    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(sizes)
+    if longest > limit:
+        raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
+    if longest > _HEAD_BYTES:
+        heads = _gather_padded(group, framed, longest, device, what)
+    return [head[8:size] for head, size in zip(heads, sizes, strict=True)]
+
+
+def _gather_padded(
+    group: Group, data: bytes, length: int, device: torch.device, what: str
+) -> list[bytes]:
+    padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+    together = torch.cat(all_gather(group, padded.to(device), what)).cpu()
+    sent = ctypes.string_at(together.data_ptr(), together.numel())
+    return [sent[start : start + length] for start in range(0, len(sent), length)]
+
+
+def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
+    """A Gloo backend among some ranks of a group, all of which call this; others need not.
+
+    It has the collectives of a group, but torch does not know it.
+    """
+    store = PrefixStore(f"paceline/{name}", group.get_group_store())
+    with CONNECTIONS.recorded(is_more=True):
+        return gloo_like(group, store, ranks.index(group.rank()), len(ranks))
+
+
+def have_left(group: Group, ranks: Sequence[int]) -> bool:
+    """Whether any of the ranks has left word that it will not answer any more."""
+    return any(words["kind"] != "waiting" for words in _read_last_words(group, ranks).values())
+
+
+def post_last_words(group: Group, text: str, kind: str = "left") -> None:
+    """Leave word in the group's store of why this rank will not answer; never raises."""
+    words = {"kind": kind, "text": text[:_WORDS_LIMIT_CHARS], "time": time.time()}
+    try:
+        group.get_group_store().set(_WORDS_KEY.format(rank=group.rank()), json.dumps(words))
+    except Exception:
+        return  # the store may be gone with the rank that served it
+
+
+def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
+    """Say which ranks are missing from a collective that failed on this one.
+
+    A rank that has said nothing may be at work still, and notice later. So it is not called the
+    one at fault, and not named at all where another has raised an error of its own.
+    """
+    rank, size = group.rank(), group.size()
+    post_last_words(group, what, kind="waiting")
+    others = [other for other in range(size) if other != rank]
+    deadline = time.monotonic() + _words_patience_s[0]
+    while len(said := _read_last_words(group, others)) < size - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)  # a moment for those still failing
+    names = world_ranks(group)
+    gone = [f"rank {names[r]} {w['text']}" for r, w in said.items() if w["kind"] != "waiting"]
+    waiting = [names[r] for r, words in said.items() if words["kind"] == "waiting"]
+    silent = [names[r] for r in others if r not in said]
+    where = "; ".join(gone)
+    if silent and not any(_is_cause(words) for words in said.values()):
+        silence = f"no word yet from {name_ranks(silent)}: ended, stopped or still at work"
+        where = f"{where}; {silence}" if where else silence
+    if waiting and not where:
+        where = f"{name_ranks(sorted([names[rank], *waiting]))} all lost a connection"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return PeerError(
+        f"{what} failed on rank {names[rank]}, one of {size}: {_short(first_line)}.",
+        f"{where[:1].upper()}{where[1:]}.",
+        "Every rank must run the same backward passes: look for the first error on the rank "
+        "named here, or for a branch that only some ranks take.",
+    )
+
+
+def ask_nobody() -> None:
+    """From now on a failure is explained at once: somebody else finds out who is gone."""
+    _words_patience_s[0] = 0.0
+
+
+def _is_cause(words: dict[str, Any]) -> bool:
+    """Whether a rank failed by itself, and not because it missed another."""
+    return words["kind"] == "raised" and not words["text"].startswith("raised PeerError")
+
+
+def word_device(group: Group, device: torch.device) -> torch.device:
+    """Where small messages of the group travel: on the host where it can, so that nobody waits."""
+    return torch.device("cpu") if has_cpu_backend(group) else device
+
+
+def world_ranks(group: Group) -> list[int]:
+    """The ranks of the group's members as everybody else counts them."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except Exception:
+        return list(range(group.size()))  # torch does not know the group: it is a world of its own
+
+
+def _read_last_words(group: Group, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What other ranks have left in the store; nothing where there is no store."""
+    try:
+        store = group.get_group_store()
+        keys = {rank: _WORDS_KEY.format(rank=rank) for rank in ranks}
+        return {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
+    except Exception:
+        return {}
+
+
+def _short(line: str) -> str:
+    """The first sentence of Gloo's message, without the path of its source file."""
+    return re.sub(r"^\[[^\]]*\] ", "", line).split(". ", 1)[0].rstrip(".")
+
+
+def announce_exit() -> None:
+    """Leave last words in the default group when this process ends."""
+    give_way_at_exit()  # registered first, so it comes last
+    if not _announced:
+        _announced.append(True)
+        atexit.register(_say_goodbye, os.getpid())
+
+
+_announced: list[bool] = []
+
+
+def _say_goodbye(pid: int) -> None:
+    if os.getpid() != pid or not dist.is_initialized():
+        return  # a forked child must not speak on its parent's connection
+    error = getattr(sys, "last_value", None)
+    text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
+    post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")

@@ -1,0 +1,89 @@
+"""Who takes part now: a generation and its process group.
+
+Whoever needs the group asks `Membership` each time and keeps nothing, so that a training can
+continue on another group, of the same ranks or of fewer, between two steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class NoGroup:
+    """Stands for a group where there is none: alone, and writing for nobody."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+class Membership:
+    """The only holder of a process group.
+
+        generation 0, group --(leave)--> none --(move_on)--> generation 1, another group --> ...
+
+    Invariant: between two calls of `move_on` everybody who asks gets the same group, or none after
+    `leave`. Followers hear of a generation once, when its group is there.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.generation = 0
+        self.word_device: Any = None
+        """Where small messages travel; set by whoever knows which devices the group can reach."""
+        self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._left: Any = None
+        self._hold(group)
+
+    @classmethod
+    def of(cls, group: Any) -> Membership:
+        """The membership that holds this group: the same one for all who ask, while it lives.
+
+        Also that of a group which it has left, so that an engine that is made of a replacement's
+        world does not stay alone in it.
+        """
+        if isinstance(group, Membership):
+            return group
+        found = _by_group.get(id(group))
+        if found is not None and (found.group is group or found._left is group):
+            return found
+        return cls(group)
+
+    def follow(self, on_generation: Callable[[], None]) -> None:
+        """Call this bound method at every new generation, in the order of following.
+
+        Its object is held weakly: who is gone is not called.
+        """
+        self._followers.append(weakref.WeakMethod(on_generation))
+
+    def leave(self) -> None:
+        """Be alone until the next group is there; who follows hears of that one only."""
+        self._left = self.group  # under which it is still found
+        self._hold(NoGroup())
+
+    def move_on(self, group: Any) -> None:
+        """Continue with another group, between two steps; called on every rank of it."""
+        _by_group.pop(id(self.group), None)
+        self._hold(group)
+        self.generation += 1
+        self._followers = [each for each in self._followers if each() is not None]
+        for follower in self._followers:
+            on_generation = follower()
+            if on_generation is not None:
+                on_generation()
+
+    def _hold(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = int(group.rank()), int(group.size())
+        """The position of this process in the group, and how many there are."""
+        self.leads = self.rank == 0 and not isinstance(group, NoGroup)
+        """Whether this process speaks, draws and writes for the group: rank 0, unless it is apart.
+
+        A worker that waits to be let into a training is alone, and must not write its files."""
+        _by_group[id(group)] = self
+
+
+_by_group: weakref.WeakValueDictionary[int, Membership] = weakref.WeakValueDictionary()

@@ -1,0 +1,361 @@
+"""Who takes part in the training, and which of them this process is.
+
+`init_process_group()` finds out from the launcher's environment, or from the arguments of
+torch's function of the same name, and returns a `World`. Without a launcher the world is this
+one process, so the same script runs under plain `python`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+import weakref
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import env
+from paceline.env import Placement
+from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
+from paceline.group.gloo_shutdown import give_way_at_exit
+from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
+from paceline.group.store import launcher_store
+from paceline.torch_private import HashStore, PrefixStore, Store, TCPStore
+
+CPU = torch.device("cpu")
+STORE_TIMEOUT = timedelta(seconds=120)
+"""How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
+_LATE_S, _GRACE_S = 3.0, 5.0
+"""When a wait for the store is told of, and how long torch may take to notice its own timeout."""
+_CHECK = "check that MASTER_ADDR and MASTER_PORT are the same on every rank and can be reached"
+_FIRST_LOOK_S, _NEAR_LOOK_S, _FAR_LOOK_S = 0.001, 0.02, 0.25
+"""Pauses between two looks for the store: the first, the longest on this machine and on others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The workers of one training, seen by one of them."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    device: torch.device = CPU
+    group: Any = None
+    """The process group, an argument for every class that takes `process_group`."""
+    source: str = "alone"
+    """Where this was read: a launcher's name, `arguments`, `torch` or `alone`."""
+    owns_group: bool = False
+    """Whether `close()` should destroy torch's default group."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and saves."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def close(self) -> None:
+        """Leave the world: destroy the default group if `init_process_group()` made it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any | None = None,
+    device_id: torch.device | int | None = None,
+    enable_reconfigure: bool = False,
+) -> World:
+    """Join the world this process was launched into, as torch's default process group.
+
+    Takes torch's arguments. With none, reads `paceline run`'s, torchrun's or SLURM's environment,
+    and makes a world of one where there is none. On a single machine everything listens on
+    loopback only. A default group that already exists is used as it is.
+    """
+    give_way_at_exit()
+    if enable_reconfigure:
+        raise UsageError(
+            "enable_reconfigure=True makes a group that is used after its reconfigure() only.",
+            advice="Leave it out: a Run forms a new group when workers die. For torch's own way "
+            "call torch.distributed.init_process_group.",
+        )
+    if dist.is_initialized():
+        return current_world()
+    _check_backend(backend)
+    place = env.read_placement()
+    if env.joins_running():
+        return _stand_apart(place, device_id)
+    explicit = init_method is not None or store is not None
+    if not explicit and (world_size, rank) != (-1, -1):
+        place = _placement_from_arguments(place, world_size, rank)
+    local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
+    device = pick_device(backend, local_rank, local_size, device_id)
+    backend = backend or pick_backend(device, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
+    if device_id is not None and device.type == "cuda":
+        options["device_id"] = device
+    if explicit:
+        options |= {"init_method": init_method, "store": store}
+        options |= {"world_size": world_size, "rank": rank}
+        source = "arguments"
+    elif place is None:
+        options |= {"store": HashStore(), "world_size": 1, "rank": 0}
+        source = "alone"
+    else:
+        # A launcher's store outlives groups and attempts: what an earlier one left there is stale.
+        prefix = f"paceline/{env.read_attempt()}/{next(_groups)}"
+        met = PrefixStore(prefix, connect(place, timeout))
+        CONNECTIONS.kept_port = place.master_port
+        options |= {"store": met, "world_size": place.size, "rank": place.rank}
+        source = place.source
+    if place is None or place.is_single_node:
+        env.bind_gloo(env.loopback_interface())
+    else:  # `paceline run` has done it already; torchrun and srun do not
+        env.bind_gloo(interface_towards(place.master_addr))
+    with CONNECTIONS.recorded():
+        dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
+    return replace(current_world(), device=device, source=source, owns_group=True)
+
+
+def init_as_torch(*args: Any, **kwargs: Any) -> None:
+    """What torch's function does, where a worker may die and be replaced.
+
+    The launcher's store then still has the addresses of the first group, which is gone: to join
+    that one would take for ever.
+    """
+    place = env.read_placement()
+    if env.joins_running():
+        _stand_apart(place, kwargs.get("device_id"))
+        return
+    if place is not None:
+        CONNECTIONS.kept_port = place.master_port
+    with CONNECTIONS.recorded():
+        dist.init_process_group(*args, **kwargs)
+
+
+def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
+    """The world of a worker that replaces another: alone until its run joins the others."""
+    assert place is not None
+    device = pick_device(None, place.local_rank, place.local_size, device_id)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with env.gloo_on_loopback():  # whatever has become of the way to other machines
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    _apart.add(dist.group.WORLD)
+    return replace(current_world(), device=device, source=place.source, owns_group=True)
+
+
+def _check_backend(backend: object) -> None:
+    """Refuse what torch would answer with an assertion, or only while it connects."""
+    parts = backend.split(",") if isinstance(backend, str) else [] if backend is None else [""]
+    for name in [part.rpartition(":")[2].strip().lower() for part in parts]:
+        is_known = name in dist.Backend.backend_list
+        if not is_known or not getattr(dist, f"is_{name}_available", lambda: True)():
+            raise UsageError(
+                f"backend is {backend!r:.80}, which this torch does not have.",
+                advice='Leave it out, or pass "gloo", "nccl" or "cpu:gloo,cuda:nccl".',
+            )
+
+
+_apart: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Groups of replacements that stand apart from the others, for whom the launcher names a place."""
+_groups = count()
+"""How many groups this process has made; the same on every rank."""
+
+
+def current_world() -> World:
+    """Describe the default process group that is already there, whoever made it."""
+    group = default_group()
+    place = env.read_placement()
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = CPU
+    known = place if place is not None and group in _apart else None
+    return World(
+        rank=group.rank() if known is None else known.rank,
+        size=group.size() if known is None else known.size,
+        local_rank=place.local_rank if place else 0,
+        local_size=place.local_size if place else 1,
+        node=place.node if place else 0,
+        device=device,
+        group=group,
+        source="torch",
+    )
+
+
+def default_group() -> Any:
+    """Torch's default process group; an error of ours when there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise NotInitializedError(
+            "There is no process group yet.",
+            advice="Call paceline.init_process_group() first, or pass process_group=.",
+        )
+    return dist.group.WORLD
+
+
+def pick_device(
+    backend: str | None, local_rank: int, local_size: int, device_id: torch.device | int | None
+) -> torch.device:
+    """The device of this worker: its own GPU where there is one, else the CPU.
+
+    More workers than GPUs share them, which NCCL refuses unless each passes for a host of its own.
+    """
+    if device_id is not None:
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(
+                f"device_id is {device}, but this machine has {torch.cuda.device_count()} GPUs.",
+                advice="Use a smaller index, or leave device_id out to get the local rank's GPU.",
+            )
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return CPU
+    if backend == "nccl" and local_size > count and not env.may_share_gpu():
+        raise DeviceError(
+            f"{local_size} workers on this machine share {count} GPUs, which NCCL refuses.",
+            advice=f"To try the script here, start it with `paceline run --share-gpus`; otherwise "
+            f'start at most {count} workers per machine, or pass backend="gloo".',
+        )
+    return torch.device("cuda", local_rank % count)
+
+
+def describe_gpu_memory() -> str:
+    """What this worker holds of a GPU that it shares, and what is left there, as a sentence."""
+    sizes = (torch.cuda.memory_reserved(), *torch.cuda.mem_get_info())
+    held, free, total = (size / 2**30 for size in sizes)
+    return (
+        f"This worker holds {held:.1f} GiB of a GPU that it shares, where {free:.1f} of "
+        f"{total:.1f} GiB are free: start fewer workers, or take a smaller batch."
+    )
+
+
+def pick_backend(device: torch.device, local_size: int) -> str:
+    """NCCL and Gloo for GPUs, Gloo alone for CPUs and for GPUs shared by several workers."""
+    if device.type != "cuda":
+        return "gloo"
+    is_shared = local_size > torch.cuda.device_count()
+    if not dist.is_nccl_available() or (is_shared and not env.may_share_gpu()):
+        has_none = "this torch has no NCCL." if not dist.is_nccl_available() else ""
+        warnings.warn(
+            f"{local_size} workers use {torch.cuda.device_count()} GPUs with Gloo between them: "
+            + (has_none or "NCCL wants one GPU per worker, or `paceline run --share-gpus`.")
+            + " Expect little speed-up.",
+            stacklevel=3,
+        )
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> Placement | None:
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(
+            f"world_size={size} with rank={rank} is impossible.",
+            advice="Pass both, with rank from 0 to world_size - 1, or neither.",
+        )
+    if place is None and size > 1:
+        raise UsageError(
+            f"world_size={size} was passed, but nothing says where the others are.",
+            advice="Set MASTER_ADDR and MASTER_PORT, pass init_method= or store=, or start with "
+            "`paceline run`.",
+        )
+    if place is not None and (place.size, place.rank) != (size, rank):
+        raise UsageError(
+            f"rank {rank} of {size} was passed, but {place.source} says rank {place.rank} "
+            f"of {place.size}.",
+            advice="Leave rank and world_size out; the launcher knows them.",
+        )
+    return place
+
+
+def connect(place: Placement, timeout: timedelta | None) -> Store:
+    """The store the workers meet at: served by rank 0 unless the launcher serves it."""
+    if place.store:
+        return launcher_store(place.store)
+    if place.size == 1 and not place.agent_has_store:
+        return HashStore()
+    is_server = place.rank == 0 and not place.agent_has_store
+    is_local = place.is_single_node and not place.agent_has_store
+    address = env.LOOPBACK if is_local else place.master_addr
+    serve: dict[str, Any] = {}
+    if is_server:
+        serve = {"master_listen_fd": listen(address, place.master_port).detach()}
+    patience = min(timeout or STORE_TIMEOUT, STORE_TIMEOUT)
+    found: list[Store | Exception] = []
+
+    def connect() -> None:
+        left = patience
+        if not is_server:
+            left -= _wait_until_served(address, place.master_port, patience)
+        try:
+            options: dict[str, Any] = {
+                "timeout": max(left, timedelta(seconds=1)),
+                "wait_for_workers": False,
+            }
+            found.append(
+                TCPStore(address, place.master_port, place.size, is_server, **options, **serve)
+            )
+        except Exception as error:
+            found.append(error)
+
+    # In a thread, because torch waits without limit for one that accepts and does not answer.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_LATE_S)
+    where = f"{address}, port {place.master_port}"
+    if not found:
+        text = f"paceline: rank {place.rank} still waits for the store at {where}; {_CHECK}."
+        print(text, file=sys.stderr, flush=True)
+        thread.join(patience.total_seconds() + _GRACE_S)
+    if found and isinstance(found[0], Store):
+        return found[0]
+    reason = str(*found).partition("\n")[0][:200] or "nobody answers there"
+    raise PeerError(
+        f"Rank {place.rank} of {place.size} found no store at {where}, within "
+        f"{patience.total_seconds():.0f} s.",
+        f"The address comes from {place.source}; {reason}.",
+        f"Look for an error on rank 0, and {_CHECK}.",
+    )
+
+
+def _wait_until_served(address: str, port: int, patience: timedelta) -> timedelta:
+    """Wait while nobody listens there yet; how long that took.
+
+    torch's store would wait half a second and more before it tried again, while rank 0 is
+    usually there a few milliseconds later.
+    """
+    start = time.monotonic()
+    longest = _NEAR_LOOK_S if env.is_loopback(address) else _FAR_LOOK_S
+    pause = _FIRST_LOOK_S
+    while not is_served(address, port):
+        if time.monotonic() + pause > start + patience.total_seconds():
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return timedelta(seconds=time.monotonic() - start)

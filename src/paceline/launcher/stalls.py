@@ -1,0 +1,72 @@
+"""Workers that stand still: which of them is stopped, silent or hangs, seen from the launcher.
+
+A stall window is looked at `BEATS` times. Looks are counted, not timed: a launcher that was stopped
+itself blames nobody. A worker says with each beat whether it trains, waits for the others in a
+collective, or has stood still in its own code all the time that `--stall-end` allows: where one
+waits, on whatever machine, those that hang are what it waits for.
+
+    trains --(nothing for --stall-end, while another waits)--> its stack is dumped --> accused
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from paceline.launcher.process import WorkerProcess
+from paceline.launcher.worker import BEATS, DUMP_SIGNAL, HANGS, stack_file
+
+# One that was stopped, or silent, at so many looks is ended.
+MOST_LOOKS = 6
+# Under load a process may be silent for a while without being at fault.
+LEAST_SILENCE_S = 5.0
+STACK_BYTES = 2**16
+
+
+class StallJudge:
+    """Looks at workers, and accuses those that the others would wait for for good."""
+
+    def __init__(self, stall_s: float, end_s: float) -> None:
+        self.look_s = stall_s / BEATS
+        self._end_s = end_s
+        self._most_silent = max(MOST_LOOKS, LEAST_SILENCE_S / self.look_s)
+
+    def look(self, workers: Sequence[WorkerProcess], is_awaited: bool) -> None:
+        """Look at all, of whom one may be what another waits for, here or on another machine."""
+        for worker in workers:
+            worker.look(self.look_s)
+            hangs = is_awaited and worker.word == HANGS
+            if worker.looks_stopped >= MOST_LOOKS:
+                seconds = worker.looks_stopped * self.look_s
+                worker.accused = f"was stopped by a signal for {seconds:.3g} s"
+            elif not hangs and worker.looks_silent < self._most_silent - 1:
+                worker.is_dumped = False
+            elif not worker.is_dumped:
+                worker.is_dumped = True  # and is ended at the next look
+                if DUMP_SIGNAL and worker.can_dump:
+                    os.kill(worker.pid, DUMP_SIGNAL)
+            elif hangs:
+                seconds = self._end_s
+                worker.accused = f"was hanging in its own code for {seconds:.3g} s while others "
+                worker.accused += "waited for it"
+            elif worker.looks_silent >= self._most_silent:
+                seconds = worker.looks_silent * self.look_s
+                worker.accused = f"was silent for {seconds:.3g} s"
+            if worker.accused:
+                worker.accused += ", so the launcher ended it"
+                worker.send(signal.SIGKILL)
+
+
+def read_stack(worker: WorkerProcess) -> str:
+    """Where the threads of a worker were before it was ended, if it could tell."""
+    try:
+        with open(stack_file(worker.error_file), "rb") as file:
+            return file.read(STACK_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def main_thread(stack: str) -> str:
+    """Of all threads the one that runs the script."""
+    return stack.rpartition("\n\n")[2]

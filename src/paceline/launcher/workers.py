@@ -1,0 +1,209 @@
+"""The workers of this machine as their launcher talks to them, whoever decides about them.
+
+Each has a channel to its launcher, and a ledger that outlives it. Launchers of several machines
+have channels to each other: one leads and decides (`generations`), the others obey (`follower`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paceline.group import LAST_GENERATION, Ledger, receive, send
+from paceline.launcher.channel import Channel, ChannelBroken
+from paceline.launcher.deaths import StopReason, WorkerExit
+
+
+@dataclass
+class WorkerChannel:
+    """The launcher's end of what it shares with one worker."""
+
+    socket: socket.socket
+    ledger: Ledger
+    theirs: tuple[int, int]
+    """Descriptors for the worker: its end of the channel, and its ledger."""
+
+    @classmethod
+    def open(cls) -> WorkerChannel:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)  # a worker that is stopped must not stop the launcher
+        descriptor = Ledger.create()
+        try:
+            ledger = Ledger(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(ours, ledger, (theirs.detach(), descriptor))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.ledger.close()
+
+
+@dataclass(kw_only=True)
+class Workers:
+    """The workers of this machine, whoever decides about them."""
+
+    say: Callable[[str], None]
+    survives_errors: bool = False
+    """Whether they are replaced when their script raises an exception."""
+    survives: bool = True
+    """Whether workers have a channel to this launcher: without it the first death ends all."""
+    channels: dict[int, Channel] = field(default_factory=dict)
+    """Channels to launchers of other machines, by machine."""
+    silence_s: float = 0.0
+    """After how long without a word a machine counts as gone."""
+    reached: dict[str, set[int]] = field(default_factory=lambda: {"done": set(), "ready": set()})
+    """Machines that have finished this attempt, and those that are ready for the next."""
+    worker_channels: dict[int, WorkerChannel] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the run, as its first workers told them."""
+    wanted: list[int] = field(default_factory=list)
+    """Workers of this machine that are to be started now."""
+    dismissed: set[int] = field(default_factory=set)
+    """Replacements that came too late, and are to be ended."""
+    end: StopReason | None = None
+    is_on: bool = False
+    """Whether a run of ours trains: other scripts end with their first worker."""
+    broken: list[Channel] = field(default_factory=list)
+    """Channels that are over, but still open."""
+    can_repeat: bool = False
+    """Whether a new process would find the training complete: the last step is saved."""
+    _waiting: dict[int, bool] = field(default_factory=dict)
+    _told: dict[int, bool] = field(default_factory=dict)
+    """Whether workers wait too long, as other machines have told, and were told."""
+    _finished: set[int] = field(default_factory=set)
+    _leavers: list[int] = field(default_factory=list)
+    """Workers whose script has left its loop, while others have not."""
+
+    def has_finished(self, worker: int) -> bool:
+        """Whether a worker has left the loop, and is in the rest of its script."""
+        return worker in self._finished
+
+    def has_left_loop(self, worker: int) -> bool:
+        """Whether it has done so before the last step."""
+        return worker in self._leavers
+
+    def _was_thrown_out(self, end: WorkerExit) -> bool:
+        """Whether a worker that seemed to have left its loop has failed in it."""
+        if not end.raised or end.rank not in self._leavers:
+            return False
+        self._leavers.remove(end.rank)
+        self._finished.discard(end.rank)
+        return True
+
+    def does_rest(self, worker: int) -> bool:
+        """Whether scripts leave to this worker what is done once for all, after the loop."""
+        return worker == 0
+
+    def on_message(self, worker: int) -> None:
+        """A worker says something."""
+        while (message := receive(self.worker_channels[worker].socket)) is not None:
+            self._hear(worker, message)
+
+    def open_worker_channel(self, worker: int) -> WorkerChannel:
+        """The channel to a worker that is about to be started."""
+        channel = self.worker_channels[worker] = WorkerChannel.open()
+        self._finished.discard(worker)
+        if self.is_on:
+            send(channel.socket, self.facts)
+        return channel
+
+    def close_worker_channel(self, worker: int) -> dict[str, Any]:
+        """Hear the last words of a worker that has ended; its ledger."""
+        self.on_message(worker)
+        channel = self.worker_channels.pop(worker)
+        ledger = channel.ledger.read()
+        channel.close()
+        return ledger
+
+    def drop_worker_channel(self, worker: int) -> None:
+        """Forget the channel to a worker that could not be started."""
+        if worker in self.worker_channels:
+            self.worker_channels.pop(worker).close()
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do what was decided about a worker of this machine."""
+        match order:
+            case {"do": "tell", "worker": int(worker), "generation": generation}:
+                with suppress(OSError, KeyError):  # its end will be heard of next
+                    send(self.worker_channels[worker].socket, generation)
+            case {"do": "start", "worker": int(worker)}:
+                self.wanted.append(worker)
+            case {"do": "dismiss", "worker": int(worker)}:
+                self.dismissed.add(worker)
+
+    def tell_end(self, reason: str) -> None:
+        """Tell the workers of this machine that no generation follows, so that nobody waits."""
+        end = {"number": LAST_GENERATION, "rank": 0, "size": 1, "ends": reason}
+        for channel in self.worker_channels.values():
+            with suppress(OSError):
+                send(channel.socket, end)
+
+    def take_starts(self) -> list[int]:
+        """Workers that are to be started now."""
+        taken, self.wanted = self.wanted, []
+        return taken
+
+    def on_channel(self, machine: int) -> None:
+        """Another machine's launcher says something."""
+        try:
+            for message in self.channels[machine].receive():
+                match message:
+                    case {"machine": "done" | "ready" as said}:
+                        self.reached[said].add(machine)
+                    case {"machine": "waits", "is_waiting": bool(is_waiting)}:
+                        self._waiting[machine] = is_waiting
+                    case _:
+                        self._hear_machine(message)
+        except ChannelBroken as error:
+            self._miss(machine, str(error))
+
+    def is_awaited(self, waits: bool) -> bool:
+        """Whether a worker of any machine has waited too long; `waits` if one of this machine."""
+        for machine, channel in self.channels.items():
+            others = (each for other, each in self._waiting.items() if other != machine)
+            told = waits or any(others)
+            if self._told.get(machine, False) != told:
+                self._told[machine] = told
+                channel.send({"machine": "waits", "is_waiting": told})
+        return waits or any(self._waiting.get(machine) for machine in self.channels)
+
+    def keep_in_touch(self) -> None:
+        """Let other launchers know that this one lives, and notice which of them is silent."""
+        for machine, channel in list(self.channels.items()):
+            # First what has come: it may have been this launcher that was stopped for a while.
+            self.on_channel(machine)
+            if machine not in self.channels:
+                continue
+            now_s = time.monotonic()
+            channel.beat(now_s)
+            if now_s - channel.heard_s > self.silence_s:
+                self._miss(machine, f"it has said nothing for {self.silence_s:g} s")
+
+    def pass_on(self, end: StopReason) -> None:
+        """Tell the launchers of other machines to end."""
+        for channel in self.channels.values():
+            channel.send({"do": "end", **asdict(end)})
+
+    def _miss(self, machine: int, why: str) -> None:
+        self.broken.append(self.channels.pop(machine))
+        self._lose_machine(machine, why)
+
+    def is_member(self, worker: int) -> bool:
+        """Whether a worker takes part in the training now."""
+        raise NotImplementedError
+
+    def _hear(self, worker: int, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _hear_machine(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _lose_machine(self, machine: int, why: str) -> None:
+        raise NotImplementedError

@@ -1,0 +1,482 @@
+"""A run is put together: who computes, loads, checks, commits and tells. `parts` is the result."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import env
+from paceline.data import Files, Generators
+from paceline.ddp import (
+    DDPOptions,
+    DistributedDataParallel,
+    Engine,
+    OrderedEngine,
+    Wrapper,
+    bare,
+    check_engine,
+)
+from paceline.errors import DesyncError, UsageError
+from paceline.files import RunFolder, RunInfo, last_recorded_step
+from paceline.group import (
+    CONNECTIONS,
+    Link,
+    Membership,
+    World,
+    connect,
+    current_world,
+    exchange,
+    gather_bytes,
+    init_process_group,
+    refuse_aborted,
+    word_device,
+)
+from paceline.policy import NoiseMeter
+from paceline.run.buffers import Buffers
+from paceline.run.config import RunConfig
+from paceline.run.exchanges import Exchanges
+from paceline.run.groups import Groups, can_form_anew
+from paceline.run.loader import MapLoader, StreamLoader
+from paceline.run.metrics import Metrics
+from paceline.run.parts import (
+    Dealing,
+    Feed,
+    Loader,
+    Outlets,
+    Place,
+    RunParts,
+    RunProgress,
+    Training,
+    loading,
+)
+from paceline.run.plan import Plan, Position, check_batch, make_plan
+from paceline.run.precision import Precision
+from paceline.run.rating import Rating
+from paceline.run.recovery import Survival
+from paceline.run.samples import refuse_other_samples, sum_up_samples
+from paceline.run.state import RunState, Saving
+from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
+from paceline.run.watching import Watching
+from paceline.telemetry import (
+    FolderSink,
+    Sink,
+    Sinks,
+    TerminalSink,
+    count_text,
+    name_steps,
+    note_waits,
+)
+from paceline.torch_private import HashStore
+from paceline.update import (
+    FiniteCheck,
+    Update,
+    WeightAverage,
+    WholeUpdate,
+    can_be_kept,
+    describe_sharing,
+    is_worth_gathering,
+    is_worth_sharing,
+    shard_update,
+    step_in_pieces,
+)
+
+_REPEATED = (
+    "Epoch {} begins anew: its batches were those of the loaders of {}, so nobody knows which "
+    "samples the {} steps so far had. They are trained on again."
+)
+SAMPLES = "samples"
+"""The fact that is compared as `samples` says, and not for equality."""
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+def build_run(config: RunConfig) -> RunParts:
+    """Check the arguments, find a checkpoint, wrap the model and load."""
+    options = config.options
+    world = config.world or find_world()
+    members = Membership.of(world.group)
+    if config.loader is not None:
+        _take_loader(config, world)
+    link, shares_out, can_survive = _find_link(config, members)
+    is_replacement = link is not None and link.is_replacement
+    if is_replacement:
+        members.leave()
+    model = _unwrapped(config.model)
+    module = bare(model)
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    place = Place(world, members, device, is_replacement)
+    members.word_device = word_device(world.group, device)
+    precision = Precision(options.precision, device, list(module.parameters()))
+    average = None if options.ema is None else WeightAverage(module, options.ema)
+    update = _make_update(config, module, precision, members, average)
+    rating = Rating(options, config.scheduler, update)
+    state = RunState(module, update, rating, config.state or {})
+    folder = config.open_folder(world.rank)
+    saving = Saving(folder, config, members)
+    saved, before = saving.find() or (None, None)
+    known = link.facts if link is not None and is_replacement else before or {}
+    shards = config.shards or known.get("shards") or world.size
+    check_batch(config.global_batch, shards)
+    if isinstance(config.dataset, Files) and not is_replacement:
+        _count_together(config.dataset, members)
+    plan = make_plan(config, shards, known.get("order"))
+    workers = known["workers"] if is_replacement else world.size
+    _check_batch_norm(model, workers, shards, plan)
+    facts = config.facts(module, plan, shards=shards, workers=workers)
+    saving.identify(facts, before)
+    watching = Watching(config, folder, members)
+    agreed = {**facts, **config.to_agree_on(), "trace_step": watching.trace_step}
+    if plan is not None and plan.lanes is None and (members.size > 1 or link is not None):
+        agreed[SAMPLES] = sum_up_samples(config.dataset, plan.samples, config.seed, config.workers)
+    _refuse_different_facts(members, agreed)
+    if link is not None and is_replacement:
+        ours = json.loads(json.dumps(agreed))
+        _refuse_difference(link.facts, ours, "in the run", "in a worker that would join it")
+    if saving.is_on:
+        state.check_savable()
+    with ExitStack() as undo:
+        undo.callback(watching.end)
+        watching.start_timeline(world.rank)
+        engine = _make_engine(model, config, place, shards)
+        watching.note_engine(engine)
+        shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
+        if shares_out and link is not None:
+            state.keep()
+        position, sums = state.load(saved) if saved else (Position(), {})
+        undo.pop_all()
+    other_size = config.loader is not None and (before or {}).get("workers") != world.size
+    repeated = position.step_of_epoch if other_size else 0
+    if repeated:
+        position, sums = replace(position, step_of_epoch=0), {}
+    noise = None
+    if options.noise_every and config.passes(shards, world.size) > 1:
+        noise = NoiseMeter(module.parameters(), every=options.noise_every)
+    has_buffers = next(module.buffers(), None) is not None
+    training = Training(
+        engine,
+        module,
+        update,
+        shares_out,
+        precision,
+        average,
+        Buffers(module, members, is_ordered=bool(options.same_bits)) if has_buffers else None,
+        noise,
+        Generators(device),
+        rating,
+        state,
+    )
+    training.generators.seed(config.seed, "between", position.step)
+    signals = LoaderSignals()
+    pins = device.type == "cuda" if options.pin_memory is None else options.pin_memory
+    settings = partial(loading, pins, options.prefetch, signals)
+    shortest_batch = math.inf if plan is None else plan.shortest_batch
+    made = _make_loader(config, plan, shards, members, settings, saved)
+    feed = Feed(made, shards, shortest_batch, signals, settings)
+    watching.note_progress(position.step, None if plan is None else plan.steps)
+    lines = config.opening_lines(world, device, shards, plan, position)
+    if shares_out:
+        lines += describe_sharing(
+            engine, config.optimizer, can_survive=can_survive, is_saved=config.is_saved
+        )
+    if repeated:
+        count = count_text((before or {})["workers"], "worker")
+        lines.append(_REPEATED.format(position.epoch + 1, count, repeated))
+    lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step)]
+    info = config.describe(folder, plan, module, facts)
+    sinks = _make_sinks(config, folder, info, place, link)
+    metrics = Metrics(sinks.tell_step)
+    if members.leads:
+        metrics.epoch = sums
+    outlets = Outlets(sinks, metrics, saving, watching, info, lines)
+    stop = StopRequest(sinks.say)
+    stop.hears_of_failures = world.size == 1 or env.hears_of_failures()
+    vote = Vote(members, stop)
+    vote.is_asked_to_record = watching.is_asked
+    progress = RunProgress(position, members.size)
+    parts = RunParts(
+        config=config,
+        place=place,
+        training=training,
+        feed=feed,
+        outlets=outlets,
+        progress=progress,
+        dealing=Dealing(feed.loader, members, progress),
+        exchanges=Exchanges(members),
+        stop=stop,
+        vote=vote,
+        agreed=agreed,
+        step_note=env.open_step_note(),
+    )
+    if link is not None:
+        parts.recover_with(Survival(link, _make_groups(link), parts))
+    return parts
+
+
+def _take_loader(config: RunConfig, world: World) -> None:
+    """Make the user's loader for this worker, and learn what it says of itself."""
+    config.loader = make_user_loader(config.loader, world)
+    if config.options.steps_per_epoch is None:
+        length_of(config.loader)
+    config.global_batch = config.global_batch or find_global_batch(config.loader, world.size)
+
+
+def _find_link(config: RunConfig, members: Membership) -> tuple[Link | None, bool, bool]:
+    """The line to a launcher that keeps the run alive; whether the update is shared out; and
+    whether the run could outlive a worker."""
+    is_formed_anew = members.group is dist.group.WORLD and can_form_anew(dist.get_backend())
+    can_survive = (
+        is_formed_anew
+        and env.read_survival() is not None
+        and not _has_sync_batch_norm(config.model)
+        and config.loader is None  # which cannot be dealt anew
+    )
+    shares_out, word = config.options.update == "sharded", config.options.elementwise
+    if config.options.update == "auto":
+        shares_out = is_worth_sharing(
+            config.optimizer, size=members.size, can_survive=can_survive, elementwise=word
+        )
+    found = Link.find()
+    goes_on = config.is_saved or not shares_out or can_be_kept(config.optimizer)
+    link = found if can_survive and goes_on else None
+    if found is not None:
+        found.tell("building", survives=link is not None)
+    return link, shares_out, can_survive
+
+
+def _make_groups(link: Link) -> Groups:
+    """What makes torch's default group anew for every generation."""
+    placement = env.read_placement()
+    assert placement is not None
+    store, backend = connect(placement, None), link.backend or dist.get_backend()
+    groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
+    refuse_aborted(lambda: groups.is_broken)
+    return groups
+
+
+def _make_update(
+    config: RunConfig,
+    module: nn.Module,
+    precision: Precision,
+    members: Membership,
+    average: WeightAverage | None,
+) -> Update:
+    options, wanted = config.options, config.options.update
+    if not isinstance(wanted, str):
+        return wanted
+    finite = None
+    if options.check_finite != "off":
+        named, is_complete = list(module.named_parameters()), options.check_finite == "all"
+        finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
+    return WholeUpdate(
+        list(module.parameters()),
+        config.optimizer,
+        scheduler=config.scheduler,
+        scaler=precision.find_scaler(config.scaler),
+        clip_norm=options.clip_norm,
+        finite=finite,
+        average=average,
+    )
+
+
+def _share_out(engine: Engine, config: RunConfig, shares_out: bool, *, can_survive: bool) -> bool:
+    """Share the update out if it was asked for, or is faster; whether it is."""
+    wanted = config.options.update
+    if shares_out and wanted == "auto":
+        shares_out = is_worth_gathering(engine, can_survive=can_survive)
+    if shares_out:
+        word = config.options.elementwise
+        shard_update(engine, config.optimizer, elementwise=word)  # type: ignore[arg-type]
+    elif wanted == "auto":
+        step_in_pieces(config.optimizer)
+    return shares_out
+
+
+def _make_loader(
+    config: RunConfig,
+    plan: Plan | None,
+    shards: int,
+    members: Membership,
+    settings: Callable[[int], dict[str, Any]],
+    saved: Any,
+) -> Loader:
+    if config.loader is not None:
+        return UserLoader(
+            config.loader,
+            members,
+            epochs=config.epochs,
+            seed=config.seed,
+            steps_per_epoch=config.options.steps_per_epoch,
+            states=(saved or {}).get("loader"),
+        )
+    if plan is None:
+        return StreamLoader(config, shards, members, settings(config.workers))
+    return MapLoader(config, plan, members, settings(config.workers))
+
+
+def _make_sinks(
+    config: RunConfig, folder: RunFolder | None, info: RunInfo, place: Place, link: Link | None
+) -> Sinks:
+    """Who is told on this worker; the lowest rank tells the user's own and draws."""
+    members = place.membership
+    sinks: list[Sink] = []
+    if folder is not None:
+        sinks.append(FolderSink(folder, place.world.rank, info, members))
+    if members.leads:
+        sinks += config.sinks
+    terminal = None
+    if members.leads or link is not None:
+        began = None if link is None else link.began
+        terminal = TerminalSink(config.options.progress, folder, draws=members.leads, began=began)
+    return Sinks(sinks, terminal)
+
+
+def find_world() -> World:
+    """torch's default group if there is one, else what a launcher says, else this one process."""
+    if dist.is_available() and dist.is_initialized():
+        return current_world()
+    if env.read_placement() is None:
+        # A group of its own, so that being alone leaves no trace in torch.
+        return World(rank=0, size=1, group=dist.ProcessGroup(HashStore(), 0, 1))
+    if env.read_survival() is not None:
+        env.leave_nccl_to_us()
+    world = init_process_group()
+    atexit.register(world.close)
+    return world
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model without wrappers that a run replaces by its own; our engine's stays."""
+    while isinstance(model, Wrapper | nn.DataParallel):
+        if isinstance(model, DistributedDataParallel):
+            return model
+        model = model.module
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "The model is wrapped in torch's DistributedDataParallel, which would average its "
+            "gradients a second time.",
+            advice="Pass the module inside: a run wraps it itself.",
+        )
+    return model
+
+
+def _make_engine(model: nn.Module, config: RunConfig, place: Place, shards: int) -> Engine:
+    """What keeps the model equal; one that is wrapped keeps its wrapper and options."""
+    members = place.membership
+    if config.options.same_bits or config.engine is not None:
+        note_waits(members, place.device)
+    if config.options.same_bits:
+        transport = config.ddp.transport if config.ddp is not None else "auto"
+        return OrderedEngine(bare(model), members, shards, transport)
+    if config.engine is not None:
+        return check_engine(config.engine(model, place.world))
+    if not isinstance(model, DistributedDataParallel):
+        options = config.ddp or DDPOptions()
+        return DistributedDataParallel(
+            model, process_group=members, forward_sync_buffers=False, options=options
+        )
+    if config.ddp is not None:
+        raise UsageError(
+            "The model is wrapped in DistributedDataParallel with options of its own, and ddp= has "
+            "others.",
+            advice="Pass the module inside with ddp=, or the wrapped one without.",
+        )
+    if model.membership is not members:
+        raise UsageError(
+            "The model is wrapped in DistributedDataParallel over another process group than the "
+            "run's.",
+            advice="Pass the module inside: a run wraps it itself.",
+        )
+    model.broadcast_buffers = False  # a run looks after buffers shard by shard
+    return model
+
+
+def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
+    """Which steps are done again, because the run ended before they were in a checkpoint."""
+    last = 0 if folder is None else last_recorded_step(folder)
+    if last > step:
+        they = "it was" if last == step + 1 else "they were"
+        which = name_steps(step + 1, last).capitalize()
+        return [f"{which} done again: the last start ended before {they} saved."]
+    if folder is None and env.read_attempt() > 0:
+        return ["All steps are done again: without a folder nothing was saved before the restart."]
+    return []
+
+
+def _has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether layers need every worker in every pass, and so exactly one shard on each."""
+    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+
+def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:
+    """Refuse layers that talk to all workers in every pass where some would not be there."""
+    if shards == size == 1 or not _has_sync_batch_norm(model):
+        return
+    if shards != size:
+        raise UsageError(
+            f"SyncBatchNorm needs one shard per worker, not {shards} for {size}.",
+            advice="Use shards equal to the number of workers, or BatchNorm, whose statistics are "
+            "those of a shard at any number of workers.",
+        )
+    if plan is None or plan.shortest_batch < size:
+        raise UsageError(
+            "SyncBatchNorm needs samples on every worker, and the last batch of an epoch has too "
+            "few.",
+            advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
+        )
+
+
+def _count_together(dataset: Files, members: Membership) -> None:
+    """Every worker counts the samples of some files, and tells the others."""
+    if dataset.is_counted or members.size == 1:
+        return
+    mine, problem = [], None
+    try:
+        mine = dataset.count(range(members.rank, len(dataset.files), members.size))
+    except Exception as error:
+        problem = error
+    word = [mine, None if problem is None else str(problem)]
+    sent = gather_bytes(
+        members.group, json.dumps(word).encode(), members.word_device, "Counting samples"
+    )
+    everyone = [json.loads(each) for each in sent]
+    for rank, (_, why) in enumerate(everyone):
+        if why is not None:
+            raise problem or UsageError(f"Rank {rank} could not count its files: {why}")
+    counts = [0] * len(dataset.files)
+    for rank, (theirs, _) in enumerate(everyone):
+        counts[rank :: members.size] = theirs
+    dataset.counts = tuple(counts)
+
+
+def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:
+    """All workers must have been started with the same arguments."""
+    if members.size == 1:
+        return
+    everyone = exchange(members.group, facts, members.word_device, "Comparing the runs")
+    for rank, theirs in enumerate(everyone):
+        _refuse_difference(everyone[0], theirs, "on rank 0", f"on rank {rank}")
+
+
+def _refuse_difference(
+    facts: dict[str, Any], others: dict[str, Any], where: str, elsewhere: str
+) -> None:
+    for key, value in facts.items():
+        if key == SAMPLES:
+            refuse_other_samples(value, others[key], where, elsewhere)
+        elif others[key] != value:
+            raise DesyncError(
+                "The workers were started with different arguments.",
+                f"First difference: {key} is {value!r} {where}, {others[key]!r} {elsewhere}.",
+                "Pass the same to Run on every worker.",
+            )

@@ -1,0 +1,204 @@
+"""How workers that have come unequally far are made equal: compare, transfer, adopt.
+
+By one step at most, and by the results of what they did together since. Whoever has less gets it
+from those who have more, so that nothing is done twice and nobody waits for something that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PeerError
+from paceline.group import exchange
+from paceline.run.metrics import add_sums
+from paceline.run.state import broadcast_state
+from paceline.telemetry import Message, count_text
+
+if TYPE_CHECKING:
+    from paceline.run.member import Member
+    from paceline.run.parts import RunParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far one worker is, as it tells the others."""
+
+    worker: int
+    """What the launcher calls it."""
+    step: int
+    """Steps applied; -1 for a newcomer, which has no state."""
+    is_whole: bool = True
+    """Whether it has all of the optimizer's state."""
+    results: list[list[Any]]
+    """What it has been told since the last step."""
+    epochs: int = 0
+    saved: int | None = None
+    """The last step that was saved, as whoever writes knows it."""
+    stopping: int = 0
+    identity: int = 0
+    """Which model the engine says this is."""
+    live: list[str]
+    """The buffers that change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What all workers make of their standings: the same on each."""
+
+    step: int
+    leader: int
+    """The rank whose state the others get."""
+    is_whole: bool
+    """Whether the optimizer's state is to be had; otherwise all must go back."""
+    behind: frozenset[int]
+    """The ranks that get it."""
+    joined: list[int]
+    """The workers that are new."""
+    results: list[list[Any]]
+    epochs: int
+    saved: int | None
+    stopping: int
+    identity: int
+    live: frozenset[str]
+
+
+def compare(standings: Sequence[Standing]) -> Verdict:
+    """Who has come furthest, and who needs what; by rank."""
+    best = max(each.step for each in standings)
+    if best < 0:
+        raise PeerError("No worker is left that knows the state of the run.")
+    furthest = [each for each in standings if each.step == best]
+    whole = [each for each in furthest if each.is_whole]
+    behind = (
+        rank
+        for rank, each in enumerate(standings)
+        if each.step < best or (whole and not each.is_whole)
+    )
+    return Verdict(
+        step=best,
+        leader=standings.index((whole or furthest)[0]),
+        is_whole=bool(whole),
+        behind=frozenset(behind),
+        joined=[each.worker for each in standings if each.step < 0],
+        results=max((each.results for each in furthest), key=len),
+        epochs=furthest[0].epochs,
+        saved=next((each.saved for each in standings if each.saved is not None), None),
+        stopping=max(each.stopping for each in standings),
+        identity=furthest[0].identity,
+        live=frozenset(name for each in standings for name in each.live),
+    )
+
+
+class Healing:
+    """One worker's part in it, in every new generation."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._led = parts.place.membership.leads
+        """Whether this worker was rank 0 so far, the one that writes."""
+
+    def heal(self, member: Member, inherited: dict[str, Any], *, has_lost_state: bool) -> bool:
+        """Make everybody's state that of the worker which has come furthest.
+
+        Returns whether the optimizer's is not to be had any more, since parts of it were with the
+        dead only: then all must go back.
+        """
+        mine, members = self._standing(member, has_lost_state), self._parts.place.membership
+        what = "Comparing how far the workers are"
+        told = exchange(members.group, asdict(mine), members.word_device, what)
+        verdict = compare([Standing(**each) for each in told])
+        if verdict.behind:
+            self._transfer(verdict, is_new=member.is_new)
+        self._adopt(verdict, mine, is_new=member.is_new)
+        self._inherit(verdict, inherited)
+        leads, self._led = members.leads and not self._led, members.leads
+        if leads:
+            self._parts.take_over()
+        if members.leads:
+            self._tell(member.number, inherited, verdict.joined)
+        return not verdict.is_whole
+
+    def _standing(self, member: Member, has_lost_state: bool) -> Standing:
+        parts = self._parts
+        training, outlets = parts.training, parts.outlets
+        buffers = training.buffers
+        training.state.rescue()
+        return Standing(
+            worker=parts.place.world.rank,
+            step=-1 if member.is_new else parts.progress.position.step,
+            is_whole=training.state.is_whole and not has_lost_state,
+            results=parts.exchanges.results,
+            epochs=outlets.metrics.epochs,
+            saved=outlets.saving.saved_step if self._led else None,
+            stopping=parts.progress.stopping,
+            identity=training.engine.identity,
+            live=[] if buffers is None else sorted(buffers.live),
+        )
+
+    def _transfer(self, verdict: Verdict, *, is_new: bool) -> None:
+        """Send the leader's state to all; whoever is behind loads it."""
+        parts, members = self._parts, self._parts.place.membership
+        state, progress = parts.training.state, parts.progress
+        sent = None
+        if members.rank == verdict.leader:
+            sent = state.gather(progress.position, {}, with_parts=verdict.is_whole)
+        sent = broadcast_state(members, sent, verdict.leader, "Healing")
+        if members.rank in verdict.behind:
+            # Who missed the end of a step still runs the code that follows it in the loop, and
+            # so does to the state objects what the others have done to theirs.
+            state.forget()
+            progress.position, _ = state.load(
+                sent, with_objects=is_new, with_parts=verdict.is_whole
+            )
+
+    def _adopt(self, verdict: Verdict, mine: Standing, *, is_new: bool) -> None:
+        """Take what the workers have agreed on."""
+        parts = self._parts
+        training, exchanges = parts.training, parts.exchanges
+        if mine.step < verdict.step:
+            training.generators.seed(parts.config.seed, "between", verdict.step)
+            parts.outlets.metrics.epochs = verdict.epochs
+            exchanges.asked = 0
+        parts.progress.stopping = verdict.stopping
+        exchanges.results = verdict.results
+        if is_new:
+            exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it
+        # What a dead one was writing may be there or not: it is written once more.
+        parts.outlets.saving.saved_step = verdict.saved
+        training.engine.identity = verdict.identity
+        if training.buffers is not None:
+            training.buffers.live.update(verdict.live)
+
+    def _inherit(self, verdict: Verdict, inherited: dict[str, Any]) -> None:
+        """Add what the dead had computed of this epoch to what this worker has."""
+        metrics, sinks = self._parts.outlets.metrics, self._parts.outlets.sinks
+        for ledger in inherited.values():
+            if ledger.get("epoch") != metrics.epochs:
+                continue
+            if ledger["sums"] is None:
+                text = "What a dead worker had computed is not in the metrics of this epoch: it "
+                text += "had more of them than it could leave behind."
+                sinks.tell("message", Message(text, "warning"))
+                continue
+            add_sums(metrics.epoch, ledger["sums"])
+            if ledger["last"] <= verdict.step:
+                add_sums(metrics.epoch, ledger["next"])
+
+    def _tell(self, generation: int, inherited: dict[str, Any], joined: list[int]) -> None:
+        """Keep in the run folder who is gone and who is new; the launcher says it on the spot."""
+        parts = self._parts
+        died = [
+            {"worker": int(name.partition(".")[0]), "how": ledger["how"], "step": ledger["died_in"]}
+            | ({"stack": ledger["stack"]} if ledger.get("stack") else {})
+            for name, ledger in inherited.items()
+            if "how" in ledger
+        ]
+        step, size = parts.progress.position.step, parts.place.membership.size
+        lines = [f"Worker {each['worker']} {each['how']}." for each in died]
+        lines += [f"Worker {worker} has joined." for worker in joined]
+        text = " ".join([*lines, f"{count_text(size, 'worker')} train."])
+        facts = {"step": step, "generation": generation, "workers": size}
+        message = Message(text, "info", "generation", {**facts, "died": died, "joined": joined})
+        parts.outlets.sinks.tell("message", message)

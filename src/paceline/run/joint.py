@@ -1,0 +1,121 @@
+"""A loss over the whole global batch: what `step.joint()` computes besides the passes of a shard.
+
+    first pass     the embeddings of every shard, without a graph; all workers get all of them
+    the loss       of all embeddings, on every worker, and its gradient with respect to each
+    second pass    a shard's embeddings with a graph; its part is their product with that gradient
+
+The parts of all shards have the gradient of the loss, and none depends on who computes it. What the
+loss itself reads of the model, such as a temperature, gets its gradient with the part of shard 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.files import decode, encode
+from paceline.group import find_tensors, gather_bytes, map_tensors
+from paceline.run.parts import Place, Training
+from paceline.run.plan import Shard
+from paceline.run.rows import call, check_rows, join
+from paceline.telemetry import Message, Sinks
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+class JointLoss:
+    """The loss of one step, on one worker.
+
+    add, for every shard of this worker --> compute, with the others --> part_of, for every shard
+    """
+
+    value: Tensor
+
+    def __init__(self, loss: Callable[..., Tensor], place: Place, training: Training) -> None:
+        self._loss, self._place, self._training = loss, place, training
+        self._found: dict[int, Any] = {}
+        self._all: Any = None
+        self._grads: dict[int, list[Tensor | None]] = {}
+        self._seed: tuple[Any, ...] = ()
+
+    def add(self, shard: Shard, embeddings: Any) -> None:
+        """These are the embeddings of one of this worker's shards."""
+        check_rows(embeddings, len(shard.indices), "step.joint(): encode")
+        self._found[shard.number] = map_tensors(_widened, embeddings)
+
+    def compute(self, seed: int, step: int) -> None:
+        """Tell the others, and compute the loss and its gradients."""
+        members, found = self._place.membership, self._found
+        if members.size > 1:
+            mine = map_tensors(lambda tensor: tensor.detach().cpu(), found)
+            what = f"Step {step}: the embeddings of all shards"
+            everyone = gather_bytes(members.group, encode(mine), members.word_device, what)
+            found = {number: each for data in everyone for number, each in decode(data).items()}
+            found = self._place.to_device(found)
+        parts = [found[number] for number in sorted(found)]
+        rows = [next(len(each) for each in find_tensors(part)) for part in parts]
+        self._all, self._seed = join(parts), (seed, "joint", step)
+        leaves = map_tensors(_as_leaf, self._all)
+        with self._training.precision.forward:
+            self.value = self._call(leaves)
+        inputs = [leaf for leaf in find_tensors(leaves) if leaf.requires_grad]
+        if not self.value.requires_grad:
+            raise UsageError(
+                f"Step {step}: the loss of step.joint() does not depend on the embeddings.",
+                advice="Compute it from what it is called with, without .item() and detach().",
+            )
+        grads = torch.autograd.grad(self.value, inputs, allow_unused=True)
+        pieces = [[None] * len(rows) if g is None else torch.split(g, rows) for g in grads]
+        for number, grads_of_shard in zip(sorted(found), zip(*pieces, strict=True), strict=True):
+            self._grads[number] = list(grads_of_shard)
+        self.value = self.value.detach()
+
+    def part_of(self, shard: Shard, embeddings: Any) -> Tensor:
+        """A number whose gradient is the shard's part of that of the loss."""
+        leaves = [_widened(each) for each in find_tensors(embeddings) if each.is_floating_point()]
+        pairs = zip(leaves, self._grads[shard.number], strict=True)
+        part = torch.stack([(e * g).sum() for e, g in pairs if g is not None]).sum()
+        if shard.number == 0:
+            direct = self._call(self._all)
+            if direct.requires_grad:
+                part = part + direct
+        return part
+
+    def _call(self, embeddings: Any) -> Tensor:
+        self._training.generators.seed(*self._seed)
+        value = call(self._loss, embeddings)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UsageError(
+                f"The loss of step.joint() is {value!r:.80}, and not a tensor of one element.",
+                advice="Return the loss of the whole batch.",
+            )
+        return value
+
+
+def refuse_noise() -> NoReturn:
+    """Raise in a run that measures the gradient noise scale."""
+    raise UsageError(
+        "step.joint() was called in a run with noise_every: shards of a loss over the whole batch "
+        "are not independent, so no noise can be measured in them.",
+        advice="Leave noise_every out of RunOptions.",
+    )
+
+
+def say_not_recorded(sinks: Sinks, step: int) -> UsageError:
+    """Say why there will be no picture of the step; the reason as an error, to leave it by."""
+    text = f"Step {step} is not recorded: its loss is over the whole batch."
+    sinks.tell("message", Message(text))
+    return UsageError(text)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Gradients of embeddings in 16 bits would underflow: no scaler knows of them."""
+    return tensor.float() if tensor.dtype in _SHORT else tensor
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())

@@ -1,0 +1,66 @@
+"""What a script passes to `step.backward()` and does before: how it is read, what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.telemetry import count_text
+
+
+def refuse_arguments(unknown: dict[str, Any], reduction: str) -> NoReturn:
+    """Raise for arguments that do not exist, or for a reduction that does not."""
+    if "weight" in unknown:
+        raise UsageError(
+            "step.backward() has no weight= any more.",
+            advice="Pass a mean as it is, with items= over how many it is where those are not the "
+            'samples; or a sum with items=n, reduction="sum".',
+        )
+    if unknown:
+        raise TypeError(f"step.backward() has no argument {next(iter(unknown))!r}.")
+    raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
+
+
+def refuse_loss(step: int, loss: Any) -> NoReturn:
+    """Raise for what is not a loss of one element with a graph."""
+    what = f"is {loss!r:.80}, not a tensor"
+    if isinstance(loss, Tensor):
+        what = "does not depend on any parameter"
+        if loss.numel() != 1:
+            what = f"has {loss.numel()} elements"
+    raise UsageError(
+        f"Step {step}: the loss {what}.",
+        advice="Pass the mean that the loss function returned for the output of run.model, "
+        "without .item(), detach() and torch.no_grad(), and its items= where those are not the "
+        "samples of the batch.",
+    )
+
+
+def refuse_talks(step: int, shards: int, size: int) -> NoReturn:
+    """Raise for a collective in the pass of a shard."""
+    raise UsageError(
+        f"Step {step}: a collective of torch.distributed was called in the pass of a shard, by the "
+        f"model, the loss or the script. With {count_text(shards, 'shard')} on "
+        f"{count_text(size, 'worker')}, or a last batch too small for all, it sees a part of the "
+        "batch that depends on who computes it.",
+        advice="Pass shards= the number of workers, with drop_last=True in RunOptions; or call it "
+        "outside of the loop over step.batches().",
+    )
+
+
+def read_items(step: int, items: float | Tensor) -> float:
+    """How many items a loss is over."""
+    try:
+        number = float(items)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(
+            f"Step {step}: items is {items!r:.80}; it is how many items the loss is "
+            "a mean or a sum over.",
+            advice="Pass the number of samples or tokens, from 0 up.",
+        )
+    return number

@@ -1,0 +1,191 @@
+"""What a run consists of on one worker, in four parts that are made once and then stay.
+
+    place      who takes part, and which device is this worker's
+    training   what computes, updates and is saved: the engine, the update, buffers, random numbers
+    feed       where batches come from
+    outlets    where numbers, messages and checkpoints go
+
+What changes is in `progress`; `build` puts all of it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data import Generators
+from paceline.ddp import Engine
+from paceline.files import RunInfo
+from paceline.group import Membership, World, map_tensors, word_device
+from paceline.policy import NoiseMeter
+from paceline.run.buffers import Buffers
+from paceline.run.config import RunConfig
+from paceline.run.exchanges import Exchanges
+from paceline.run.loader import MapLoader, StreamLoader
+from paceline.run.metrics import Metrics
+from paceline.run.plan import Portion, Position
+from paceline.run.precision import Precision
+from paceline.run.rating import Rating
+from paceline.run.recovery import NoRecovery, Recovery
+from paceline.run.state import RunState, Saving
+from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.user_loader import UserLoader
+from paceline.run.watching import Watching
+from paceline.telemetry import Sinks
+from paceline.update import Update, WeightAverage
+
+Loader = MapLoader | StreamLoader | UserLoader
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who takes part, and where this worker computes."""
+
+    world: World
+    membership: Membership
+    device: torch.device
+    is_replacement: bool
+    """Whether this worker joins a training that is under way."""
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch with its tensors on the model's device."""
+        return map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What computes and what is changed by a step."""
+
+    engine: Engine
+    module: nn.Module
+    update: Update
+    shares_out: bool
+    precision: Precision
+    average: WeightAverage | None
+    buffers: Buffers | None
+    noise: NoiseMeter | None
+    generators: Generators
+    rating: Rating
+    state: RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Where batches come from."""
+
+    loader: Loader
+    shards: int
+    shortest_batch: float
+    """How many samples the shortest global batch has; infinite where that is not known."""
+    signals: LoaderSignals
+    loading: Callable[[int], dict[str, Any]]
+    """The arguments of a `DataLoader` with so many processes that say how it loads, not what."""
+
+
+def loading(pins: bool, prefetch: int, signals: LoaderSignals, workers: int) -> dict[str, Any]:
+    """Settings for a `DataLoader` with so many processes."""
+    settings: dict[str, Any] = {"num_workers": workers, "pin_memory": pins}
+    if workers > 0:
+        settings |= {"prefetch_factor": prefetch, "worker_init_fn": signals.on_start}
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where everything goes that a run tells and saves."""
+
+    sinks: Sinks
+    metrics: Metrics
+    saving: Saving
+    watching: Watching
+    info: RunInfo
+    lines: list[str]
+    """What is said when the loop begins."""
+
+    def report_checkpoints(self, *, wait: bool = False) -> None:
+        """Tell of those that have reached the disk since."""
+        for written in self.saving.take_finished(wait=wait):
+            self.sinks.tell("checkpoint", written)
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """How far the run is; all of it is equal on every worker between two steps."""
+
+    position: Position
+    size: int
+    """Workers of the current generation, as a plain number because every step asks for it."""
+    is_one_each: bool = True
+    """Whether every worker computes exactly one pass of each step: only then can a pass talk."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What is known of the model as it is now: a step that is applied makes it another one."""
+    stopping: int = 0
+    """What the workers have agreed to stop for: a signal, `BY_SCRIPT` or `BY_RATING`."""
+    has_left: bool = False
+    """Whether this worker alone has stopped, and the others continue."""
+
+
+class Dealing:
+    """Hands out steps: this worker's part of each, among those who are there now."""
+
+    def __init__(self, loader: Loader, membership: Membership, progress: RunProgress) -> None:
+        self._loader, self._membership, self._progress = loader, membership, progress
+        self.portions: Iterator[Portion] = iter(())
+        self.generation = -1
+        """To whose members the steps are dealt."""
+
+    def deal(self) -> None:
+        """Begin with the first step that is not applied."""
+        self.generation = self._membership.generation
+        self.portions = self._loader.portions(self._progress.position)
+
+
+@dataclass
+class RunParts:
+    """All of it. A `Step` is given what it needs."""
+
+    config: RunConfig
+    place: Place
+    training: Training
+    feed: Feed
+    outlets: Outlets
+    progress: RunProgress
+    dealing: Dealing
+    exchanges: Exchanges
+    stop: StopRequest
+    vote: Vote
+    agreed: dict[str, Any]
+    """What all workers were given alike, and a newcomer must be given too."""
+    step_note: Any
+    """Memory in which the launcher reads the number of the step."""
+    recovery: Recovery = field(default_factory=NoRecovery)
+
+    def __post_init__(self) -> None:
+        self.place.membership.follow(self.on_generation)
+        self._count_passes()
+
+    def _count_passes(self) -> None:
+        size, feed = self.progress.size, self.feed
+        is_each = self.config.passes(feed.shards, size) == size <= feed.shortest_batch
+        self.progress.is_one_each = is_each
+
+    def recover_with(self, recovery: Recovery) -> None:
+        """Leave lost workers to it."""
+        self.recovery = self.exchanges.recovery = recovery
+        self.vote.is_due, self.stop.leave = recovery.is_due, recovery.ask_to_leave
+
+    def on_generation(self) -> None:
+        """Who takes part has changed, and perhaps how small messages travel."""
+        members = self.place.membership
+        self.progress.size = members.size
+        self._count_passes()
+        members.word_device = word_device(members.group, self.place.device)
+
+    def take_over(self) -> None:
+        """From now on this worker speaks, draws and writes for all."""
+        outlets, step = self.outlets, self.progress.position.step
+        outlets.sinks.take_over(self.config.sinks, outlets.info, step, [])

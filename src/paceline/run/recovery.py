@@ -1,0 +1,271 @@
+"""What becomes of a run when another worker is gone: an error, or the next generation.
+
+    launcher                                            workers
+       │ a worker ends (pidfd)                             │ step k
+       ├── generation g+1: the others, urgent ──────────> │ their waits end with a PeerError,
+       ├── starts a replacement (forked, milliseconds)     │ they meet, build a group,
+       │                                                   │ compare how far each is; who is
+       │ <──────────────────────────── joined g+1 ──────── │ behind is healed; step k anew,
+       │ <──── ready ──── the replacement, at its loop     │ its shards dealt to who is left
+       ├── generation g+2: all, between two steps ───────> │ they vote on the step, meet,
+       │ <──────────────────────────── joined g+2 ──────── │ and heal the newcomer
+
+Everything that waits for other workers runs inside `attempt` or `holds`; no other module of a run
+catches a `PeerError`, but for `member` while it forms a group. That one brings a worker from one
+generation to the next, `groups` makes the process group, `healing` the state equal.
+The launcher's side is `launcher.generations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from paceline.errors import CheckpointError, PeerError
+from paceline.run.healing import Healing
+from paceline.run.member import Member
+from paceline.telemetry import Message, name_steps
+
+if TYPE_CHECKING:
+    from paceline.group import Link
+    from paceline.run.groups import Groups
+    from paceline.run.parts import RunParts
+    from paceline.run.plan import Portion
+
+T = TypeVar("T")
+AGAIN: Any = object()
+"""Instead of a result that was lost: try again."""
+
+
+class Recovery:
+    """What a run asks of whoever looks after lost workers."""
+
+    is_on = False
+    """Whether the run outlives a worker."""
+    must_go_back = False
+    """Whether a part of the state is gone: the same on all workers. Parameters are whole, so what
+    follows a step runs as ever; the next step begins at a checkpoint."""
+    is_apart = False
+    """Whether this worker's step was given up, while others may be done with the one before: until
+    it goes back, it exchanges nothing with them."""
+
+    ended = ""
+    """Why the launcher ends the run, once it does."""
+
+    def attempt(self, task: Callable[[], T], instead: T = AGAIN) -> T:
+        """What `task` gives, which waits for other workers, between two steps.
+
+        If one of them is gone the rest regroup; then it is tried again, or `instead` taken.
+        """
+        raise NotImplementedError
+
+    def holds(self, task: Callable[[], object]) -> bool:
+        """Do a part of a step that waits for other workers; False if the step is lost in it."""
+        raise NotImplementedError
+
+    def explains(self, _error: BaseException) -> bool:
+        """Whether an error only says that another worker is gone."""
+        return False
+
+    def is_outlived(self, _error: BaseException) -> bool:
+        """Whether the others continue although this worker ends with an error."""
+        return False
+
+    def begin(self) -> None:
+        """The loop begins."""
+
+    def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
+        """The loop is over, or `is_left`: from now on nobody is waited for.
+
+        `is_saved` if a process that begins anew would find the training complete.
+        """
+
+    def is_due(self) -> bool:
+        """Whether a generation waits to be joined between two steps."""
+        return False
+
+    def ask_to_leave(self) -> bool:
+        """This worker alone was asked to stop; False if the others cannot do without it."""
+        return False
+
+    def write_ledger(self, *, is_applied: bool = True) -> None:
+        """Keep what nobody else knows where it outlives this worker."""
+
+    def regroup(self, *, is_lost: bool = True) -> None:
+        """Continue in the newest generation, after a failure unless all want to change."""
+        raise PeerError("A worker is gone.")
+
+    def deal_anew(self, step: int) -> Portion | None:
+        """Regroup; this worker's part of the step that was lost, None if that is over."""
+        raise PeerError(f"Step {step}: a worker is gone.")
+
+    def change_generation(self) -> bool:
+        """All want to join the next generation, between two steps; False if this one left it."""
+        return True
+
+    def go_back(self) -> None:
+        """Begin again at the newest checkpoint; all workers do so, between two steps."""
+
+
+class NoRecovery(Recovery):
+    """A lost worker is an error."""
+
+    def attempt(self, task: Callable[[], T], instead: T = AGAIN) -> T:
+        return task()
+
+    def holds(self, task: Callable[[], object]) -> bool:
+        task()
+        return True
+
+
+class Survival(Recovery):
+    """Those who are left regroup, heal each other and try again."""
+
+    is_on = True
+
+    def __init__(self, link: Link, groups: Groups, parts: RunParts) -> None:
+        self._parts, self._healing = parts, Healing(parts)
+        self._is_over = False
+        self._survives_errors = link.survives_errors
+        self.member = Member(link, parts.place.membership, groups, self._heal)
+
+    def attempt(self, task: Callable[[], T], instead: T = AGAIN) -> T:
+        while True:
+            try:
+                return task()
+            except PeerError:
+                if self._is_over:
+                    raise
+                self.regroup()
+                if instead is not AGAIN:
+                    return instead
+
+    def holds(self, task: Callable[[], object]) -> bool:
+        try:
+            task()
+        except PeerError:
+            if self._is_over:
+                raise
+            return False
+        return True
+
+    def explains(self, error: BaseException) -> bool:
+        return not self._is_over and self.member.explains(error)
+
+    def is_outlived(self, error: BaseException) -> bool:
+        if self._is_over or self.ended or self._parts.progress.size == 1:
+            return False
+        is_accident = isinstance(error, PeerError | torch.AcceleratorError)
+        return is_accident or self._survives_errors
+
+    def begin(self) -> None:
+        self.member.begin(self._parts.agreed, self._parts.progress.position.step)
+
+    def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
+        if not self._is_over:
+            self.member.finish(is_left=is_left, is_saved=is_saved)
+            self._is_over, self.is_on = True, False
+
+    @property
+    def ended(self) -> str:  # type: ignore[override]
+        return self.member.ended
+
+    def is_due(self) -> bool:
+        return not self._is_over and self.member.is_due
+
+    def ask_to_leave(self) -> bool:
+        return not self._is_over and self.member.ask_to_leave()
+
+    def regroup(self, *, is_lost: bool = True) -> None:
+        if is_lost:
+            self._parts.training.state.withdraw()
+        self.member.regroup(is_lost=is_lost)
+        self._parts.dealing.deal()
+
+    def deal_anew(self, step: int) -> Portion | None:
+        self.regroup()
+        return self.attempt(partial(self._portion_of, step))
+
+    def _portion_of(self, step: int) -> Portion | None:
+        is_applied = self._parts.progress.position.step >= step
+        if is_applied or self.must_go_back:
+            self.is_apart = not is_applied
+            return None
+        return next(self._parts.dealing.portions, None)
+
+    def change_generation(self) -> bool:
+        """Let everybody have all of the state, then join the next generation, or go."""
+        self.holds(self._parts.training.state.make_whole)  # whoever has it hands it to the others
+        if not self.member.is_leaving:
+            self.regroup(is_lost=False)
+            return True
+        outlets = self._parts.outlets
+        outlets.report_checkpoints(wait=True)
+        outlets.metrics.flush(wait=True)
+        self.write_ledger()
+        self.member.step_aside()
+        outlets.saving.end()
+        outlets.sinks.fall_silent()
+        self.member.tell_left(self._parts.progress.position.step)
+        return False
+
+    def write_ledger(self, *, is_applied: bool = True) -> None:
+        """Write down the sums of the epoch, and those of the last step.
+
+        In every step before the sum that completes it, and so before it is applied; between two
+        steps that last step may not be among those of the epoch yet.
+        """
+        if self._is_over:
+            return
+        parts = self._parts
+        metrics = parts.outlets.metrics
+        word = {
+            "last": parts.progress.position.step + (not is_applied),
+            "epoch": metrics.epochs,
+            "sums": metrics.epoch,
+            "next": metrics.so_far() if parts.place.device.type == "cpu" else {},
+            "taken": sorted(self.member.taken),
+        }
+        if not self.member.ledger.write(word):
+            self.member.ledger.write({**word, "sums": None, "next": None})
+
+    def go_back(self) -> None:
+        parts = self._parts
+        training, progress, outlets = parts.training, parts.progress, parts.outlets
+        reached, found = progress.position.step, outlets.saving.find()
+        if found is None:
+            raise CheckpointError(
+                "A worker died with its share of the optimizer's state, and no checkpoint is left.",
+                advice="See why none was written, and begin again.",
+            )
+        training.state.forget()
+        progress.position, sums = training.state.load(found[0])
+        step = progress.position.step
+        training.generators.seed(parts.config.seed, "between", step)
+        leads = parts.place.membership.leads
+        outlets.metrics.begin_at(progress.position.epoch, sums if leads else {})
+        self.must_go_back = self.is_apart = False
+        parts.exchanges.begin_step()
+        self.write_ledger()
+        parts.dealing.deal()
+        again = f"{name_steps(step + 1, reached)} done again" if reached > step else "none is lost"
+        text = "A share of the optimizer's state is gone with its worker, so all go back to the "
+        text += f"checkpoint of step {step}: {again}."
+        facts = {"step": step, "reached": reached}
+        outlets.sinks.tell("message", Message(text, "warning", "went back", facts))
+
+    def _heal(self, inherited: dict[str, Any]) -> bool:
+        """In a new group, together with all others: make the state equal. Whether steps are lost.
+
+        `inherited` are the ledgers of workers that died, on one member only.
+        """
+        has_lost_state = self.must_go_back
+        self.must_go_back = self._healing.heal(
+            self.member, inherited, has_lost_state=has_lost_state
+        )
+        self.member.taken |= set(inherited)
+        self.write_ledger()
+        return self.must_go_back

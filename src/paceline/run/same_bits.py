@@ -1,0 +1,124 @@
+"""`RunOptions(same_bits=True)`: what it switches on, what it refuses, and hashes to compare.
+
+The bits of a shard's gradient depend on the parameters, the samples and the seed, and on how it is
+computed: the processor, the version of torch, the threads. So a run computes with one thread per
+worker and by deterministic algorithms, and writes down where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+
+EVERY = 100
+"""Hashes are written after every so many steps, and at the end."""
+THREADS = 1
+
+
+def check_same_bits(config: Any) -> None:
+    """Refuse what would make bits depend on the number of workers."""
+    options = config.options
+    compression = getattr(config.ddp, "compression", None)
+    causes = {
+        "merge_shards": (options.merge_shards, "which cuts the batch by the workers"),
+        "noise_every": (options.noise_every, "which measures how gradients of workers differ"),
+        "loader": (config.loader is not None, "whose batches are cut by the workers"),
+        "engine": (config.engine is not None, "which adds gradients in an order of its own"),
+        "compression": (compression is not None, "which rounds what workers have added"),
+        "update": (options.update not in ("whole", "auto"), "which this option does not know yet"),
+    }
+    for name, (is_set, why) in causes.items():
+        if is_set:
+            raise UsageError(
+                f"same_bits was asked for together with {name}, {why}.",
+                advice=f"Leave one of them out: same_bits or {name}.",
+            )
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in config.model.modules()):
+        raise UsageError(
+            "same_bits was asked for, and the model has a SyncBatchNorm, whose statistics are "
+            "added up between workers.",
+            advice="Use BatchNorm: its statistics are those of a shard, at any number of workers.",
+        )
+
+
+@contextmanager
+def fixed_arithmetic() -> Iterator[None]:
+    """Inside, this process computes the same at any number of workers; afterwards as before."""
+    with _lock:
+        _inside.append(_inside[0] if _inside else _read_settings())
+        if torch.cuda.is_available():  # or its products are refused
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _apply_settings((THREADS, False, False, True, False))
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _inside.pop()
+            if not _inside:
+                _apply_settings(before)
+
+
+_lock = threading.Lock()
+_inside: list[tuple[Any, ...]] = []
+"""The settings before the first run of this process that fixes them, once for each."""
+
+
+def _read_settings() -> tuple[Any, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _apply_settings(settings: tuple[Any, ...]) -> None:
+    threads, benchmark, fills, is_deterministic, only_warns = settings
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+
+
+def describe_arithmetic(device: torch.device) -> dict[str, str]:
+    """Where bits are computed: the same on all workers of a run, and when it continues."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    return {"processor": kind, "torch": str(torch.__version__), "threads": str(THREADS)}
+
+
+def hash_state(state: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of every value of a state, by its path, and of all of them as "all"."""
+    found, together = dict[str, str](), hashlib.sha256()
+    for path, data in _values(state, ""):
+        found[path] = hashlib.sha256(data).hexdigest()
+        together.update(f"{path}={found[path]}\n".encode())
+    return found | {"all": together.hexdigest()}
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, bytes]]:
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        yield path, f"{value.dtype} {tuple(value.shape)} ".encode() + raw.numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _values(value[key], f"{path}/{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _values(each, f"{path}/{number}")
+    else:
+        yield path, repr(value).encode()

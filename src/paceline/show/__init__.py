@@ -1,0 +1,5 @@
+"""The pictures, and the numbers behind them: trace, report, scaling, lessons."""
+
+from paceline.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__)

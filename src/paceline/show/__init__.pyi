@@ -1,0 +1,3 @@
+from paceline.show import learn as learn
+from paceline.show.report import RunView as RunView
+from paceline.show.scaling import speedup as speedup

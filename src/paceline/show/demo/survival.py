@@ -1,0 +1,161 @@
+"""`paceline demo --kill`: a worker is killed before your eyes, and the training ends as if not.
+
+The training is an ordinary one under `paceline run`, in `survival_training`. This file starts it,
+follows it by its run folder, kills one of its workers, and compares how both trainings end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError, UsageError
+from paceline.files import RunFolder, decode
+from paceline.show.demo import BATCH_ROWS, STEPS_PER_EPOCH, DemoOptions, Tell, are_equal, is_same
+from paceline.show.report.collect import RunReader
+from paceline.telemetry import count_text
+
+KILLED_WORKER = 1
+TOLD_STEPS = 10
+"""Between two lines of progress."""
+LOOK_S = 0.05
+STEP_S = 0.03
+"""So long a step takes, so that it can be watched."""
+MESSAGES = "paceline: "
+LONGEST_S = 300.0
+
+
+@dataclass
+class KillOutcome:
+    """What came of it, as plain data."""
+
+    workers: int
+    steps: int
+    killed_in: int
+    """The step in which the worker died."""
+    messages: list[str]
+    """What the launcher said."""
+    is_bit_equal: bool
+    """Whether all workers ended with the same parameters."""
+    difference: float
+    """The largest between their parameters and those of the undisturbed training."""
+    folder: str
+
+    def promises(self) -> list[tuple[str, bool]]:
+        """What was checked, in a sentence each, and whether it is as promised."""
+        return [
+            are_equal(f"The parameters of all {self.workers} workers", self.is_bit_equal),
+            is_same("The same training that nobody disturbed gives", self.difference),
+        ]
+
+    def conclusion(self) -> list[str]:
+        return [
+            "",
+            *(sentence for sentence, _ in self.promises()),
+            "",
+            "Nobody went back to a checkpoint: the rows of the killed worker were shared out among "
+            "the others, and its replacement got the parameters from them.",
+            "Your own training does the same with: paceline run --workers 3 train.py",
+            f"See when it happened: paceline report {self.folder}",
+        ]
+
+
+def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
+    """Train, kill, train on, compare."""
+    steps = options.epochs * STEPS_PER_EPOCH
+    tell(introduction(options, steps))
+    run = RunFolder(folder / "killed")
+    facts = [str(options.epochs), str(options.seed), str(options.shards), str(STEP_S)]
+    launcher = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers)]
+    process = subprocess.Popen(
+        [*launcher, "-m", "paceline.show.demo.survival_training", str(run.path), *facts],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    from paceline.show.demo.training import are_bit_equal, largest_difference, train_alone
+    from paceline.show.trace.task import built_in
+
+    said: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=said.extend, args=[process.stderr], daemon=True)
+    reader.start()
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            undisturbed = beside.submit(train_alone, built_in(options.seed), options)
+            killed_in = follow(process, run, said, steps, tell)
+            code = process.wait(LONGEST_S)
+        reader.join(1.0)
+    finally:
+        process.kill()
+        process.wait()
+    if code:
+        raise PacelineError(
+            f"The training of the demo ended with {code}.",
+            "".join(said[-20:]),
+            "`paceline doctor` says what this machine has.",
+        )
+    ends = [decode((run.path / f"parameters{n}").read_bytes()) for n in range(options.workers)]
+    return KillOutcome(
+        workers=options.workers,
+        steps=steps,
+        killed_in=killed_in,
+        messages=[line.rstrip() for line in said if line.startswith(MESSAGES)],
+        is_bit_equal=are_bit_equal(ends),
+        difference=largest_difference(ends[0], undisturbed.result()),
+        folder=str(run.path),
+    )
+
+
+def follow(
+    process: subprocess.Popen[str], run: RunFolder, said: list[str], steps: int, tell: Tell
+) -> int:
+    """Tell of the training while it runs, and kill a worker in it; the step of the kill.
+
+    `said` grows: it is what the launcher says.
+    """
+    reader, told, heard, killed_in = None, 0, 0, 0
+    deadline_s = time.monotonic() + LONGEST_S
+    is_running = True
+    while is_running and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+        is_running = process.poll() is None  # before the last look
+        new, heard = said[heard:], len(said)
+        lines = [line for line in new if line.startswith(MESSAGES)]
+        tell([f"  {line.removeprefix(MESSAGES).rstrip()}" for line in lines])
+        with suppress(UsageError):  # nothing is written yet
+            reader = reader or RunReader(run.path)
+            reader.read(has_timeline=False)
+        if reader is None:
+            continue
+        data = reader.data
+        if data.steps > told + TOLD_STEPS:  # all have written of the step before
+            told += TOLD_STEPS
+            loss = next(point.mean for point in data.metrics["loss"].points() if point.x == told)
+            changes = [event["workers"] for event in data.events["generation"]]
+            workers = count_text([data.workers, *changes][-1], "worker")
+            tell([f"  step {told:>4}   {workers}   loss {loss:.4f}"])
+        if data.steps >= steps // 3 and not killed_in:
+            killed_in, pid = data.steps + 1, data.ranks[KILLED_WORKER].pid
+            tell(["", f"  >>> kill -9 {pid}: that was worker {KILLED_WORKER}, in mid-step", ""])
+            os.kill(pid, signal.SIGKILL)
+    tell([f"  step {steps:>4}   the last"])
+    return killed_in
+
+
+def introduction(options: DemoOptions, steps: int) -> list[str]:
+    return [
+        f"{options.workers} processes train one model together: in each of {steps} steps they "
+        f"share {BATCH_ROWS} rows, and add their gradients up.",
+        "One of them will be killed on the way, as a machine out of memory would do it: at once, "
+        "and without a word.",
+        "",
+    ]

@@ -1,0 +1,122 @@
+"""The demo's three trainings: on several workers, resumed on others, and alone to compare."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from paceline.data import DistributedSampler
+from paceline.files import RunFolder, read_events
+from paceline.group import init_process_group
+from paceline.launcher import launch
+from paceline.run import Run, RunOptions
+from paceline.show import report
+from paceline.show.demo import BATCH_ROWS, DemoOptions, DemoOutcome
+from paceline.show.trace.task import Task, built_in
+
+
+def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
+    """Train on several workers, continue from their checkpoint with others, compare, report."""
+    # The first optimizer imports half of torch: once here, not once per worker.
+    alone = train_alone(task, options)
+    run, copy = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
+    states = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
+    events: dict[str, list[Any]] = {}
+    for event in read_events(run):
+        events.setdefault(event["kind"], []).append(event)
+    name_by_step = {event["step"]: event["name"] for event in events["checkpoint"]}
+    # Begin another run with one checkpoint of this one, as if it had stopped there.
+    name = name_by_step[options.checkpoint_step]
+    copy.create()
+    shutil.copytree(run.checkpoints / name, copy.checkpoints / name)
+    later = launch(
+        train_on_worker, options, str(copy.path), workers=options.other_workers, label=False
+    )
+    return DemoOutcome(
+        epochs=[
+            {"epoch": done["epoch"] + 1, **scores["metrics"], "seconds": done["seconds"]}
+            for done, scores in zip(events["epoch"], events["evaluation"], strict=True)
+        ],
+        rows_by_worker=[
+            sum(event["samples"] for event in events["step"] if event["rank"] == rank)
+            for rank in range(options.workers)
+        ],
+        is_bit_equal=are_bit_equal(states),
+        difference=largest_difference(states[0], alone),
+        resumed={
+            "workers": options.other_workers,
+            "step": options.checkpoint_step,
+            "steps": sum((e["kind"], e["rank"]) == ("step", 0) for e in read_events(copy)),
+            "difference": largest_difference(states[0], later[0]),
+        },
+        checkpoints=len(name_by_step),
+        noise=events["noise"][-1]["advice"],
+        folder=str(run.path),
+        report=str(report.write(run.path)),
+    )
+
+
+def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Tensor]:
+    """What each worker does: its shards of every batch, in step with the others."""
+    with init_process_group(device_id=torch.device("cpu")):
+        task = built_in(options.seed)
+        run = Run(
+            task.model,
+            task.optimizer(task.model.parameters()),
+            task.dataset,
+            global_batch=BATCH_ROWS,
+            epochs=options.epochs,
+            seed=options.seed,
+            folder=folder,
+            shards=options.shards,
+            options=RunOptions(
+                checkpoint_every=options.checkpoint_step,
+                keep=2 * options.epochs + 2,
+                noise_every=1,
+                trace_step=3,
+                timeline=True,
+                progress="quiet",
+                policy=[options.policy],
+            ),
+        )
+
+        def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            x, y = batch
+            scores = run.model(x)
+            accuracy = ((scores > 0) == (y > 0)).float().mean()
+            return {"loss": task.loss_fn(scores, y), "accuracy": accuracy}
+
+        for step in run:
+            with step:
+                for x, y in step.batches():
+                    step.backward(task.loss_fn(run.model(x), y))
+            if step.ends_epoch:
+                run.evaluate(score, task.evaluation)
+        return task.model.state_dict()
+
+
+def train_alone(task: Task, options: DemoOptions) -> dict[str, Tensor]:
+    """In one process, on whole batches in the same order, with plain torch; the parameters."""
+    optimizer = task.optimizer(task.model.parameters())
+    order = DistributedSampler(task.dataset, 1, 0, seed=options.seed)
+    for epoch in range(options.epochs):
+        order.set_epoch(epoch)
+        for x, y in DataLoader(task.dataset, BATCH_ROWS, sampler=order):
+            optimizer.zero_grad()
+            task.loss_fn(task.model(x), y).backward()
+            optimizer.step()
+    return task.model.state_dict()
+
+
+def are_bit_equal(states: Sequence[dict[str, Tensor]]) -> bool:
+    return all(torch.equal(state[name], states[0][name]) for state in states for name in state)
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -1,0 +1,110 @@
+"""What a reader has done so far, kept in one small file of theirs.
+
+A file that cannot be read, or is not ours, is put aside and never written over. Where nothing can
+be kept, lessons work all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from paceline import env
+from paceline.errors import WireError
+from paceline.files import make_private, open_plain, read_json, read_value, replace_file
+
+SCHEMA = 1
+LIMIT_BYTES = 2**18
+
+
+@dataclass(slots=True, kw_only=True)
+class Prediction:
+    """What a reader said to one question, and what was found."""
+
+    question: str
+    said: str
+    """Empty where they would rather be shown."""
+    found: str
+    verdict: str
+    """`right`, `second try`, `wrong`, `shown`, or `not scored` where no measurement was sure."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """How one lesson, or the challenge, went the last time, or goes so far."""
+
+    right: int = 0
+    """At the first try."""
+    asked: int = 0
+    """Those that count."""
+    is_done: bool = False
+    about: str = ""
+    """Which numbers the questions were about: with others they are other questions."""
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+
+    def add(self, name: str, prediction: Prediction) -> None:
+        self.predictions[name] = prediction
+        self.right += prediction.verdict == "right"
+        self.asked += prediction.verdict != "not scored"
+
+
+@dataclass(slots=True, kw_only=True)
+class Done:
+    """Everything that is remembered."""
+
+    schema: int = SCHEMA
+    lessons: dict[str, Score] = field(default_factory=dict)
+    """Those that were finished."""
+    begun: dict[str, Score] = field(default_factory=dict)
+    """Those to be continued."""
+    cards: dict[str, bool] = field(default_factory=dict)
+    """By question, whether the answer was known."""
+
+
+class Memory:
+    """The file, what is in it, and what there is to say about it."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or Path(env.read_data_home(), "paceline", "learn.json")
+        self.remark = ""
+        self.done = self._read()
+
+    def _read(self) -> Done:
+        try:
+            with open_plain(self.path) as file:
+                document = read_json(file, LIMIT_BYTES, self.path)
+            done: Done = read_value(Done, document, "progress")
+            if done.schema != SCHEMA:
+                raise WireError(f"It has schema {done.schema}.")
+        except FileNotFoundError:
+            return Done()
+        except (WireError, OSError) as error:
+            self._put_aside(error)
+            return Done()
+        return done
+
+    def _put_aside(self, error: Exception) -> None:
+        aside = self.path.with_name(self.path.name + ".unreadable")
+        why = error.what if isinstance(error, WireError) else f"{error}"
+        try:
+            os.replace(self.path, aside)
+            self.remark = f"Your progress could not be read and is now {aside}. {why}"
+        except OSError:
+            self.remark = f"{self.path} cannot be read, so progress is not kept. {why}"
+
+    def save(self) -> None:
+        """Write the file as a whole; a disk that refuses stops no lesson."""
+        try:
+            make_private(self.path.parent)
+            replace_file(self.path, [json.dumps(asdict(self.done), indent=1), "\n"])
+        except OSError as error:
+            self.remark = f"Progress cannot be kept in {self.path}: {error.strerror}."
+
+    def forget(self) -> None:
+        """Remove the file."""
+        self.done = Done()
+        with suppress(FileNotFoundError):
+            self.path.unlink()

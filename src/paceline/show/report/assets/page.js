@@ -1,0 +1,204 @@
+// Draws the report from the document in this file. A panel is a function of its part of the
+// document, so whatever has such a document can show the same panels. Text goes in as text only.
+
+// The page: what was recorded, section by section, and in the end what was not. A section has a
+// name, a panel, a title, what is to be known of it, and what is said where there is nothing to show.
+const SECTIONS = [
+  [
+    "learning",
+    Learning,
+    "How it learned",
+    "Every curve counts each sample once, whichever worker had it. " +
+      "Samples per second are those of all workers, by the time that passed.",
+    "nothing was recorded step by step, so there are no curves.",
+  ],
+  [
+    "pipeline",
+    Pipeline,
+    "One batch, step by step",
+    "Data parallelism: every worker has a copy of the model, computes on its part of the batch, " +
+      "and all copies get the same update.",
+    html`no batch was recorded; <code>paceline run --trace-step 12</code> does that.`,
+  ],
+  [
+    "workers",
+    Workers,
+    "Who worked, who waited",
+    "All workers finish a step together, so each step takes as long as the slowest one.",
+    "none has finished a step.",
+  ],
+  [
+    "generations",
+    Generations,
+    "Who died, who joined",
+    "A worker that dies is replaced, and the others continue with the step they were in.",
+    "",
+  ],
+  [
+    "timeline",
+    Timeline,
+    "When it happened",
+    "",
+    html`when each worker did what was not recorded; <code>paceline run --timeline</code> does.`,
+  ],
+  [
+    "scaling",
+    Scaling,
+    "What more workers bring",
+    "",
+    html`the job was not measured on several numbers of workers; <code>paceline scale</code> does.`,
+  ],
+  ["checkpoints", Checkpoints, "What was saved", "", "none was written."],
+  ["details", Details, "Settings and messages", "", ""],
+];
+
+// A panel is drawn again when its data are others, and what one cannot draw leaves the others as
+// they are.
+class Safe extends preact.Component {
+  componentDidCatch(error) {
+    this.setState({ error, failed: this.props.data });
+  }
+
+  shouldComponentUpdate({ data }, { error }) {
+    return data !== this.props.data || error !== this.state.error;
+  }
+
+  componentDidUpdate() {
+    setStops();
+  }
+
+  render({ Panel, data }, { error, failed }) {
+    return error && failed === data
+      ? html`<p class="verdict bad">This cannot be drawn: ${error.message}</p>`
+      : html`<${Panel} data=${data} />`;
+  }
+}
+
+const titleFor = ([name, , title], data) =>
+  title instanceof Function ? title(data[name]) : title;
+
+// What is folded stays so in this browser, where it remembers anything.
+const memory = {
+  read: (key) => {
+    try {
+      return localStorage.getItem("paceline " + key);
+    } catch {
+      return null;
+    }
+  },
+  write: (key, value) => {
+    try {
+      localStorage.setItem("paceline " + key, value);
+    } catch {
+      // Nothing is remembered.
+    }
+  },
+};
+
+// A panel with its title, which folds it. A link to it opens it.
+function Section({ name, Panel, title, lead, data }) {
+  const [isFolded, setFolded] = useState(() => memory.read("folded " + name) === "yes");
+  const fold = (folded) => {
+    memory.write("folded " + name, folded ? "yes" : "no");
+    setFolded(folded);
+  };
+  useEffect(() => {
+    const open = () => location.hash === "#" + name && fold(false);
+    addEventListener("hashchange", open);
+    return () => removeEventListener("hashchange", open);
+  }, []);
+  return html`<section id=${name} aria-labelledby=${name + "-title"}>
+    <h2 id=${name + "-title"}>
+      <button
+        type="button"
+        class="fold"
+        aria-expanded=${String(!isFolded)}
+        onClick=${() => fold(!isFolded)}
+      >
+        ${title}
+      </button>
+    </h2>
+    ${
+      !isFolded &&
+      html`${lead && html`<p class="lead">${lead}</p>`}<${Safe} Panel=${Panel} data=${data} />`
+    }
+  </section>`;
+}
+
+// Of its sections, the first `drawn` are. `summary` is what is always in sight.
+function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overview, ...rest }) {
+  const shown = sections.filter(([name]) => data[name]),
+    absent = sections.filter(([name, , , , why]) => !data[name] && why),
+    { summary, children } = rest;
+  useLayoutEffect(() => {
+    setStops();
+    root.dataset.ready = "true";
+  }, []);
+  return html`<header class="top">
+      <div class="top-inner">
+        <span class="brand">Paceline</span>
+        <div class="summary">${summary}</div>
+        <${Theme} />
+      </div>
+    </header>
+    <div class="columns">
+      <nav class="side" aria-label="Sections">
+        <ul>
+          <li><a href="#overview">Overview</a></li>
+          ${shown.map(
+            (each) => html`<li><a href=${"#" + each[0]}>${titleFor(each, data)}</a></li>`,
+          )}
+        </ul>
+      </nav>
+      <div class="content">
+        <main id="main">
+          <${Safe} Panel=${Head} data=${data.overview || data} />
+          ${shown.slice(0, drawn).map(
+            (each) =>
+              html`<${Section}
+                key=${each[0]}
+                name=${each[0]}
+                Panel=${each[1]}
+                title=${titleFor(each, data)}
+                lead=${each[3]}
+                data=${data[each[0]]}
+              />`,
+          )}
+          ${
+            absent.length > 0 &&
+            html`<section id="absent" aria-labelledby="absent-title">
+              <h2 id="absent-title">What was not recorded</h2>
+              <ul>
+                ${absent.map(
+                  ([, , title, , why]) => html`<li><b>${title}</b>: ${why}</li>`,
+                )}
+              </ul>
+            </section>`
+          }
+        </main>
+        <footer>
+          <p>${children}</p>
+        </footer>
+      </div>
+    </div>`;
+}
+
+function Report({ data }) {
+  const facts = data.tiles.map(([label, value]) => label + " " + value).slice(0, 4),
+    summary = html`<b>${data.name}</b
+      >${data.status && html`<span class=${"badge " + data.status}>${data.status}</span>`}${facts.map(
+        (each) => html`<span>${each}</span>`,
+      )}`;
+  return html`<${Page} data=${data} summary=${summary}>
+    Made by paceline ${data.version} on ${moment(data.made)} from ${data.folder}. This file is
+    complete: it needs no network and sends nothing.
+  <//>`;
+}
+
+// A page without a document in it is drawn by whoever gets one.
+const inside = document.getElementById("data");
+if (inside)
+  render(
+    html`<${Report} data=${JSON.parse(inside.textContent)} />`,
+    document.getElementById("page"),
+  );

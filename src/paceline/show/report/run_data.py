@@ -1,0 +1,193 @@
+"""What is known of a run: totals by rank, curves, and what happened other than steps.
+
+Its size is bounded whatever the folder holds. `collect` fills it, and `document` reads it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.files import Event, RunFolder, RunInfo
+from paceline.record import Trace
+from paceline.show.report.curves import Curve
+from paceline.show.report.pace import PaceTable, RecentStep, SlowSpan
+from paceline.telemetry import OWN, Phase
+
+EVENTS_LIMIT = 1000
+"""The most epochs, checkpoints, messages and so on that are kept; the oldest leave first."""
+LONGEST_STEPS = 32
+"""How many of a rank's longest steps are remembered."""
+RECENT_STEPS = 100
+LATE_S, LATE_STEPS = 2.0, 10
+"""Seconds and usual steps after the last step from which on it is said how long ago that was."""
+SILENT_S, SILENT_STEPS = 300.0, 50
+"""Silence, in seconds and in usual steps, after which a run is not taken to be running."""
+KEPT_KINDS = (*("epoch", "evaluation", "checkpoint", "message", "noise", "generation", "stop"),)
+
+
+class LongStep(NamedTuple):
+    """A step of one rank, and what took longest in it."""
+
+    seconds: float
+    step: int
+    phase: Phase
+
+
+@dataclass(slots=True)
+class RankTotals:
+    """What one worker did in the whole run."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    size: int = 1
+    steps: int = 0
+    samples: float = 0
+    measured: dict[Phase, float] = field(default_factory=dict)
+    """Seconds by phase, as it wrote them down."""
+    phases: dict[Phase, float] = field(default_factory=dict)
+    """The same with the transfer told from waiting, which a rank by itself cannot."""
+    compared_wait_s: float = 0
+    """Waiting in the steps that are compared with the other ranks'."""
+    longest_own: list[LongStep] = field(default_factory=list)
+    longest_whole: list[LongStep] = field(default_factory=list)
+    """Heaps of its longest steps: by its own work, and with all waiting."""
+    pace: PaceTable = field(default_factory=PaceTable)
+    is_gone: bool = False
+    """Whether its process had ended when the folder was read."""
+    recent: deque[RecentStep] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of own work in a step, on average; 0 where no phase was measured."""
+        return sum(self.phases.get(phase, 0.0) for phase in OWN) / max(1, self.steps)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, one of this machine's that can be asked about."""
+        return self.host == socket.gethostname() and os.path.isdir("/proc/self")
+
+    def find_gone(self) -> bool:
+        """Whether its process has ended, as far as this machine can tell: a zombie has."""
+        if not self.is_here:
+            return False
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        except OSError:
+            return True
+
+
+@dataclass(slots=True)
+class RunData:
+    """Everything that was read of a run folder."""
+
+    folder: RunFolder
+    name: str
+    info: RunInfo | None = None
+    ranks: dict[int, RankTotals] = field(default_factory=dict)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    lr: Curve = field(default_factory=Curve)
+    rate: Curve = field(default_factory=Curve)
+    """Samples of all workers by the time that passed, from the end of one step to the next's."""
+    events: dict[str, deque[Event]] = field(
+        default_factory=lambda: {kind: deque(maxlen=EVENTS_LIMIT) for kind in KEPT_KINDS}
+    )
+    """What happened other than steps, by kind."""
+    first_t: float = math.inf
+    last_t: float = -math.inf
+    last_step_t: float = -math.inf
+    """When the newest step was written."""
+    slow: list[SlowSpan] = field(default_factory=list)
+    """Who held the others up when; the costliest first."""
+    least_waits: dict[int, float] = field(default_factory=dict)
+    """By step: the shortest wait of any rank."""
+    read_t: float = field(default_factory=time.time)
+    """When the folder was read."""
+    is_gone: bool = False
+    """Whether all its processes had ended before `run.json` was read."""
+    starts: list[tuple[float, int]] = field(default_factory=list)
+    """When rank 0 began, and after which step at that time or later, in order of time."""
+    redone: int = 0
+    """Steps of rank 0 that a restart has undone, and that were trained again."""
+    kept: list[str] = field(default_factory=list)
+    """The names in the folder of checkpoints."""
+    traces: list[Trace] = field(default_factory=list)
+    timeline: dict[str, Any] | None = None
+    study: dict[str, Any] | None = None
+    """What `scaling.json` says."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the page cannot show, in words, by what it is about."""
+
+    @property
+    def missing(self) -> list[str]:
+        """What the page cannot show, in words."""
+        return list(self.notes.values())
+
+    @property
+    def steps(self) -> int:
+        """Steps applied, as far as anybody has written it down."""
+        curves = [self.rate, *self.metrics.values()]
+        return max([self.info.step if self.info else 0, *(curve.last for curve in curves)])
+
+    @property
+    def workers(self) -> int:
+        sizes = [rank.size for rank in self.ranks.values()]
+        return max([self.info.workers if self.info else 0, *sizes, 0])
+
+    @property
+    def status(self) -> str:
+        """What `run.json` says, unless that is "running" and the run has ended all the same."""
+        said = self.info.status if self.info else "unknown"
+        if said != "running":
+            return said
+        if self.is_gone:
+            return "killed"
+        return "silent" if self.silent_s > self._patience_s(SILENT_S, SILENT_STEPS) else said
+
+    @property
+    def usual_step_s(self) -> float:
+        """From the end of a step to that of the next, as a rule; 0 where nobody can know."""
+        for rank in self.ranks.values():
+            times = [recent.t for recent in rank.recent]
+            if len(times) > 1:
+                return statistics.median(b - a for a, b in itertools.pairwise(times))
+        return 0.0
+
+    @property
+    def late_s(self) -> float:
+        """For how long a running run has applied no step, where that is unusually long; else 0."""
+        since_s = self.read_t - self.last_step_t
+        is_late = math.isfinite(since_s) and self.status == "running"
+        return since_s if is_late and since_s > self._patience_s(LATE_S, LATE_STEPS) else 0.0
+
+    def _patience_s(self, seconds: float, steps: int) -> float:
+        return max(seconds, steps * self.usual_step_s)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing had been written when the folder was read."""
+        return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
+
+    def is_undone(self, t: float, step: int) -> bool:
+        """Whether a restart later than `t` has begun before `step`."""
+        later = max(1, bisect.bisect_right(self.starts, (t, math.inf)))
+        return later < len(self.starts) and self.starts[later][1] < step
+
+    @property
+    def has_run(self) -> bool:
+        return self.info is not None or bool(self.ranks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.has_run or self.traces or self.study or self.timeline)

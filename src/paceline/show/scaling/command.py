@@ -1,0 +1,419 @@
+"""`paceline scale`: the same job on 1, 2, 4 workers, and where the speed-up went.
+
+measure --> Study: compared, predicted, suggested --> lines of text, scaling.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from paceline import env
+from paceline.errors import SettingError, UsageError, check_whole
+from paceline.files import RunFolder, replace_file
+from paceline.launcher import count_cores
+from paceline.show.scaling.attribution import (
+    MEANINGS,
+    PARTS,
+    Mode,
+    SizeResult,
+    attribute,
+    detect_mode,
+)
+from paceline.show.scaling.measure import Profile, measure
+from paceline.show.scaling.prediction import (
+    NETWORKS,
+    Network,
+    PredictionCheck,
+    learn_job,
+    suggest,
+)
+from paceline.telemetry import Phase, count_text, list_text, percentages, share_text, table_lines
+
+SCHEMA = 1
+WIDTH = 80
+GOOD_ERROR = 0.15
+RESTLESS = 0.2
+_MOST_WORKERS = 10**6
+
+NAME_BY_PHASE = {phase: str(phase) for phase in Phase} | {
+    Phase.WAIT: "waiting",
+    Phase.TRANSFER: "communication",
+}
+"""Phases as scaling.json names them."""
+HEADINGS = {part: part for part in PARTS} | {"communication": "exchange", "optimizer": "update"}
+
+
+Study = dict[str, Any]
+"""What was measured, compared, predicted and suggested, as `scaling.json` has it.
+
+docs/scaling.md and docs/report.md list the keys. Terminal and report draw the same values.
+"""
+
+
+def make_study(
+    profiles: Sequence[Profile],
+    *,
+    name: str,
+    cores: int,
+    repeats: int = 1,
+    mode: Mode | None = None,
+    predict: Sequence[int] = (),
+    networks: Sequence[Network] = (),
+) -> Study:
+    """Compare sizes with the first, which is one worker, and predict others where asked."""
+    one, several = profiles[0], profiles[1:]
+    chosen, why = (mode, "as told") if mode is not None else detect_mode(profiles)
+    results = [attribute(one, profile, chosen, cores) for profile in profiles]
+    job = learn_job(one, several[0], chosen, cores) if several else None
+    if predict and job is None:
+        raise UsageError(
+            "Nothing can be predicted from one worker alone.",
+            advice="Measure several workers too, as in --workers 1,2.",
+        )
+    fitted = [1, several[0].workers] if several else []
+    checks = [job.check(profile) for profile in several[1:]] if job else []
+    pairs = [(size, network) for network in networks for size in predict]
+    suggestion = suggest(results, profiles[-1])
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "mode": chosen,
+        "mode_why": why,
+        "cores": cores,
+        "threads": one.threads,
+        "repeats": repeats,
+        "sizes": [_size(*pair) for pair in zip(results, profiles, strict=True)],
+        "predicted": [asdict(job.predict(*pair)) for pair in pairs] if job else [],
+        "suggestion": suggestion
+        and {
+            "text": f"{suggestion.text} Predicted gain: {share_text(suggestion.gain)}.",
+            "gain": suggestion.gain,
+        },
+        "check": {
+            "text": _check_text(fitted, checks),
+            "fitted": fitted,
+            "sizes": [asdict(each) for each in checks],
+        },
+    }
+
+
+def _size(result: SizeResult, profile: Profile) -> dict[str, Any]:
+    return asdict(result) | {
+        "samples": profile.samples,
+        "steps": profile.steps,
+        "runs_s": list(profile.runs_s),
+        "seconds": {name: profile.seconds[phase] for phase, name in NAME_BY_PHASE.items()},
+        "slow": str(profile.slow or ""),
+        "buckets": [{"ready_s": ready_s, "bytes": nbytes} for ready_s, nbytes in profile.buckets],
+    }
+
+
+def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str:
+    """How far predictions are from what was measured, in a sentence or two."""
+    if not fitted:
+        return ""
+    if not checks:
+        return f"The prediction was learned from {list_text(fitted)} workers, and not checked."
+    parts = [
+        f"{each.workers} workers: predicted {each.predicted_s * 1e3:.2f} ms, measured "
+        f"{each.measured_s * 1e3:.2f} ms, {each.error * 100:+.0f} %"
+        for each in checks
+    ]
+    is_good = max(abs(each.error) for each in checks) <= GOOD_ERROR
+    verdict = "" if is_good else " That is too far off to trust the prediction much."
+    return f"Checked where it had not seen the answer: {'; '.join(parts)}.{verdict}"
+
+
+def write(study: Study, folder: Path) -> Path:
+    """Write `scaling.json` into a run folder, as a whole."""
+    place = RunFolder(folder)
+    try:
+        place.create()
+        replace_file(place.scaling, [as_text(study)])
+    except OSError as error:
+        raise UsageError(
+            f"{place.scaling} cannot be written: {error.strerror}.", advice="Name another folder."
+        ) from error
+    return place.scaling
+
+
+def as_text(study: Study) -> str:
+    return json.dumps(study, allow_nan=False, indent=1) + "\n"
+
+
+def lines(study: Study) -> Iterator[str]:
+    """The study for people: 80 columns, plain letters."""
+    lost = [size for size in study["sizes"] if any(size["lost"].values())]
+    suggestion = study["suggestion"]
+    sections: list[Iterable[str]] = [
+        _header(study),
+        _sizes(study["sizes"]),
+        _losses(lost) if lost else (),
+        _wrapped(f"Try: {suggestion['text']}") if suggestion else (),
+        _predictions(study["predicted"]) if study["predicted"] else (),
+        _wrapped(study["check"]["text"]),
+    ]
+    written = [section for each in sections if (section := list(each))]
+    for number, section in enumerate(written):
+        yield from ["", *section] if number else section
+
+
+def _header(study: Study) -> Iterator[str]:
+    cores = study["cores"]
+    yield from _wrapped(
+        f"{study['name']}: {count_text(study['threads'], 'thread')} for each worker, {cores} "
+        f"cores; a usual step of {count_text(study['repeats'], 'run')} each."
+    )
+    yield from _wrapped(f"{study['mode'].capitalize()} scaling ({study['mode_why']}).")
+
+
+def _sizes(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    rows = [["workers", "step ms", "speed-up", "efficiency", "lost", "runs apart", ""]]
+    apart = {size["workers"]: max(size["runs_s"]) / min(size["runs_s"]) - 1 for size in sizes}
+    for size in sizes:
+        lost = sum(size["lost"].values()) / size["step_s"]
+        rows.append(
+            [
+                str(size["workers"]),
+                f"{size['step_s'] * 1e3:.2f}",
+                f"{size['speedup']:.2f}x",
+                share_text(size["efficiency"]),
+                share_text(lost) if size["workers"] > 1 else "",
+                share_text(apart[size["workers"]]) if len(size["runs_s"]) > 1 else "",
+                f"{size['crowding']:.1f} per core" if size["crowding"] > 1 else "",
+            ]
+        )
+    yield from table_lines(rows, ">>>>>><")
+    if any(share > RESTLESS for share in apart.values()):
+        yield from _wrapped(
+            "Some runs are far apart; the faster half counts. Repeat this on a quiet machine."
+        )
+
+
+def _losses(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    shares = [percentages(size["lost"]) for size in sizes]
+    shown = [part for part in PARTS if part == "other" or any(s["lost"][part] for s in sizes)]
+    yield "Where the lost time went, in percent of it:"
+    rows = [["workers", "lost ms", *(HEADINGS[part] for part in shown), "sum"]]
+    for size, share in zip(sizes, shares, strict=True):
+        lost_ms = f"{sum(size['lost'].values()) * 1e3:.2f}"
+        parts = [str(share[part]) for part in shown]
+        rows.append([str(size["workers"]), lost_ms, *parts, str(sum(share.values()))])
+    yield from table_lines(rows, ">")
+    for part in shown:
+        if any(share[part] >= 5 for share in shares):
+            yield f"  {HEADINGS[part]}: {MEANINGS[part]}"
+    for size in sizes:
+        if size["slow"]:
+            yield from _wrapped(f"With {size['workers']} workers: {size['slow']}")
+
+
+def _predictions(predicted: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "Predicted, not measured; every worker has a core or device of its own:"
+    rows = [["workers", "network", "step ms", "speed-up", "efficiency", "exposed ms"]]
+    for each in predicted:
+        step, exposed = f"{each['step_s'] * 1e3:.2f}", f"{each['exposed_s'] * 1e3:.2f}"
+        gained = [f"{each['speedup']:.2f}x", share_text(each["efficiency"])]
+        rows.append([str(each["workers"]), each["network"][:12], step, *gained, exposed])
+    yield from table_lines(rows, "><>")
+    idle = {each["workers"]: each["without_rows"] for each in predicted if each["without_rows"]}
+    for workers, count in idle.items():
+        yield from _wrapped(
+            f"The batch has {workers - count:,} samples: of {workers:,} workers, {count:,} would "
+            "have no rows."
+        )
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    safe = text.encode("ascii", "backslashreplace").decode("ascii")
+    return wrap(safe, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `paceline scale`."""
+    parser.description = (
+        "Run the same training script on several numbers of workers, and say how much faster it "
+        "is, where the rest of the speed-up went, and what to try. In the script's own arguments "
+        "{workers} stands for the number of workers, {folder} for an empty folder."
+    )
+    parser.epilog = (
+        "exit codes: 0 measured; 1 a worker failed, or --fail-under; 2 the command line is wrong"
+    )
+    add = parser.add_argument
+    add("--workers", default="1,2", metavar="N,N", help="the sizes to measure (default: 1,2)")
+    add("--repeats", type=int, default=2, metavar="N", help="runs of each size (default: 2)")
+    help = "end a run after so many steps (default: 200)"
+    add("--steps", type=int, default=200, metavar="N", help=help)
+    help = (
+        "threads of each worker, the same at all sizes (default: OMP_NUM_THREADS, or the cores "
+        "divided by the most workers)"
+    )
+    add("--threads", type=int, metavar="N", help=help)
+    help = "whether more workers share one batch or bring their own; found out if not given"
+    add("--mode", choices=("strong", "weak"), help=help)
+    add("--predict", default="", metavar="N,N", help="sizes to predict, such as 8,64,1024")
+    help = f"networks to predict for: {', '.join(NETWORKS)} (default: 100g)"
+    add("--network", default="100g", metavar="NAMES", help=help)
+    help = "a network of your own: one message's delay"
+    add("--latency-us", type=float, metavar="US", help=help)
+    add("--bandwidth-gbps", type=float, metavar="GBPS", help="and its gigabits per second")
+    help = "exit with 1 if the efficiency of the most workers is below this, such as 0.8"
+    add("--fail-under", type=float, metavar="SHARE", help=help)
+    help = "write scaling.json here, for `paceline report`"
+    add("--folder", type=Path, metavar="RUN", help=help)
+    add("--json", action="store_true", help="print JSON instead of text")
+    add("--as-torch", action="store_true", help="give the script our classes for torch's")
+    add("-m", "--module", action="store_true", help="the script is a module")
+    help = (
+        "time a step with DataParallel and with DistributedDataParallel instead; in the place of a "
+        "script stands FILE:FUNCTION, which returns (model, (inputs, targets), loss_fn), or nothing"
+    )
+    add("--engines", action="store_true", help=help)
+    help = "the script; the flags above may also stand directly behind it"
+    add("script", nargs="?", help=help)
+    add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.set_defaults(parser=parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, compare, print; 1 if --fail-under says so."""
+    args = take_flags_behind(args)
+    sizes = sorted({1, *read_sizes("--workers", args.workers)})
+    predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
+    networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
+    for name in ("repeats", "steps", "threads"):
+        check_whole(f"--{name}", getattr(args, name), or_none=True)
+    if args.fail_under is not None and not 0 < args.fail_under < math.inf:
+        raise SettingError(f"--fail-under is {args.fail_under}.", advice="Use a share such as 0.8.")
+    if args.engines:
+        return compare_engines(args.script, sizes[-1], args.steps, args.json)
+    if args.script is None:
+        raise UsageError("Name the script to measure.", advice="See `paceline scale --help`.")
+    if not args.module and not os.path.exists(args.script):
+        where = f"Looked for it in {os.getcwd()}."
+        raise UsageError(f"There is no script {args.script!r}.", where, "Use -m for a module.")
+    cores = count_cores()
+    threads = choose_threads(args.threads, cores, sizes[-1])
+    flags = [f"--threads={threads}"] if threads else []
+    flags += ["--as-torch"] * args.as_torch + ["--module"] * args.module
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the job ends with us
+    script = [*flags, args.script, *args.script_args]
+    runs = f"on {', '.join(map(str, sizes))} workers, {count_text(args.repeats, 'run')} each"
+    _tell(f"measuring {os.path.basename(args.script)} {runs} ...")
+    study = make_study(
+        measure(script, sizes, args.repeats, args.steps, _tell),
+        name=os.path.basename(args.script),
+        cores=cores,
+        repeats=args.repeats,
+        mode=args.mode,
+        predict=predict,
+        networks=networks,
+    )
+    if args.json:
+        print(as_text(study), end="")
+    else:
+        print("\n".join(lines(study)))
+    if args.folder is not None:
+        path = write(study, args.folder)
+        _tell(f"wrote {path}; `paceline report {args.folder}` draws it")
+    last = study["sizes"][-1]
+    if args.fail_under is None or last["efficiency"] >= args.fail_under:
+        return 0
+    _tell(
+        f"{last['workers']} workers reach {last['efficiency']:.2f} of the ideal, which is below "
+        f"--fail-under {args.fail_under:g}"
+    )
+    return 1
+
+
+def compare_engines(target: str | None, workers: int, steps: int, as_json: bool) -> int:
+    """Print what a step takes with each engine."""
+    from paceline.show.scaling import engines  # imports torch, which nothing else here needs
+
+    _tell(f"timing {count_text(steps, 'step')} of each engine on {workers} workers ...")
+    step_s = engines.compare_engines(target, workers, steps)
+    print(json.dumps({"step_s": step_s}) if as_json else "\n".join(engines.lines(step_s)))
+    return 0
+
+
+def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | None:
+    """Threads for each worker, so that a worker is the same thing at every size."""
+    if wanted is not None or env.read("OMP_NUM_THREADS"):
+        return wanted
+    return max(1, cores // most_workers)
+
+
+def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
+    """Read `scale train.py --workers 1,2 --epochs 3` as it is meant.
+
+    Without flags of ours before the script, those directly behind it are ours, up to `--` or the
+    first thing that is none of them. With some, all behind the script is the script's.
+    """
+    parser: argparse.ArgumentParser = args.parser
+    flags = {
+        name: action
+        for action in parser._actions
+        for name in action.option_strings
+        if action.dest != "help"
+    }
+    if any(getattr(args, each.dest) != each.default for each in flags.values()):
+        return args
+    behind, ours = list(args.script_args), list[str]()
+    while behind and (action := flags.get(behind[0].partition("=")[0])) is not None:
+        has_value = action.nargs != 0 and "=" not in behind[0]
+        ours += behind[: 1 + has_value]
+        del behind[: 1 + has_value]
+    if behind[:1] == ["--"]:
+        del behind[0]
+    return parser.parse_args([*ours, "--", args.script, *behind]) if ours else args
+
+
+def read_sizes(name: str, text: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    is_good = all(part.isascii() and part.isdigit() for part in parts)
+    if not is_good or not all(0 < int(part) <= _MOST_WORKERS for part in parts):
+        raise SettingError(
+            f"{name} is {text!r}.", advice="Write numbers of workers with commas, as in 1,2,4."
+        )
+    return [int(part) for part in parts]
+
+
+def read_networks(
+    names: str, latency_us: float | None, bandwidth_gbps: float | None
+) -> list[Network]:
+    """The networks named, or the one described by two numbers."""
+    if latency_us is not None and bandwidth_gbps is not None:
+        if not 0 <= latency_us < math.inf or not 0 < bandwidth_gbps < math.inf:
+            raise SettingError(
+                f"A latency of {latency_us} us with {bandwidth_gbps} Gb/s is impossible.",
+                advice="Use numbers from 0 up, and a bandwidth above 0.",
+            )
+        return [Network(f"{bandwidth_gbps:g} Gb/s", latency_us / 1e6, bandwidth_gbps * 1e9 / 8)]
+    if latency_us is not None or bandwidth_gbps is not None:
+        raise SettingError(
+            "A network of your own has both a latency and a bandwidth.",
+            advice="Pass --latency-us and --bandwidth-gbps together.",
+        )
+    chosen = [name.strip().lower() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in NETWORKS]
+    if unknown:
+        raise SettingError(
+            f"There is no network {unknown[0]!r}.",
+            advice=f"Use {', '.join(NETWORKS)}, or --latency-us and --bandwidth-gbps.",
+        )
+    return [NETWORKS[name] for name in dict.fromkeys(chosen)]
+
+
+def _tell(text: str) -> None:
+    print(f"paceline scale: {text}", file=sys.stderr, flush=True)

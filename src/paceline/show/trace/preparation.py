@@ -1,0 +1,111 @@
+"""Before the first step: workers meet, models are brought to devices, rank 0's weights to all.
+
+These stages belong to a training that begins, so `paceline trace` has them, and a step recorded in
+the middle of a run does not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.ddp import DistributedDataParallel
+from paceline.files import read_value
+from paceline.group import World, exchange
+from paceline.record import Part, Stage, TensorFacts, flat_facts, size_facts
+from paceline.telemetry import bytes_text
+
+
+def wrap_on_worker(
+    model: nn.Module, world: World, *, met_s: float, seed: int, values: bool
+) -> tuple[DistributedDataParallel, list[Stage]]:
+    """The model on its device and wrapped, and the stages `meet` and `place` of all workers.
+
+    Workers but the first draw weights of their own before: it must not matter what they had.
+    """
+    begin_s = time.perf_counter()
+    model = model.to(world.device)
+    if world.rank > 0:
+        draw_weights(model, seed + world.rank)
+    drawn = flat_facts("weights at first", model.parameters(), values=values)
+    wrapped = DistributedDataParallel(model)
+    shared = flat_facts("weights from rank 0", model.parameters(), values=values)
+    said = f"rank {world.rank} of {world.size}, process {os.getpid()}"
+    place: dict[str, Any] = {"title": f"worker {world.rank}", "worker": world.rank}
+    place["device"] = str(world.device)
+    own = [
+        Part(**place, text=said, seconds=met_s),
+        Part(**place, tensors=drawn + shared, seconds=time.perf_counter() - begin_s),
+    ]
+    told = [asdict(part) for part in own]
+    if world.size > 1:
+        everyone = exchange(world.group, told, world.device, "Telling how workers met")
+    else:
+        everyone = [told]
+    meet, placed = (
+        [read_value(Part, parts[number], "part") for parts in everyone] for number in (0, 1)
+    )
+    several = world.size > 1
+    sent = size_facts(list(model.parameters())) * (world.size - 1)
+    return wrapped, [
+        _stage(
+            "meet",
+            "workers meet",
+            f"All {world.size} processes call init_process_group(). Now each knows its rank and "
+            "how many they are."
+            if several
+            else "One process: there is nobody to meet.",
+            meet,
+        ),
+        _stage(
+            "place",
+            "model to the devices",
+            "Every worker brings its copy of the model to its own device. "
+            + (
+                "Then rank 0's weights are sent to all, whatever they had: now all are equal."
+                if several
+                else ""
+            ),
+            placed,
+            sent,
+        ),
+    ]
+
+
+def place_replicas(model: nn.Module, main: str) -> list[Stage]:
+    """The stage `place` of one process: the model on the main device."""
+    size = size_facts(list(model.parameters()))
+    text = (
+        f"The model, {bytes_text(size)} of weights, is brought to {main}, the main device, before "
+        "it is wrapped; and so is every batch before the call."
+    )
+    moved = 0 if main.startswith("cpu") else size
+    held = [TensorFacts(name="model", shape=[], dtype="", device=main, bytes=size)]
+    part = Part(title=main, device=main, tensors=held)
+    return [_stage("place", "model to the device", text, [part], moved)]
+
+
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Other weights than it had, by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.is_floating_point():
+                param.copy_(torch.randn(param.shape, generator=generator).mul_(0.1))
+
+
+def _stage(name: str, title: str, text: str, parts: list[Part], moved: int = 0) -> Stage:
+    known = [part.seconds for part in parts if part.seconds is not None]
+    return Stage(
+        name=name,
+        title=title,
+        text=text.strip(),
+        parts=parts,
+        bytes_moved=moved,
+        seconds=max(known, default=None),
+    )

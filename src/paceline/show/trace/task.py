@@ -1,0 +1,178 @@
+"""What is trained in a trace: the built-in model and data, or the user's own.
+
+The built-in task is 1,000 rows of 10 numbers and a yes or no for each, which a small network
+learns; everything is generated, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from paceline.errors import UsageError
+from paceline.show.trace.prediction import Kind
+
+ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
+NOISE = 0.26
+"""So much that nearly a tenth of the rows cannot be told from their features."""
+OFFSET = 0.27
+"""Six rows in ten lie on this side, so that answering the same for all is right in six of ten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model, what it learns from, and how; a user's dictionary has these keys."""
+
+    model: nn.Module
+    dataset: Any
+    """Pairs of input and target."""
+    loss_fn: Callable[[Any, Any], Tensor]
+    """The mean over the rows of an output and their targets."""
+    optimizer: Callable[[Any], Optimizer] = lambda parameters: SGD(parameters, lr=0.1)
+    """Makes one for parameters."""
+    evaluation: Any = None
+    """A dataset of rows that are not trained on."""
+    kind: Kind | None = None
+    """What outputs mean; None: whole numbers as targets are classes, others are values."""
+
+    def kind_of(self, targets: Any) -> Kind:
+        is_whole = isinstance(targets, Tensor) and not targets.is_floating_point()
+        return self.kind or ("classes" if is_whole else "value")
+
+    def count_right(self, output: Any, targets: Any) -> int | None:
+        """How many rows are predicted right; None where that is not a question."""
+        kind = self.kind_of(targets)
+        if kind == "value" or not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+            return None
+        if kind == "binary":
+            return int(((output > 0) == (targets > 0.5)).sum())
+        if output.dim() != 2 or targets.shape != output.shape[:1]:
+            return None
+        return int((output.argmax(dim=1) == targets).sum())
+
+
+def built_in(seed: int) -> Task:
+    """The 10-feature demo: does a row lie on this side of a plane, or on the other?
+
+    Before training the network says little more than "this side": accuracy begins at about 0.6.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = ROWS + NEW_ROWS
+    x = torch.randn(rows, FEATURES, generator=generator)
+    direction = F.normalize(torch.randn(FEATURES, generator=generator), dim=0)
+    noise = NOISE * torch.randn(rows, generator=generator)
+    y = (x @ direction + noise + OFFSET > 0).float().unsqueeze(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hidden, last = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1)
+    nn.init.constant_(last.bias, math.log(0.6 / 0.4))  # how common the answers are
+    return Task(
+        model=nn.Sequential(hidden, nn.ReLU(), last),
+        dataset=TensorDataset(x[:ROWS], y[:ROWS]),
+        loss_fn=F.binary_cross_entropy_with_logits,
+        optimizer=lambda parameters: SGD(parameters, lr=0.3),
+        evaluation=TensorDataset(x[ROWS:], y[ROWS:]),
+        kind="binary",
+    )
+
+
+def load(target: str, seed: int) -> Task:
+    """The task that `FILE:function` makes, with torch's random numbers seeded."""
+    function = find_function(target)
+    torch.manual_seed(seed)
+    return _as_task(function(), target)
+
+
+def find_function(target: str) -> Callable[[], Any]:
+    """The function that `FILE:function` or `package.module:function` names."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise UsageError(
+            f"{target!r} does not name a function.",
+            advice="Write it as FILE:function, such as train.py:make, or package.module:make.",
+        )
+    function = getattr(_module(place), name, None)
+    if not callable(function):
+        raise UsageError(f"{place!r} has no function {name!r}.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        advice = "Name a function that can be called without."
+        raise UsageError(f"{target!r} needs arguments.", advice=advice) from None
+    return function  # type: ignore[no-any-return]
+
+
+def _module(place: str) -> ModuleType:
+    path = Path(place)
+    try:
+        if path.suffix != ".py":
+            return import_module(place)
+        sys.path.insert(0, str(path.resolve().parent))  # as for a script
+        name = f"paceline_traced_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (ImportError, OSError, SyntaxError) as error:
+        raise UsageError(
+            f"{place!r} cannot be imported: {error}.", advice="Name the file as FILE:function."
+        ) from error
+
+
+def _as_task(made: Any, target: str) -> Task:
+    keys = [field.name for field in fields(Task)]
+    if isinstance(made, tuple) and len(made) == 3:
+        made = dict(zip(keys, made, strict=False))
+    advice = f"Return (model, dataset, loss_fn), or a dictionary with keys of {', '.join(keys)}."
+    if not isinstance(made, Mapping):
+        raise UsageError(f"{target!r} returned {type(made).__name__}.", advice=advice)
+    # A key that is None is one that was left out.
+    parts = {str(key): value for key, value in made.items() if value is not None}
+    for name in {"dataset", "evaluation"} & parts.keys():
+        parts[name] = _as_dataset(parts[name], name, target)
+    try:
+        task = Task(**parts)
+    except TypeError as error:
+        raise UsageError(f"{target!r} did not return a task: {error}.", advice=advice) from None
+    for name, is_right in (
+        ("model", isinstance(task.model, nn.Module)),
+        ("loss_fn", callable(task.loss_fn)),
+        ("optimizer", callable(task.optimizer)),
+        ("kind", task.kind is None or task.kind in get_args(Kind)),
+    ):
+        if not is_right:
+            raise UsageError(f"The {name} of {target!r} is {getattr(task, name)!r:.100}.")
+    return task
+
+
+def _as_dataset(value: Any, name: str, target: str) -> Any:
+    """A pair of tensors is a dataset too."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if is_pair and all(isinstance(part, Tensor) for part in value):
+        if len(value[0]) != len(value[1]):
+            raise UsageError(
+                f"The {name} of {target!r} has {len(value[0])} inputs and {len(value[1])} targets."
+            )
+        return TensorDataset(*value)
+    if not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
+        raise UsageError(
+            f"The {name} of {target!r} is a {type(value).__name__} without rows to pick from.",
+            advice="Use a torch Dataset with a length, or a pair of tensors.",
+        )
+    return value

@@ -1,0 +1,233 @@
+"""`paceline watch`: the live page of a run in the browser, or the same on a terminal.
+
+Without a name it is the newest run under `runs/`; a folder of runs shows all of them. Started by
+`paceline run --watch` it waits for the run's folder, outlives the run, and ends when nobody looks;
+an address that it has printed answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import webbrowser
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import env
+from paceline.errors import UsageError
+from paceline.files import RunFolder
+from paceline.show.report.collect import find_runs
+from paceline.show.watch.follow import Watched
+
+if TYPE_CHECKING:
+    import uvicorn
+
+RUNS = Path("runs")
+RUNS_LIMIT = 256
+LEFT_ALONE_S = 60.0
+"""For so long the page of a training that has ended waits for somebody to open it again."""
+POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    help = (
+        "run folders, or a folder of runs, also of those that begin later (the newest one under "
+        "runs/ if not given)"
+    )
+    add("run", nargs="*", metavar="RUN", help=help)
+    help = "the port on 127.0.0.1 (any that is free)"
+    add("--port", type=int, default=0, metavar="N", help=help)
+    add("--no-open", action="store_true", help="print the address, and open no browser")
+    help = (
+        "keep the token in a file for this user alone, so that with --port the address stays the "
+        "same when the page is started again"
+    )
+    add("--token-file", metavar="FILE", help=help)
+    add("--terminal", action="store_true", help="show it here, a row for each worker")
+    # By `paceline run --watch`, which names the run folder in the file that is standard input.
+    add("--beside-training", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Show the page until Ctrl-C; on a terminal, until the run ends."""
+    if args.terminal:
+        from paceline.show.watch.terminal import show
+
+        return show(Watched(find_paths(args.run, must_be_there=True)).first)
+    try:
+        import uvicorn
+
+        from paceline.show.watch import server
+    except ImportError:
+        raise UsageError(
+            "The live page needs starlette and uvicorn, which are not installed.",
+            advice="Install them with `pip install 'paceline[watch]'`, or add --terminal.",
+        ) from None
+    paths = _wait_for(sys.stdin.fileno()) if args.beside_training else find_paths(args.run)
+    if not paths:
+        print("paceline watch: no run was begun, so there is no page.", file=sys.stderr)
+        return 0
+    with _listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
+        port = listening.getsockname()[1]
+        token = server.keep_token(Path(args.token_file)) if args.token_file else server.make_token()
+        address = f"http://127.0.0.1:{port}/?token={token}"
+        # Beside a training, stdout is the training's.
+        stream = sys.stderr if args.beside_training else sys.stdout
+        print(f"paceline watch: {address}", file=stream, flush=True)
+        if args.beside_training:
+            _let_go_of_output()
+        else:
+            print("Ctrl-C ends the page, and nothing else.", flush=True)
+        if not args.no_open:
+            _open(address, Path(private))
+        folders = [each for each in args.run if not _is_run(Path(each))]
+        watched = Watched(paths, partial(find_paths, folders) if folders else list)
+        config = uvicorn.Config(
+            server.make_app(watched, token, port),
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=server.CONNECTIONS_LIMIT,
+            timeout_graceful_shutdown=1,
+            ws="none",
+        )
+        running = uvicorn.Server(config)
+        # Uvicorn ends, and then sends the signal again: by default the folder would stay.
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        asyncio.run(_serve(running, listening, watched, is_left_alone=args.beside_training))
+    return 0
+
+
+async def _serve(
+    running: uvicorn.Server, listening: socket.socket, watched: Watched, *, is_left_alone: bool
+) -> None:
+    """Serve until Ctrl-C; where that cannot reach, until nobody looks at a run that has ended."""
+    watched.first.begin()
+    serving = asyncio.create_task(running.serve(sockets=[listening]))
+    idle_since_s, is_nice = time.monotonic(), False
+    while not serving.done():
+        await asyncio.wait([serving], timeout=1.0)
+        if watched.first.is_shown and not is_nice:
+            is_nice = True
+            with contextlib.suppress(OSError):
+                os.nice(5)  # from now on the training goes first
+        await asyncio.to_thread(watched.look)
+        if not watched.pages:
+            await asyncio.to_thread(watched.first.read)
+        if watched.pages or watched.first.state == "running":
+            idle_since_s = time.monotonic()
+        if is_left_alone and time.monotonic() - idle_since_s > LEFT_ALONE_S:
+            running.should_exit = True
+    await serving
+
+
+def _is_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.info.is_file() or folder.events.is_dir()
+
+
+def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Path]:
+    """The run folders that are meant; a folder that is none is searched for some.
+
+    Where it holds none, it is returned itself: one may begin there.
+    """
+    if not given:
+        runs = sorted(find_runs(RUNS, RUNS_LIMIT) if RUNS.is_dir() else (), key=_last_written)
+        if not runs:
+            raise UsageError(
+                f"There is no run in {str(RUNS)!r}.", advice="Name its folder: paceline watch RUN."
+            )
+        return runs[-1:]
+    found = list[Path]()
+    for path in map(Path, given):
+        if not path.is_dir():
+            raise UsageError(
+                f"There is no run folder {str(path)!r}.",
+                advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
+            )
+        is_run = _is_run(path)
+        around = [] if is_run else find_runs(path, RUNS_LIMIT)
+        runs = [path] if is_run else [run for run in around if run != path.parent]
+        if not runs and must_be_there:
+            raise UsageError(
+                f"{str(path)!r} holds no run: no run.json, no events.", advice="Train one first."
+            )
+        runs, is_run = runs or [path], is_run or not runs
+        found += runs if is_run else sorted(runs, key=_last_written, reverse=True)
+    return list(dict.fromkeys(found))
+
+
+def _open(address: str, private: Path) -> None:
+    """Open a browser where there is one with windows; elsewhere the address has to do.
+
+    What it is called with everybody on the machine can see, so it is told by a file.
+    """
+    way = private / "open.html"
+    way.write_text(f'<meta http-equiv="refresh" content="0; url={address}">\n')
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return
+    # One that draws on the terminal is for those who have asked for it.
+    if type(browser) is not webbrowser.GenericBrowser or env.read("BROWSER"):
+        threading.Thread(target=browser.open, args=[way.as_uri()], daemon=True).start()
+
+
+def _last_written(run: Path) -> float:
+    try:
+        return RunFolder(run).info.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _wait_for(announcement: int) -> list[Path]:
+    """The folder of the run that the launcher has started; none if it ends without one.
+
+    The file has the launcher's process id in its first line, and a folder in each line after it.
+    """
+    while True:
+        parent = os.getppid()  # before the file is read, which may hold its last words
+        launcher, *folders = os.pread(announcement, 2**16, 0).split(b"\n")
+        if len(folders) > 1:
+            return [Path(os.fsdecode(folders[0]))]
+        if parent != int(launcher):
+            return []
+        time.sleep(POLL_S)
+
+
+def _let_go_of_output() -> None:
+    """Whoever reads what the training prints waits for all who could still print."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())
+    os.close(nothing)
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", port))
+        listening.listen()  # two that may share an address may not both listen
+    except (OSError, OverflowError) as error:
+        listening.close()
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"Port {port} of 127.0.0.1 cannot be used: {why}.",
+            advice="Leave --port out, and a free one is found.",
+        ) from None
+    return listening

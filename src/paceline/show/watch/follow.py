@@ -1,0 +1,309 @@
+"""Following runs: each is read once, in one task, however many pages show it.
+
+A page holds no queue: it remembers which version of each message it has had, and takes the newest
+when it is ready for more. So a slow page misses messages, and costs nobody anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError, WireError
+from paceline.files import RunFolder, plain_json, read_info, read_log, replace_file
+from paceline.show.report import document, page
+from paceline.show.report.bounds import bounded
+from paceline.show.report.collect import SKETCHED, RunReader
+from paceline.show.report.run_data import SILENT_S
+from paceline.show.watch import live
+from paceline.show.watch.machine import Machine
+
+LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
+IDLE = 20
+"""After some time of the processor there is so many times as long a rest, so that the training does
+not notice."""
+SKETCHED_ABOVE_BYTES, EXACT_UP_TO_BYTES = 2**21, 2**28
+"""More new events than this, all together, are sketched: a page opens within a second. Then all
+are read, piece by piece, and the exact numbers take the place of the estimates; unless there are
+even more than that."""
+BATCHES = 8
+"""Of events, that are read at a time meanwhile."""
+STILL_HERE_S = 15.0
+LINES_LIMIT = 1000
+
+
+class Followed:
+    """One run, and what its pages are sent.
+
+    quiet --(a page opens)--> read again and again --(the last page closes)--> quiet
+    """
+
+    def __init__(self, name: str, path: Path, watched: Watched) -> None:
+        self.name, self.path = name, path
+        self.state, self.step = "unknown", 0
+        self._watched = watched
+        self._messages: dict[str, tuple[int, bytes]] = {}
+        """The newest of each kind, and its number."""
+        self._published = 0
+        self._news = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+        self.pages = 0
+        """How many show it now."""
+        self._lock = threading.Lock()
+        """Around everything below: it is used in threads."""
+        self._reader = RunReader(path, most_bytes=SKETCHED_ABOVE_BYTES)
+        self._machine = Machine()
+        self._looked_at = -1
+        self._settings: dict[str, Any] = {}
+        self._exact: RunReader | None = None
+        """Takes the place of a reader that has only sketched the run, once it has read all."""
+
+    @property
+    def _is_sketched(self) -> bool:
+        return "sketch" in self._reader.data.notes
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is something for a page to show."""
+        return bool(self._messages)
+
+    def begin(self) -> None:
+        """Read the run from now on, because a page shows it or will."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._follow())
+
+    async def messages(self) -> AsyncGenerator[bytes]:
+        """Server-sent events for one page, the newest of each kind."""
+        had: dict[str, int] = {}
+        self.pages += 1
+        self.begin()
+        try:
+            while True:
+                news = self._news
+                for kind, (number, message) in list(self._messages.items()):
+                    if had.get(kind) != number:
+                        had[kind] = number
+                        yield message
+                try:
+                    await asyncio.wait_for(news.wait(), STILL_HERE_S)
+                except TimeoutError:
+                    yield b": still here\n\n"
+        finally:
+            self.pages -= 1
+            if not self.pages and self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
+
+    async def _follow(self) -> None:
+        """Publish what is new until no page is open.
+
+        The first document comes without the timeline, which follows at once: somebody waits.
+        """
+        document_due_s = live_due_s = 0.0
+        has_news = self.is_shown
+        if not self.is_shown:
+            await asyncio.to_thread(self.read)
+            self._publish("document", await asyncio.to_thread(self._build))
+        state = self._watched.states()
+        while True:
+            began_s, began_cpu_s = time.monotonic(), time.process_time()
+            is_sketched = self._is_sketched
+            has_news |= await asyncio.to_thread(self.read)
+            await asyncio.to_thread(self.read_exactly)
+            has_news |= is_sketched and not self._is_sketched
+            has_news |= state != self._watched.states()
+            state = self._watched.states()
+            if has_news and began_s >= document_due_s:
+                self._publish("document", await asyncio.to_thread(self._build))
+                has_news, spent_s = False, time.process_time() - began_cpu_s
+                document_due_s = began_s + max(DOCUMENT_PERIOD_S, IDLE * spent_s)
+            elif has_news or began_s >= live_due_s:
+                self._publish("live", await asyncio.to_thread(self.build_live))
+                live_due_s = began_s + DOCUMENT_PERIOD_S
+            if not self.pages:
+                self._reading = None
+                return
+            rest_s = IDLE * (time.process_time() - began_cpu_s)
+            period_s = 0.0 if self._exact else LIVE_PERIOD_S
+            await asyncio.sleep(max(began_s + period_s - time.monotonic(), rest_s))
+
+    def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
+        message = f"event: {kind}\ndata: {_json(value)}\n\n".encode()
+        self._published += 1
+        if kind == "document":
+            self._messages.clear()  # it says all that an older message did
+        self._messages[kind] = self._published, message
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def read(self) -> bool:
+        """Read what is new; whether anything was. A folder that is gone stays as it was."""
+        with self._lock:
+            has_news = False
+            if not self.path.is_dir():
+                return has_news
+            with contextlib.suppress(UsageError, OSError):
+                has_news = self._reader.read(has_timeline=self.is_shown)
+            self.state, self.step = self._reader.data.status, self._reader.data.steps
+            return has_news
+
+    def read_exactly(self) -> bool:
+        """Read a piece of what was only sketched; whether there is more to be read so."""
+        with self._lock:
+            data = self._reader.data
+            if not self._is_sketched or not self.path.is_dir():
+                return False
+            size = sum(_size(data.folder.events_of(rank)) for rank in data.ranks)
+            if size > EXACT_UP_TO_BYTES:
+                return False
+            self._exact = self._exact or RunReader(self.path)
+            with contextlib.suppress(UsageError, OSError):
+                self._exact.read(has_timeline=False, most_batches=BATCHES)
+            data.notes["sketch"] = f"{SKETCHED}, until all are read, in a minute or two."
+            if not self._exact.is_behind:
+                self._reader, self._exact = self._exact, None
+            return self._exact is not None
+
+    def _build(self) -> document.Json:
+        with self._lock:
+            built, runs = document.build(self._reader.data), self._watched.runs
+            listed = bounded([run.describe() for run in runs]) if len(runs) > 1 else None
+            return {**built, "live": self._live(), "runs": listed}
+
+    def build_live(self) -> live.Json:
+        """How the run is now."""
+        with self._lock:
+            return self._live()
+
+    def _live(self) -> live.Json:
+        runs = [run.name_state() for run in self._watched.runs]
+        is_asked = os.path.lexists(self._reader.data.folder.record_request)
+        built = live.build(self._reader.data, self._machine)
+        found = {**built, "recording": "asked" if is_asked else None}
+        result: live.Json = bounded({"run": self.name, "runs": runs, **found})
+        return result
+
+    def look(self) -> None:
+        """Read `run.json` alone, where that is new: enough for the list of all runs."""
+        folder = RunFolder(self.path)
+        try:
+            version = folder.info.lstat().st_mtime_ns
+            info = read_info(folder) if version != self._looked_at else None
+        except (OSError, WireError):
+            return
+        self._looked_at = version
+        if info is None:
+            return
+        chosen = ("seed", "epochs", "global_batch", "workers", "model")
+        self._settings = {**{name: getattr(info, name) for name in chosen}, **info.settings}
+        if not self.is_shown:
+            is_silent = info.status == "running" and time.time() - info.updated > SILENT_S
+            self.state, self.step = "silent" if is_silent else info.status, info.step
+
+    def describe(self) -> dict[str, Any]:
+        """For the list of runs, with what it was set to."""
+        return {**self.name_state(), "settings": self._settings}
+
+    def name_state(self) -> dict[str, Any]:
+        return {"name": self.name, "state": self.state, "step": self.step}
+
+    async def _catch_up(self) -> None:
+        if self._reading is None:
+            await asyncio.to_thread(self.read)
+
+    async def document(self) -> str:
+        """The document as it is now, as JSON."""
+        await self._catch_up()
+        return _json(await asyncio.to_thread(self._build))
+
+    async def report(self) -> str:
+        """The run as one file."""
+        await self._catch_up()
+        while await asyncio.to_thread(self.read_exactly):
+            pass
+        return page.render(await asyncio.to_thread(self._build))
+
+    async def search(self, wanted: str) -> list[Any]:
+        """The newest lines that have these words in them, of all that was printed."""
+        folder = RunFolder(self.path)
+        found = await asyncio.to_thread(read_log, folder, LINES_LIMIT, wanted=wanted)
+        lines: list[Any] = bounded(found)
+        return lines
+
+    async def ask_to_record(self) -> str:
+        """Ask for the next step to be recorded; why that cannot be, if it cannot."""
+        await self._catch_up()
+        if self.state != "running":
+            return f"The run is not running: {self.state}."
+        try:
+            replace_file(RunFolder(self.path).record_request, [])
+        except OSError as error:
+            return f"The request cannot be written: {error.strerror}."
+        return ""
+
+
+class Watched:
+    """The runs that a server shows, by name, and those that begin later.
+
+    Where there is none yet, `first` is the folder that is waited for one in.
+    """
+
+    def __init__(self, paths: Sequence[Path], find: Callable[[], Sequence[Path]] = list) -> None:
+        self.runs: list[Followed] = []
+        self._find = find
+        for path in paths:
+            self._add(path)
+        self.first = self.runs[0]
+
+    def _add(self, path: Path) -> None:
+        name, names = path.resolve().name, [run.name for run in self.runs]
+        if name in names:  # of two in different folders, the second gets a number
+            name = f"{name}-{len(names) + 1}"
+        self.runs.append(Followed(name, path, self))
+        self.runs[-1].look()
+
+    def look(self) -> bool:
+        """Find runs that have begun, and how the others are; whether there are more than before."""
+        for run in self.runs:
+            run.look()
+        known = {run.path for run in self.runs}
+        with contextlib.suppress(UsageError, OSError):
+            new = [path for path in self._find() if path not in known]
+            for path in new:
+                self._add(path)
+            if new and not RunFolder(self.first.path).info.is_file():
+                self.runs.remove(self.first)
+                self.first = self.runs[0]
+            return bool(new)
+        return False
+
+    def states(self) -> list[tuple[str, str]]:
+        """What tells whether the list of runs is another one."""
+        return [(run.name, run.state) for run in self.runs]
+
+    @property
+    def pages(self) -> int:
+        """How many are open."""
+        return sum(run.pages for run in self.runs)
+
+    def find(self, name: str | None) -> Followed | None:
+        """The run of that name; the first where no name is given."""
+        return self.first if name is None else next((r for r in self.runs if r.name == name), None)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _json(value: object) -> str:
+    return json.dumps(plain_json(value), separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,233 @@
+"""What a live page may ask for, and who may ask: loopback, a token, and nothing else.
+
+Every route and method needs the token, as `?token=T` or as the header `X-Paceline-Token`; a request
+without it, with another Host or Origin, or with another method is refused before anything is read.
+`run=NAME` chooses one of several runs, by its name in `live.runs`; without it, the first.
+
+    GET  /            the page; its scripts and styles are linked, none is inline
+    GET  /assets/A    one of its scripts and styles, by its name in `find_assets`
+    GET  /events      server-sent events, see below
+    GET  /document    the document as JSON: what `event: document` sends
+    GET  /report      the run as one HTML file, to be saved
+    GET  /log?find=W  the newest lines with these words in them of all that was printed, as JSON
+    POST /record      asks the run to record its next step (202; 409: the run is not running)
+
+`event: document` is the document of `show.report.document.build`, with `live` as one more
+section. It is sent first, and again when more than the head has changed, at most once a second.
+`event: live` is that section alone, up to four times a second. docs/watch.md has its fields.
+
+A browser opens at most six connections to one address, so a page that is hidden closes its stream
+and opens it again when it is looked at. Messages are not queued: a slow page gets the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UsageError, WireError
+from paceline.files import open_plain, replace_file
+from paceline.show.report.page import SCRIPTS, STYLES, asset
+from paceline.show.watch.follow import Followed, Watched
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+    Handler = Callable[[Request], Awaitable[Response]]
+
+TOKEN_BYTES = 32
+TOKEN = re.compile(r"[A-Za-z0-9_-]{43,100}")
+HOSTS = ("127.0.0.1", "localhost")
+STREAMS_LIMIT = 128
+"""The most pages that are told of news at a time."""
+CONNECTIONS_LIMIT = 256
+SEND_TIMEOUT_S = 30.0
+"""Who takes nothing for so long is disconnected."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def make_token() -> str:
+    """256 bits that nobody guesses."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def keep_token(path: Path) -> str:
+    """The token that a file holds for this user alone; a new one where there is no such file."""
+    try:
+        with suppress(FileNotFoundError), open_plain(path) as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+            token = file.read(1000).decode(errors="replace").strip()
+            if is_private and TOKEN.fullmatch(token):
+                return token
+            raise UsageError(
+                f"{path} holds no token."
+                if is_private
+                else f"{path} can be read by others, and a token is a secret.",
+                advice="Remove it, and a new one is made; or name another file.",
+            )
+        replace_file(path, [token := make_token(), "\n"])
+    except (OSError, WireError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.what.rstrip(".")
+        raise UsageError(
+            f"The token cannot be kept in {path}: {why}.", advice="Name another file."
+        ) from None
+    return token
+
+
+class Guard:
+    """Refuses what did not come from our page, before anything looks at it; adds the headers."""
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, port: int
+    ) -> None:
+        self._app, self._token = app, token.encode()
+        self._hosts = {f"{host}:{port}".encode() for host in HOSTS}
+        self._origins = {b"http://" + host for host in self._hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *added]
+            await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
+
+        if scope["type"] == "http" and (refusal := self._refuse(scope)):
+            status, why = refusal
+            await send_safely({"type": "http.response.start", "status": status})
+            await send_safely({"type": "http.response.body", "body": why.encode()})
+        elif scope["type"] in ("http", "lifespan"):
+            await self._app(scope, receive, send_safely if scope["type"] == "http" else send)
+
+    def _refuse(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and reason of a request that is not answered."""
+        from starlette.datastructures import Headers, QueryParams
+
+        headers, query = Headers(scope=scope), QueryParams(scope["query_string"])
+        given = [name for name in scope["headers"] if name[0] == b"host"]
+        if len(given) != 1 or given[0][1].lower() not in self._hosts:
+            return 421, "This server answers to its own address only."
+        if (origin := headers.get("origin")) and origin.lower().encode() not in self._origins:
+            return 403, "Another page has no business here."
+        token = headers.get("x-paceline-token") or query.get("token") or ""
+        if not hmac.compare_digest(token.encode(errors="replace"), self._token):
+            return 403, "The address lacks its token: open the one that `paceline watch` printed."
+        if scope["method"] != ("POST" if scope["path"] == "/record" else "GET"):
+            return 405, "There is nothing to do here with this method."
+        return None
+
+
+def find_assets() -> Mapping[str, str]:
+    """What the page links, by name: nothing else is ever sent."""
+    folder = resources.files(__package__).joinpath("assets")
+    style, script = (folder.joinpath(name).read_text("utf-8") for name in ("live.css", "live.js"))
+    return {
+        "page.css": "\n".join([*map(asset, STYLES), style]),
+        "page.js": "\n".join([*map(asset, SCRIPTS), script]),
+    }
+
+
+def render_page(name: str, token: str) -> str:
+    """The page: its scripts and styles linked, because none may be inline."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f"{asset('head.html')}<title>{escape(name)} · Paceline watch</title>\n"
+        f'<link rel="stylesheet" href="/assets/page.css?token={token}">\n'
+        f'<script src="/assets/page.js?token={token}" defer></script></head>\n'
+        f'<body><a href="#main" class="skip">Skip to the run</a>\n{asset("definitions.svg")}'
+        '<div id="page"></div>\n<noscript><p>A script draws this page, and JavaScript is off. '
+        f"`paceline report` writes the run as a file.</p></noscript></body></html>\n"
+    )
+
+
+def make_app(watched: Watched, token: str, port: int) -> Guard:
+    """The whole server, to be run by uvicorn."""
+    from starlette.applications import Starlette
+    from starlette.responses import (
+        HTMLResponse,
+        JSONResponse,
+        PlainTextResponse,
+        Response,
+        StreamingResponse,
+    )
+    from starlette.routing import Route
+
+    assets = find_assets()
+
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse(render_page(watched.first.name, token))
+
+    async def send_asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in assets:
+            return PlainTextResponse("There is no such file.", 404)
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        return Response(assets[name], media_type=kind)
+
+    def of_run(answer: Callable[[Followed], Awaitable[Response]]) -> Handler:
+        async def find_and_answer(request: Request) -> Response:
+            run = watched.find(request.query_params.get("run"))
+            if run is None:
+                return PlainTextResponse("There is no such run here.", 404)
+            return await answer(run)
+
+        return find_and_answer
+
+    async def send_events(run: Followed) -> Response:
+        if watched.pages >= STREAMS_LIMIT:
+            return PlainTextResponse("Too many pages are open.", 503, {"retry-after": "5"})
+        return StreamingResponse(run.messages(), media_type="text/event-stream")
+
+    async def send_document(run: Followed) -> Response:
+        return Response(await run.document(), media_type="application/json")
+
+    async def send_report(run: Followed) -> Response:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", run.name)[:64]
+        name = f'attachment; filename="{plain}-report.html"'
+        return HTMLResponse(await run.report(), headers={"content-disposition": name})
+
+    async def search_log(request: Request) -> Response:
+        run = watched.find(request.query_params.get("run"))
+        return JSONResponse(await run.search(request.query_params.get("find", "")) if run else [])
+
+    async def ask_to_record(run: Followed) -> Response:
+        problem = await run.ask_to_record()
+        said = problem or "The next step will be recorded."
+        return PlainTextResponse(said, 409 if problem else 202)
+
+    routes = [
+        Route("/", show_page),
+        Route("/assets/{name:path}", send_asset),
+        Route("/events", of_run(send_events)),
+        Route("/document", of_run(send_document)),
+        Route("/report", of_run(send_report)),
+        Route("/log", search_log),
+        Route("/record", of_run(ask_to_record), methods=["POST"]),
+    ]
+    app: Starlette = Starlette(routes=routes)
+    return Guard(app, token, port)

@@ -1,0 +1,240 @@
+"""Who is slow, by how much and in which phase: the one comparison for training, pages and studies.
+
+A sum makes all workers equally late, so the time of a whole step says nothing. What is compared is
+each worker's own work: from the moment the last sums arrived, up to the moment its own gradients
+were ready for the next. A worker is slow against the median of the others.
+
+    windows of a few steps, by worker --> slower than the others, by more than chance? --> Blame
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from statistics import fmean, median
+
+from paceline.telemetry.phases import OWN, Phase
+from paceline.telemetry.units import seconds_text
+
+WINDOWS = 4
+"""How many windows count at most: a rank that recovers is forgiven after so many."""
+LEAST_WINDOWS = 2
+"""In so many windows in a row a rank must be the slowest: once is an accident."""
+LEAST_SECONDS = 0.002
+LEAST_SHARE = 0.10
+"""Of the others' own work; less is not worth a person's time."""
+SIGMAS = 6.0
+"""By how many standard errors the difference must exceed chance."""
+LEAST_STEPS = 5
+"""In a window, where its length is free."""
+
+StepSeconds = Mapping[Phase, float]
+"""Where a step's time went."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnWork:
+    """One rank in one window: its own work in an average step."""
+
+    steps: int
+    """How many steps were measured; 0 for a rank that had nothing to do."""
+    variance: float
+    """Of a rank's own work in single steps, in seconds squared."""
+    step_s: float = 0.0
+    """How long an average step is with its waits."""
+    took_s: float = 0.0
+    """How long the exchange before took; the rank that came last did not wait in it."""
+    seconds_by_phase: Mapping[Phase, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_phase.values())
+
+    def row(self) -> list[float]:
+        """As floats, which fit a tensor."""
+        seconds = (self.seconds_by_phase[phase] for phase in OWN)
+        return [self.steps, self.variance, self.step_s, self.took_s, *seconds]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> OwnWork:
+        steps, variance, step_s, took_s, *seconds = row
+        return cls(
+            steps=int(steps),
+            variance=variance,
+            step_s=step_s,
+            took_s=took_s,
+            seconds_by_phase=dict(zip(OWN, seconds, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """One rank makes the others wait."""
+
+    rank: int
+    phase: Phase
+    slower_by_s: float
+    """How much longer its own work takes in an average step than the others' median."""
+    phase_s: float
+    others_phase_s: float
+    steps: int
+    """How many steps were compared."""
+
+    @property
+    def culprit(self) -> tuple[int, Phase]:
+        return self.rank, self.phase
+
+    def __str__(self) -> str:
+        own, others = seconds_text(self.phase_s), seconds_text(self.others_phase_s)
+        what = f"its {self.phase}"
+        if self.phase == Phase.OTHER:
+            what = "what it does outside data, forward, backward and optimizer"
+        return (
+            f"Worker {self.rank} is slow: {what} takes {own}, the others' {others}. All wait "
+            f"for it, {seconds_text(self.slower_by_s)} in each of the last {self.steps} steps."
+        )
+
+
+def find_slow_worker(steps_by_worker: Mapping[int, Sequence[StepSeconds]]) -> Blame | None:
+    """The worker that its own recorded steps, the newest last, show to be slow, if any does."""
+    everyones = list(steps_by_worker.values())
+    longest = max(map(len, everyones), default=0)
+    count = min(WINDOWS, longest // LEAST_STEPS)
+    if count < LEAST_WINDOWS:
+        return None
+    width = longest // count
+    # Windows are counted from the end, where all workers are at about the same step.
+    bounds = [(-width * (number + 1), -width * number or None) for number in range(count)]
+    windows = [[summarise(steps[a:b]) for steps in everyones] for a, b in reversed(bounds)]
+    blame = find_slow(windows)
+    return blame and replace(blame, rank=list(steps_by_worker)[blame.rank])
+
+
+def summarise(steps: Sequence[StepSeconds], took_s: float = 0.0) -> OwnWork:
+    """One worker's window in numbers, without its longest step.
+
+    A checkpoint, an evaluation or a collection of garbage makes one step of a window long, on one
+    worker alone. That is not a slow worker.
+    """
+    own = sorted(({phase: step.get(phase, 0.0) for phase in OWN} for step in steps), key=_sum)
+    usual = own[:-1] if len(own) > 2 else own
+    count = max(1, len(usual))
+    means = {phase: sum(step[phase] for step in usual) / count for phase in OWN}
+    squares = sum((_sum(step) - _sum(means)) ** 2 for step in usual)
+    return OwnWork(
+        steps=len(usual),
+        variance=squares / max(1, len(usual) - 1),
+        step_s=sum(map(_sum, steps)) / max(1, len(steps)),
+        took_s=took_s,
+        seconds_by_phase=means,
+    )
+
+
+def _sum(seconds: StepSeconds) -> float:
+    return sum(seconds.values())
+
+
+def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
+    """The rank that the last windows, each by rank, show to be slow, if any does."""
+    leads = [_lead(window) for window in windows[-WINDOWS:]]
+    newest = leads[-1] if leads else None
+    if newest is None:
+        return None
+    rank, least = newest[0], newest[1] / 3  # less is another state of affairs, or an accident
+    lasts = takewhile(lambda lead: lead and lead[0] == rank and lead[1] >= least, reversed(leads))
+    count = len(list(lasts))
+    return compare(windows[-count:], rank) if count >= LEAST_WINDOWS else None
+
+
+def compare(windows: Sequence[Sequence[OwnWork]], rank: int) -> Blame | None:
+    """What one rank's work in some windows is beside the others'; None where that is alike."""
+    together = [_together([window[r] for window in windows]) for r in range(len(windows[-1]))]
+    mine = together[rank]
+    others = [work for r, work in enumerate(together) if r != rank and work.steps]
+    if not mine.steps or not others:
+        return None
+    typical_s = median(work.seconds for work in others)
+    excess = mine.seconds - typical_s
+    if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _chance(mine, others)):
+        return None
+    usual = {phase: median(work.seconds_by_phase[phase] for work in others) for phase in OWN}
+    phase = max(OWN, key=lambda phase: mine.seconds_by_phase[phase] - usual[phase])
+    return Blame(
+        rank=rank,
+        phase=phase,
+        slower_by_s=excess,
+        phase_s=mine.seconds_by_phase[phase],
+        others_phase_s=usual[phase],
+        steps=mine.steps,
+    )
+
+
+def has_lead(window: Sequence[OwnWork]) -> bool:
+    """Whether one rank of a window is slow enough to be worth another look."""
+    lead = _lead(window)
+    typical_s = median(work.seconds for work in window if work.steps) if lead else 0.0
+    return lead is not None and lead[1] >= max(LEAST_SECONDS, LEAST_SHARE * typical_s)
+
+
+def find_slow_spans(windows: Sequence[Sequence[OwnWork]]) -> list[tuple[int, int, Blame]]:
+    """From which window to before which one each slow rank was slow; the costliest first.
+
+    One window in between in which another rank had more work does not end it.
+    """
+    leads = [_lead(window) for window in windows]
+    slow = dict[int, int]()
+    for end in range(LEAST_WINDOWS, len(windows) + 1):
+        begin = max(0, end - WINDOWS)
+        if (blame := find_slow(windows[begin:end])) is not None:
+            for at in range(begin, end):
+                lead = leads[at]
+                if lead and lead[0] == blame.rank and lead[1] >= blame.slower_by_s / 3:
+                    slow[at] = blame.rank
+    spans = list[list[int]]()
+    for at, rank in sorted(slow.items()):
+        if spans and spans[-1][2] == rank and at - spans[-1][1] <= 1:
+            spans[-1][1] = at + 1
+        else:
+            spans.append([at, at + 1, rank])
+    found = [(begin, end, compare(windows[begin:end], rank)) for begin, end, rank in spans]
+    known = [(begin, end, blame) for begin, end, blame in found if blame is not None]
+    return sorted(known, key=lambda each: -each[2].slower_by_s * each[2].steps)
+
+
+def _lead(window: Sequence[OwnWork]) -> tuple[int, float] | None:
+    """The rank with the most work of its own, and by how much; where at least two had any."""
+    seconds = {rank: work.seconds for rank, work in enumerate(window) if work.steps}
+    if len(seconds) < 2:
+        return None
+    rank = max(seconds, key=seconds.__getitem__)
+    return rank, seconds.pop(rank) - median(seconds.values())
+
+
+def _together(windows: Sequence[OwnWork]) -> OwnWork:
+    """Several windows of one rank as one."""
+    steps = sum(work.steps for work in windows)
+
+    def mean(values: Iterable[float]) -> float:
+        pairs = zip(values, windows, strict=True)
+        return sum(value * work.steps for value, work in pairs) / max(1, steps)
+
+    return OwnWork(
+        steps=steps,
+        variance=mean(work.variance for work in windows),
+        seconds_by_phase={
+            phase: mean(work.seconds_by_phase[phase] for work in windows) for phase in OWN
+        },
+    )
+
+
+def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
+    """How far the difference of two averages is off by chance: its standard error.
+
+    If all ranks are equally noisy, all their noise together is the best estimate of it; where
+    one is noisier than the rest, its own counts.
+    """
+    pooled = fmean([mine.variance, *(work.variance for work in others)])
+    variance = max(pooled, mine.variance)
+    return math.sqrt(variance / mine.steps + pooled / min(work.steps for work in others))

@@ -1,0 +1,52 @@
+"""Where time goes: one list of phases for everything that measures, records or draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a worker does at a moment; the phases of a step add up to the step.
+
+    A phase is equal to its name as a string, so files and older readers need no translation.
+    """
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WAIT = "wait"
+    """From the end of a worker's own work until the last worker is ready."""
+    TRANSFER = "transfer"
+    """From the moment the last worker is ready until the sum is there."""
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+
+    @property
+    def meaning(self) -> str:
+        """What it is, as a person would say it."""
+        return _MEANINGS[self]
+
+
+OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
+"""Phases in which a worker waits for nobody."""
+MEASURED = (*OWN, Phase.WAIT)
+"""What a worker can tell alone: its wait lasts until the sum is there. `transfer_of` splits it."""
+
+_MEANINGS = {
+    Phase.DATA: "fetching samples",
+    Phase.FORWARD: "computing outputs and the loss",
+    Phase.BACKWARD: "computing gradients",
+    Phase.WAIT: "waiting for slower workers",
+    Phase.TRANSFER: "exchanging gradients",
+    Phase.OPTIMIZER: "updating the weights",
+    Phase.OTHER: "the rest of the loop",
+}
+
+
+def transfer_of(waits: Iterable[float]) -> float:
+    """How long a sum took once every worker was ready, by the waits of all of them.
+
+    The worker that waited least came last and waited for nobody: all its wait was the transfer.
+    """
+    return min(waits)

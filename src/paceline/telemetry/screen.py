@@ -1,0 +1,280 @@
+"""The line at the bottom of a terminal that says where the run is, and everything else above it.
+
+    a worker that has the terminal      Progress ──RunStatus──▶ Screen
+    a worker behind a launcher          Progress ──RunStatus──▶ ScreenPipe ──▶ the launcher's Screen
+
+`rich` draws the bar; it is imported when a line is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, cast
+
+from paceline.telemetry import text
+from paceline.telemetry.text import Part, ProgressState
+from paceline.telemetry.units import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BAR_COLUMNS = 30
+# So few and so short that a record fits into Linux's PIPE_BUF: a pipe takes all of it or nothing.
+_MOST_PARTS, _MOST_LETTERS = 12, 56
+_ERASE = b"\r\x1b[0m\x1b[J"
+# What moves the cursor, clears or scrolls would hit the line; colours may stay.
+_MOVES = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-ln-~]|[78DMEc])")
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where a run is: its share of the whole, None where nobody knows that, and in words."""
+
+    done: float | None
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, state: ProgressState) -> RunStatus:
+        parts = text.status(state)[:_MOST_PARTS]
+        short = tuple((rank, printable(part)[:_MOST_LETTERS]) for rank, part in parts)
+        return cls(min(state.step / state.steps, 1.0) if state.steps else None, short)
+
+    def to_json(self) -> str:
+        return json.dumps({"done": self.done, "parts": self.parts}, ensure_ascii=False)
+
+
+def read_record(line: bytes) -> RunStatus | Literal["end"] | None:
+    """One record of rank 0: where the run is, that its line is gone, or neither."""
+    try:
+        match json.loads(line):
+            case "end":
+                return "end"
+            case {"done": int() | float() | None as done, "parts": list(parts)}:
+                pairs = [(int(rank), str(part)[:_MOST_LETTERS]) for rank, part in parts]
+                is_share = done is None or 0 <= done <= 1
+                return RunStatus(done, tuple(pairs[:_MOST_PARTS])) if is_share else None
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        pass
+    return None
+
+
+def terminal_of(stream: TextIO | None) -> int:
+    """The descriptor of the terminal that the stream writes to, or -1.
+
+    A notebook's stream has the descriptor of a terminal it does not write to.
+    """
+    fd = descriptor(stream)
+    try:
+        is_one = stream is not None and stream.isatty() and os.isatty(fd)
+        return fd if is_one and os.get_terminal_size(fd) else -1
+    except (OSError, ValueError):  # closed, or without a size
+        return -1
+
+
+def columns_of(terminal: int) -> int:
+    """How wide the terminal with this descriptor is; 0 where there is none."""
+    try:
+        return os.get_terminal_size(terminal).columns or 80
+    except (OSError, ValueError, OverflowError):
+        return 0
+
+
+def descriptor(stream: TextIO | None) -> int:
+    """The stream's descriptor, or -1 where it has none."""
+    try:
+        return -1 if stream is None else stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+def has_rich() -> bool:
+    return find_spec("rich") is not None
+
+
+def write_bytes(stream: TextIO, data: bytes) -> None:
+    """Write to one of Python's streams; in a notebook they are not files, and take text."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.flush()  # what the caller has printed comes first
+        stream.buffer.write(data)
+    else:
+        stream.write(data.decode(_encoding(stream), "replace"))
+    stream.flush()
+
+
+def encode(stream: TextIO, data: str) -> bytes:
+    """The text as the stream writes it; letters that it does not have are escaped."""
+    return data.encode(_encoding(stream), "backslashreplace")
+
+
+def _encoding(stream: TextIO) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+class Screen:
+    """At most one line at the bottom of a terminal.
+
+        empty --show--> drawn --show, write_above, refresh--> drawn --clear--> empty
+
+    Invariant: between two calls the cursor stands on the first letter of the drawn line. A terminal
+    that becomes narrower may break the line into several; the cursor stays on its first letter, so
+    erasing from there on leaves nothing behind. There is no thread and no mode to restore: a killed
+    process leaves a line of text behind.
+    """
+
+    def __init__(self, stream: TextIO, *, has_colour: bool, takes_prints: bool = False) -> None:
+        """`takes_prints`: what this process prints on a terminal appears above the line."""
+        self._stream, self._has_colour, self._takes_prints = stream, has_colour, takes_prints
+        self._status: RunStatus | None = None
+        self._note = ""
+        self._line = b""
+        """As it stands on the terminal; empty if it does not."""
+        self._columns = 0
+        self._is_foreign = False
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self._line)
+
+    @property
+    def columns(self) -> int:
+        """How wide the terminal is now."""
+        return columns_of(descriptor(self._stream)) or 80
+
+    def shows(self, status: RunStatus | None) -> bool:
+        return status is not None and status is self._status
+
+    def show(self, status: RunStatus) -> None:
+        self._status = status
+        if self._takes_prints and not self._replaced:
+            self._take_prints()
+        self._draw()
+
+    def expect_foreign_line(self, is_there: bool) -> None:
+        """Another process draws on the same terminal: its line is to be cleared if that dies."""
+        self._is_foreign = is_there
+
+    def note(self, said: str) -> None:
+        """Something that the line should say from now on, whatever else it says."""
+        self._note = said
+        if self._line:
+            self._draw()
+
+    def refresh(self) -> None:
+        """Draw again if the terminal has another width now."""
+        if self._line and self.columns != self._columns:
+            self._draw()
+
+    def write_above(self, data: bytes) -> None:
+        """Write whole lines; the line at the bottom is never missing in between."""
+        if self._line:
+            data = _ERASE + _MOVES.sub(b"", data) + self._line
+        write_bytes(self._stream, data)
+
+    def clear(self) -> None:
+        """Remove the line, also one that a process drew which is no more."""
+        if self._line or self._is_foreign:
+            self._put(_ERASE)
+        self._status, self._line, self._is_foreign = None, b"", False
+        for name, (proxy, stream) in self._replaced.items():
+            if getattr(sys, name) is proxy:
+                proxy.flush()
+                setattr(sys, name, stream)
+        self._replaced = {}
+
+    def _take_prints(self) -> None:
+        from rich.file_proxy import FileProxy
+
+        console = self._console(cast(IO[str], _Above(self, self._stream)))
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if terminal_of(stream) >= 0:
+                proxy = FileProxy(console, stream)
+                self._replaced[name] = proxy, stream
+                setattr(sys, name, proxy)
+
+    def _draw(self) -> None:
+        from rich.cells import cell_len
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        if self._status is None:
+            return
+        self._columns = self.columns
+        # In the last column a terminal would wrap, sooner or later.
+        room = max(self._columns - 1, 1)
+        canvas = io.TextIOWrapper(
+            drawn := io.BytesIO(), _encoding(self._stream), "backslashreplace"
+        )
+        console, cells = self._console(canvas, room), []
+        if (done := self._status.done) is not None:
+            bar, percent = min(_BAR_COLUMNS, max(room // 8, 6)), f" {done:4.0%}{text.GAP}"
+            cells = [ProgressBar(1.0, done, width=bar), Text(percent, style="cyan")]
+            room -= bar + len(percent)
+        parts = (*self._status.parts, *([(-1, self._note)] if self._note else []))
+        cells.append(Text(printable(text.fit(parts, room, cell_len))))
+        console.print(*cells, sep="", end="", no_wrap=True, crop=True, soft_wrap=False)
+        self._line = drawn.getvalue() + b"\r"
+        self._put(_ERASE + self._line)
+
+    def _put(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # no line is worth a training
+            write_bytes(self._stream, data)
+
+    def _console(self, file: IO[str], width: int | None = None) -> Console:
+        from rich.console import Console
+
+        return Console(
+            file=file,
+            force_terminal=True,
+            no_color=not self._has_colour,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+            width=width,
+        )
+
+
+class _Above:
+    """The room above the line as a file for `rich`; a terminal that is gone is no error."""
+
+    def __init__(self, screen: Screen, stream: TextIO) -> None:
+        self._screen, self._stream = screen, stream
+        self.encoding = _encoding(stream)
+
+    def write(self, data: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.write_above(encode(self._stream, data))
+
+    def flush(self) -> None:
+        """Everything is flushed as it is written."""
+
+
+class ScreenPipe:
+    """Rank 0's way to the launcher's screen. Sending never waits and never fails."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._number = os.fstat(fd).st_ino
+        # What the user's program starts has nothing to say here.
+        os.set_inheritable(fd, False)
+
+    def show(self, status: RunStatus) -> None:
+        self.send(status.to_json())
+
+    def clear(self) -> None:
+        self.send('"end"')
+
+    def send(self, record: str) -> None:
+        with contextlib.suppress(OSError):  # full, or nobody is there to read
+            # A program that closes what it does not know may have a file of its own here now.
+            if os.fstat(self._fd).st_ino == self._number:
+                os.write(self._fd, f"{record}\n".encode())

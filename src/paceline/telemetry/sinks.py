@@ -1,0 +1,335 @@
+"""Where a run's steps, messages, evaluations, checkpoints and end go.
+
+A `Sink` is told what happens. The run folder and the terminal are two of them, and
+`Run(..., sinks=[...])` takes more: a tracker is one class with these methods. `Sinks` tells all of
+them, and switches off the one that raises: looking at a training must not stop it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from paceline.errors import UsageError
+from paceline.files import EventWriter, RunFolder, RunInfo, find_info, write_info
+from paceline.group import Membership
+from paceline.telemetry.display import Progress
+
+INFO_PERIOD_S = 2.0
+"""How old the step in `run.json` may be."""
+ALL_APPLIED = "all steps are applied"
+"""The reason of an end that needs no reason."""
+Sums = dict[str, list[float]]
+"""Name to [sum, count]: so that steps and workers can be put together exactly."""
+METHODS = ("start", "step", "epoch", "evaluation", "message", "checkpoint", "stop")
+
+
+class StepReport(NamedTuple):
+    """An applied step as this worker saw it, told once its numbers have reached the host."""
+
+    step: int
+    """Counts from 1."""
+    epoch: int
+    """Counts from 0."""
+    samples: int
+    """On all workers together."""
+    local_samples: int
+    """On this worker, as all that follows."""
+    seconds: float
+    phases: Mapping[str, float]
+    """Seconds by phase."""
+    sums: Sums
+    """Sum and count of every metric."""
+    lr: float | None = None
+    """The learning rate of the optimizer's first group, where it is a plain number."""
+    queued: int | None = None
+    """Batches that the loader's processes had ready; None where the worker loads its own."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means over this worker's samples."""
+        return means(self.sums)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint that has reached the disk."""
+
+    step: int
+    name: str
+    bytes: int
+    seconds: float
+    """What it cost training: the wait for the save before, and the copy into memory."""
+    background_seconds: float
+    """How long the writing took beside training."""
+    metric: float | None
+    better: Literal["lower", "higher"]
+    """Which metric is better."""
+
+
+class Summary(NamedTuple):
+    """The exact means of an epoch, or of an evaluation, over the samples of all workers."""
+
+    epoch: int
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
+    samples: int
+
+
+class Message(NamedTuple):
+    """Something to be said, or, where `kind` is not "message", to be kept as numbers."""
+
+    text: str
+    level: str = "info"
+    """`info`, `warning` or `error`."""
+    kind: str = "message"
+    """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale;
+    `generation`: workers died or joined; `hashes`: those of the state, of a run with the same
+    bits at any number of workers."""
+    facts: Mapping[str, Any] = {}
+    """The same in numbers, by name."""
+
+
+class Sink(Protocol):
+    """Is told of a run: `start`, then anything in its order, then `stop`.
+
+    Those passed to `Run` are told on rank 0 only. A subclass has the methods that it cares about;
+    the others do nothing.
+    """
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        """The loop begins after `step` steps; `lines` are what is to be known of it."""
+        ...
+
+    def step(self, report: StepReport) -> None: ...
+
+    def epoch(self, summary: Summary) -> None: ...
+
+    def evaluation(self, summary: Summary) -> None: ...
+
+    def message(self, message: Message) -> None: ...
+
+    def checkpoint(self, written: Written) -> None: ...
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        """The loop is over: `status` is `finished`, `stopped` or `failed`."""
+        ...
+
+
+class FolderSink:
+    """The run folder: every worker's own events; on rank 0 what concerns all, and `run.json`."""
+
+    def __init__(self, folder: RunFolder, rank: int, info: RunInfo, members: Membership) -> None:
+        self._folder, self._members, self._info = folder, members, info
+        self._events = EventWriter(folder, rank)
+        self._info_due_s = 0.0
+        self._has_failed = self._is_over = False
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        facts = {"pid": os.getpid(), "host": info.host, "device": info.device}
+        self._events.write("start", size=info.workers, step=step, **facts)
+        self._info, self._is_over = info, False
+        self._update(status="running", step=step)
+
+    def step(self, report: StepReport) -> None:
+        self._events.write(
+            "step",
+            step=report.step,
+            epoch=report.epoch,
+            samples=report.local_samples,
+            seconds=report.seconds,
+            phases=report.phases,
+            metrics=report.sums,
+            lr=report.lr,
+            **({} if report.queued is None else {"queued": report.queued}),
+        )
+        if time.monotonic() >= self._info_due_s:
+            self._update(step=report.step)
+
+    def epoch(self, summary: Summary) -> None:
+        self._write_first("epoch", **summary._asdict())
+        self._update(step=summary.step)
+
+    def evaluation(self, summary: Summary) -> None:
+        self._write_first("evaluation", **summary._asdict())
+
+    def message(self, message: Message) -> None:
+        facts = message.facts or {"text": message.text, "level": message.level}
+        self._write_first(message.kind, **facts)
+
+    def checkpoint(self, written: Written) -> None:
+        names = ("step", "name", "bytes", "seconds", "metric", "better")
+        self._write_first("checkpoint", **{name: getattr(written, name) for name in names})
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        self._events.write("stop", step=step, reason=reason)
+        self._events.close()
+        self._is_over = True
+        if status == "failed" and self._members.leads:
+            found = find_info(self._folder)
+            if found is not None and found.status == "failed":
+                return  # another worker, which knows better, has written why
+        self._update(status=status, step=step, reason=reason)
+
+    def _write_first(self, kind: str, **facts: Any) -> None:
+        if self._members.leads:
+            self._events.write(kind, **facts)
+        if self._is_over:  # an evaluation or a save after the loop
+            self._events.close()
+
+    def _update(self, **changes: Any) -> None:
+        """Change `run.json`; a disk that is full now may have room later."""
+        self._info_due_s = time.monotonic() + INFO_PERIOD_S
+        if not self._members.leads:
+            return
+        self._info = dataclasses.replace(self._info, updated=time.time(), **changes)
+        try:
+            write_info(self._folder, self._info)
+        except OSError as error:
+            if not self._has_failed:
+                warnings.warn(f"{self._folder.info} cannot be written: {error}.", stacklevel=2)
+            self._has_failed = True
+
+
+class TerminalSink:
+    """Rank 0's terminal; the others listen without a word, because they may become rank 0."""
+
+    def __init__(
+        self,
+        mode: str,
+        folder: RunFolder | None,
+        *,
+        draws: bool,
+        began: tuple[int, float] | None = None,
+    ) -> None:
+        """`began` is after which step and when the others did, where this worker came later."""
+        self._mode, self._folder, self._draws, self._advice = mode, folder, draws, ""
+        self._began = began
+        # Refuses a mode that does not exist before the run begins, and stays silent until then.
+        self._progress = Progress(mode, draws=False)
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        self._progress = Progress(self._mode, draws=self._draws)
+        names = ("name", "workers", "epochs", "steps", "steps_per_epoch", "global_batch")
+        known = {name: getattr(info, name) for name in names}
+        self._progress.start(**known, step=step, lines=[*info.policy, *lines])
+        if self._began is not None:
+            first, then_s = self._began
+            samples = count_samples(info, step) - count_samples(info, first)
+            self._progress.come_late(first, samples, time.time() - then_s)
+
+    def draw(self) -> None:
+        """Be rank 0's from now on."""
+        silent, self._progress = self._progress, Progress(self._mode)
+        self._progress.take_over(silent)
+
+    def step(self, report: StepReport) -> None:
+        self._progress.step(
+            report.step,
+            epoch=report.epoch,
+            samples=report.samples,
+            metrics=lambda: report.metrics,
+        )
+
+    def epoch(self, summary: Summary) -> None:
+        epoch, _, metrics, seconds, samples = summary
+        self._progress.epoch(epoch, metrics, seconds=seconds, samples=samples)
+
+    def evaluation(self, summary: Summary) -> None:
+        self._progress.evaluation(summary.epoch, summary.metrics, step=summary.step)
+
+    def message(self, message: Message) -> None:
+        if message.kind == "noise":
+            self._advice = message.text  # of all of them the last one is said, at the end
+        elif message.kind == "generation":  # the launcher has said it
+            self._progress.count_workers(message.facts["workers"])
+        elif message.kind == "hashes":
+            pass  # not to be read
+        else:
+            self._progress.message(message.text, message.level)
+
+    def checkpoint(self, written: Written) -> None:
+        """Saving is nothing to look at."""
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        # Of a failure the traceback says it, once.
+        lines = ["" if status == "failed" or reason == ALL_APPLIED else reason, self._advice]
+        if self._folder is not None:
+            path = shlex.quote(str(self._folder.path))
+            lines.insert(1, f"To see more of this run: paceline report {path}")
+        self._progress.finish(status, lines=[line for line in lines if line], reason=reason)
+
+
+class Sinks:
+    """All sinks of a run on one worker.
+
+    Invariant: whatever a sink raises, the others are told, and training continues without it.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], terminal: TerminalSink | None) -> None:
+        self._sinks: list[Sink] = [*([] if terminal is None else [terminal]), *sinks]
+        self._terminal = terminal
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call one method of every sink; the terminal is there before and after the others."""
+        for sink in reversed(self._sinks) if method == "stop" else self._sinks:
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:
+                self._switch_off(sink, method, error)
+
+    def take_over(self, sinks: Sequence[Sink], *start: Any) -> None:
+        """Draw from now on, and tell these too, to which `start` is the beginning."""
+        if self._terminal is not None:
+            self._terminal.draw()
+        Sinks(sinks, None).tell("start", *start)
+        self._sinks += sinks
+
+    def fall_silent(self) -> None:
+        """Somebody else draws from now on."""
+        self._sinks = [sink for sink in self._sinks if sink is not self._terminal]
+        self._terminal = None
+
+    def tell_step(self, report: StepReport, sums: Sums) -> None:
+        self.tell("step", report._replace(sums=sums))
+
+    def say(self, text: str) -> None:
+        """Say something on the terminal only; for signal handlers, which may write no file."""
+        if self._terminal is not None:
+            self._terminal.message(Message(text))
+
+    def _switch_off(self, sink: Sink, method: str, error: Exception) -> None:
+        self._sinks = [each for each in self._sinks if each is not sink]
+        name, what = type(sink).__name__, f"{type(error).__name__}: {error}"
+        text = f"The sink {name} is switched off, because its {method}() raised {what}"
+        self.tell("message", Message(text, "warning"))
+
+
+def check_sinks(argument: str, sinks: Sequence[Any]) -> None:
+    """Raise if one of them is not a sink."""
+    for number, sink in enumerate(sinks):
+        missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
+        if missing:
+            raise UsageError(
+                f"{argument}[{number}] ({type(sink).__name__}) has no method {missing[0]}().",
+                advice=f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md.",
+            )
+
+
+def count_samples(info: RunInfo, step: int) -> int:
+    """How many samples the first steps of a run have had."""
+    batch, size, steps = info.global_batch, info.dataset_size, info.steps_per_epoch
+    if size is None or not steps:
+        return step * batch
+    epochs, rest = divmod(step, steps)
+    return epochs * min(size, steps * batch) + min(size, rest * batch)
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sums.items() if count}

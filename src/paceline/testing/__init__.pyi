@@ -1,0 +1,8 @@
+from paceline.testing.faults import Fault as Fault
+from paceline.testing.faults import Faults as Faults
+from paceline.testing.faults import PlannedFault as PlannedFault
+from paceline.testing.models import assert_replicas_equal as assert_replicas_equal
+from paceline.testing.models import gradients as gradients
+from paceline.testing.models import seeded as seeded
+from paceline.testing.processes import run_processes as run_processes
+from paceline.testing.ranks import run_ranks as run_ranks

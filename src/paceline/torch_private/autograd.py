@@ -1,0 +1,92 @@
+"""What autograd knows of a tensor and of the backward pass that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from paceline.torch_private.lookup import find
+
+at_backward_end: Callable[[Callable[[], object]], None] = find(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+"""Have autograd call a function at the end of the backward pass that runs on this thread."""
+
+is_view: Callable[[Tensor], bool] = find("torch.Tensor._is_view")
+sparse_values: Callable[[Tensor], Tensor] = find("torch.Tensor._values")
+"""The values of a sparse tensor that need not be coalesced."""
+
+_use_count: Any = find("torch._C._storage_Use_Count")
+_below_autograd: Any = find("torch._C._AutoDispatchBelowAutograd")
+_exclude: Any = find("torch._C._ExcludeDispatchKeyGuard")
+_view_keys: Any = find("torch._C.DispatchKeySet")(
+    find("torch._C.DispatchKey.ADInplaceOrView"),
+)
+_functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level")
+for _path in (
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "torch.autograd.forward_ad._current_level",
+    "torch.UntypedStorage._cdata",
+):
+    find(_path)
+
+
+def tensor_hooks(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks that see, and may change, a gradient on its way to this tensor."""
+    return tensor._backward_hooks or {}
+
+
+def accumulated_grad_hooks(param: Tensor) -> dict[int, Callable[..., Any]] | None:
+    """The hooks called when `param.grad` is complete, as autograd keeps them; None if none was."""
+    hooks: dict[int, Callable[..., Any]] | None = param._post_accumulate_grad_hooks
+    return hooks
+
+
+def count_storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the storage; includes the handle made for asking."""
+    return int(_use_count(tensor.untyped_storage()._cdata))
+
+
+@contextmanager
+def views_unknown_to_autograd() -> Iterator[None]:
+    """Views made in here share memory with their base, and nothing else.
+
+    They can be detached in place, and changing one does not make another look changed.
+    """
+    with _below_autograd(), _exclude(_view_keys):
+        yield
+
+
+def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
+    """Have `isinstance(tensor, nn.Parameter)` hold, which some layers check."""
+    for tensor in tensors:
+        tensor._is_param = True
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is active here."""
+    return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
+has_rpc_agent: Callable[[], bool] = bool
+"""Whether `torch.distributed.rpc` is in use here."""
+if hasattr(find("torch._C"), "_rpc_init"):
+    has_rpc_agent = find("torch._C._distributed_rpc._is_current_rpc_agent_set")
+
+
+def is_in_distributed_autograd() -> bool:
+    """Whether `torch.distributed.autograd` keeps the gradients: no parameter hears of them.
+
+    Only where there is an agent of `torch.distributed.rpc`.
+    """
+    autograd = find("torch._C._distributed_autograd")
+    try:
+        autograd._current_context()
+    except RuntimeError:  # there is none here; on its own threads a backward has none either
+        return int(autograd._get_debug_info()["num_current_backward_passes"]) > 0
+    return True

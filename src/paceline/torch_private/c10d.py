@@ -1,0 +1,136 @@
+"""Process groups from the inside: their backends, their timeouts, and ending them at once.
+
+NCCL's waits end when its communicators are aborted. Which class is behind the name `nccl` depends
+on the version of torch: `ProcessGroupNCCL`, or from 2.15 on `ProcessGroupNCCL2`. So it is found by
+what it can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.torch_private.lookup import find
+from paceline.torch_private.stores import Store
+
+Future: type[Any] = find("torch._C.Future")
+"""What collectives return; `torch.futures.Future` is a subclass."""
+
+_world: Any = find("torch.distributed.distributed_c10d._world")
+# Public from torch 2.15 on, where the private one warns.
+_set_timeout: Any = getattr(dist, "set_timeout", None) or find(
+    "torch.distributed.distributed_c10d._set_pg_timeout"
+)
+_abort: Any = find("torch.distributed.distributed_c10d._abort_process_group")
+for _path in ("_world.pg_map", "_world.group_count"):
+    find(f"torch.distributed.distributed_c10d.{_path}")
+for _path in (
+    *("_get_backend", "_register_backend", "_set_default_backend"),
+    "_get_sequence_number_for_group",
+):
+    find(f"torch.distributed.ProcessGroup.{_path}")
+
+_CPU = torch.device("cpu")
+
+
+def count_collectives(group: Any) -> int:
+    """How many this rank has started in the group; 0 where the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def can_abort_nccl() -> bool:
+    """Whether waits in NCCL can be ended from outside."""
+    return hasattr(getattr(dist, "ProcessGroupNCCL", None), "abort")
+
+
+def find_nccl_backends() -> list[Any]:
+    """NCCL's part of every group of this process, the script's own groups too."""
+    found = []
+    for group in list(_world.pg_map):
+        with suppress(RuntimeError):  # none for that device
+            backend = group._get_backend(torch.device("cuda"))
+            if hasattr(backend, "abort") and not isinstance(backend, dist.ProcessGroupGloo):
+                found.append(backend)
+    return found
+
+
+def abort_together(backends: Sequence[Any]) -> None:
+    """End what this process waits for in these backends; may be called from another thread.
+
+    All in one group of NCCL's: to abort one may wait for the others' kernels on the device.
+    """
+    for first in backends[:1]:
+        names = ("_group_start", "_group_end")
+        if not hasattr(first, "_group_start"):  # ProcessGroupNCCL2
+            names = ("_start_coalescing", "_end_coalescing")
+        start, end = (getattr(first, name) for name in names)
+        start()
+        for backend in backends:
+            with suppress(RuntimeError):
+                backend.abort()
+        with suppress(RuntimeError):
+            end()
+
+
+def abort_default_group() -> None:
+    """Forget all groups of this process without waiting for their other members."""
+    _abort()
+
+
+def reset_group_count() -> None:
+    """Have torch name the next default group as the first one.
+
+    torch names groups by how many it has begun: a process whose group failed would look for the
+    next one under another name than a process that never tried.
+    """
+    _world.group_count = 0
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """How long collectives of the group wait from now on."""
+    _set_timeout(timeout, group)
+
+
+def group_timeout_s(group: Any) -> float | None:
+    """How long collectives of the group wait; None where its backend does not say."""
+    with suppress(Exception):  # not every backend has options
+        return float(group._get_backend(_CPU).options._timeout.total_seconds())
+    return None
+
+
+def has_cpu_backend(group: Any) -> bool:
+    """Whether the group can exchange tensors of the host."""
+    try:
+        group._get_backend(_CPU)
+    except RuntimeError:
+        return False
+    return True
+
+
+def gloo_like(group: Any, store: Store, rank: int, size: int) -> Any:
+    """A Gloo backend with the options of the group's own, which torch does not know."""
+    return dist.ProcessGroupGloo(store, rank, size, group._get_backend(_CPU).options)
+
+
+def unregistered_gloo_group(
+    store: Store, rank: int, size: int, timeout_s: float, network: Any, threads: int
+) -> dist.ProcessGroup:
+    """A process group over one network device of Gloo's, known to no registry of torch's."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [network]
+    options._threads = threads
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    group = dist.ProcessGroup(store, rank, size)
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group

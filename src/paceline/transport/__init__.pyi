@@ -1,0 +1,16 @@
+from paceline.transport.flat import ALIGNMENT as ALIGNMENT
+from paceline.transport.flat import Flat as Flat
+from paceline.transport.flat import dense_layout as dense_layout
+from paceline.transport.flat import round_up as round_up
+from paceline.transport.flat import slices as slices
+from paceline.transport.interface import Buckets as Buckets
+from paceline.transport.interface import Reduction as Reduction
+from paceline.transport.interface import Transport as Transport
+from paceline.transport.interface import describe as describe
+from paceline.transport.interface import mean_factor as mean_factor
+from paceline.transport.interface import place as place
+from paceline.transport.select import Kind as Kind
+from paceline.transport.select import TransportChoice as TransportChoice
+from paceline.transport.select import check_transport as check_transport
+from paceline.transport.shared_buckets import SharedBuckets as SharedBuckets
+from paceline.transport.shared_memory import SharedMemory as SharedMemory

@@ -1,0 +1,16 @@
+from paceline.update.average import WeightAverage as WeightAverage
+from paceline.update.choice import describe_sharing as describe_sharing
+from paceline.update.choice import is_worth_gathering as is_worth_gathering
+from paceline.update.choice import is_worth_sharing as is_worth_sharing
+from paceline.update.exchange import ExchangedStep as ExchangedStep
+from paceline.update.exchange import find_exchanged as find_exchanged
+from paceline.update.kept import can_be_kept as can_be_kept
+from paceline.update.pieces import step_in_pieces as step_in_pieces
+from paceline.update.sharded import shard_update as shard_update
+from paceline.update.whole import FiniteCheck as FiniteCheck
+from paceline.update.whole import HostCopy as HostCopy
+from paceline.update.whole import Loss as Loss
+from paceline.update.whole import Update as Update
+from paceline.update.whole import WholeUpdate as WholeUpdate
+from paceline.update.whole import check_update as check_update
+from paceline.update.whole import needs_metric as needs_metric

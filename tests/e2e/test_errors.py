@@ -1,0 +1,229 @@
+"""An exception ends a run, once and everywhere; and every end has one reason, in the same words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentences import says
+
+from paceline.files import RunFolder, read_events, read_info
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch, paceline
+from torch import nn
+
+what, where, victim = sys.argv[1], sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+x = torch.randn(48, 4)
+data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+net = nn.Linear(4, 2)
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), data, global_batch=12, epochs=3,
+                   shards=4, folder="run", options=paceline.RunOptions(progress="plain"))
+rank, times = os.environ.get("RANK", "0"), pathlib.Path("times")
+
+def strike(moment):
+    if (rank, moment) != (victim, where) or run.step < 5:
+        return 1.0
+    if what == "NaN":
+        return float("nan")
+    if what == "once" and times.exists():
+        return 1.0
+    times.touch()
+    if what.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, what))
+    if what == "interrupt":
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+    return {}["label"]
+
+def score(batch):
+    strike("evaluation")
+    return {"mean": batch[0].mean()}
+
+for step in run:
+    with step:
+        for x, y in step.batches():
+            loss = nn.functional.cross_entropy(run.model(x), y)
+            step.backward(loss * strike("step"))
+            deadline = time.monotonic() + 10  # let a replacement join before the training is over
+            while what != "NaN" and times.exists() and run.membership.size < 2:
+                if run._parts.recovery.is_due() or time.monotonic() > deadline:
+                    break
+                time.sleep(0.003)
+    strike("between")
+    if step.ends_epoch:
+        run.evaluate(score)
+strike("after")
+"""
+LAUNCHER = [sys.executable, "-m", "paceline", "run"]
+
+
+def start(folder: Path, command: list[Any], *arguments: object) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [*map(str, command), "train.py", *map(str, arguments)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def assert_reason(folder: Path, status: str, reason: str, worker: int | None = None) -> None:
+    """Fail unless all that was written says so."""
+    run = RunFolder(folder / "run")
+    info = read_info(run)
+    assert info is not None
+    assert (info.status, info.reason, info.failed_worker) == (status, reason, worker)
+    stops = [event["reason"] for event in read_events(run) if event["kind"] == "stop"]
+    assert stops[-1] == reason
+    command = [sys.executable, "-m", "paceline", "report", "run", "--output", "page.html"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+    assert json.dumps(reason)[1:-1] in (folder / "page.html").read_text()
+
+
+def assert_traceback(folder: Path, output: str, summary: str, times: int = 1) -> None:
+    """Fail unless the exception was printed once, and is kept."""
+    assert output.count("Traceback (most") == output.count(summary) == times, output
+    kept = (folder / "run" / "errors.txt").read_text()
+    assert kept.count("Traceback (most") == 1
+    assert summary in kept
+
+
+LABEL = "KeyError: 'label'"
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "flags"),
+    [
+        ("step", 1, ["--workers", 3]),
+        ("evaluation", 0, ["--workers", 2]),
+        ("between", 1, ["--workers", 2, "--no-survive"]),
+        ("after", 1, ["--workers", 2]),
+        ("between", 0, []),
+    ],
+)
+def test_an_exception_ends_the_run_with_one_traceback_and_one_reason(
+    tmp_path: Path, where: str, victim: int, flags: list[object]
+) -> None:
+    done = start(tmp_path, [*LAUNCHER, *flags], "raise", where, victim)
+    assert done.returncode == 1, done.stdout
+    assert_traceback(tmp_path, done.stdout, LABEL)
+    step = {"step": "in step 6", "evaluation": "in step 8", "between": "in step 5"}.get(where)
+    when = step or "after its training was over"
+    assert f"paceline: worker {victim} failed {when}:\n" in done.stdout
+    assert not re.search(r"\d continues?\b", done.stdout)
+    assert_reason(tmp_path, "failed", f"worker {victim} failed {when}: {LABEL}", victim)
+
+
+@pytest.mark.parametrize("flags", [["--workers", 2], ["--workers", 2, "--no-survive"]])
+def test_a_loss_that_is_not_finite_says_its_sentence_once(
+    tmp_path: Path, flags: list[object]
+) -> None:
+    done = start(tmp_path, [*LAUNCHER, *flags], "NaN", "step", 1)
+    assert done.returncode == 1, done.stdout
+    assert_traceback(tmp_path, done.stdout, "NotFiniteError: Step 6: the loss of shard")
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    assert info.status == "failed"
+    assert says(info.reason, "failed in step 6: NotFiniteError: Step 6", "on rank 1, is nan")
+
+
+@pytest.mark.parametrize("where", ["step", "between"])
+def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str) -> None:
+    done = start(tmp_path, [sys.executable], "raise", where, 0)
+    assert done.returncode == 1
+    assert_traceback(tmp_path, done.stdout, LABEL)
+    step = 6 if where == "step" else 5
+    assert_reason(tmp_path, "failed", f"worker 0 failed in step {step}: {LABEL}", 0)
+
+
+def test_under_torchrun_the_worker_that_failed_says_why(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    done = start(tmp_path, torchrun, "raise", "step", 1)
+    assert done.returncode == 1
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    assert (info.status, info.reason) == ("failed", f"worker 1 failed in step 6: {LABEL}")
+
+
+@pytest.mark.parametrize("what", ["once", "raise"])
+def test_exceptions_are_survived_where_asked_until_one_comes_again(
+    tmp_path: Path, what: str
+) -> None:
+    where = "step" if what == "raise" else "between"
+    command = [*LAUNCHER, "--workers", 2, "--survive-errors"]
+    done = start(tmp_path, command, what, where, 1)
+    step = "6" if what == "raise" else "5"
+    assert f"worker 1 raised {LABEL} in step {step}; 1 continues." in done.stdout
+    assert f"paceline: worker 1 failed in step {step}:\nTraceback (most" in done.stdout
+    if what == "once":
+        assert done.returncode == 0, done.stdout
+        assert_reason(tmp_path, "finished", "all steps are applied")
+    else:
+        assert done.returncode == 1, done.stdout
+        info = read_info(RunFolder(tmp_path / "run"))
+        assert info is not None
+        assert says(info.reason, "the same exception came 2 times at the same line", LABEL)
+        assert info.reason.partition(": ")[0] in done.stdout
+
+
+def test_a_worker_that_crashes_again_and_again_ends_the_run_at_whatever_step(
+    tmp_path: Path,
+) -> None:
+    done = start(tmp_path, [*LAUNCHER, "--workers", 2], "SIGSEGV", "between", 1)
+    assert done.returncode == 128 + signal.SIGSEGV, done.stdout
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    assert says(info.reason, "worker 1 failed 3 times within 100", "signal 11 (SIGSEGV)")
+    assert f"paceline: {info.reason}.\n" in done.stdout
+
+
+def test_a_run_that_is_interrupted_twice_is_stopped_and_says_so(tmp_path: Path) -> None:
+    """It hangs in its step, so that it cannot say so itself."""
+    command = [*LAUNCHER, "--workers", 2, "--shutdown-timeout", 1]
+    done = start(tmp_path, command, "interrupt", "step", 1)
+    assert done.returncode == 128 + signal.SIGINT, done.stdout
+    assert done.stdout.endswith("paceline: stopped by Ctrl-C.\n")
+    assert_reason(tmp_path, "stopped", "stopped by Ctrl-C")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_machines_end_with_the_same_words(tmp_path: Path, victim: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launchers = []
+    for machine in range(2):
+        command = [*LAUNCHER, "--nnodes", 2, *where, "--rdzv-conf", f"is_host={1 - machine}"]
+        launchers.append(
+            subprocess.Popen(
+                [*map(str, command), "train.py", "raise", "step", str(victim)],
+                cwd=tmp_path,
+                env={**os.environ, "PACELINE_HOST": f"machine {machine}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [each.communicate(timeout=100)[0] for each in launchers]
+    assert [each.returncode for each in launchers] == [1, 1], outputs
+    for output in outputs:
+        assert output.count("Traceback (most") == output.count(LABEL) == 1
+        assert f"paceline: worker {victim} failed in step 6:\n" in output
+    assert_reason(tmp_path, "failed", f"worker {victim} failed in step 6: {LABEL}", victim)

@@ -1,0 +1,200 @@
+"""`RunOptions(same_bits=True)`: the same bits at any number of workers, and after any resume."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from runs import CLASSES, WIDTH, Rows, Trained, mlp, train
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from paceline.ddp import DDPOptions, NaiveEngine
+from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fold_from
+from paceline.errors import UsageError
+from paceline.run import Run, RunOptions
+from paceline.testing import run_ranks, seeded
+
+SIZES = [2, 3, 4, 8]
+SHARDS = 8
+
+
+class Normed(nn.Module):
+    """Batch statistics, and a layer that nothing uses. Ranks here are threads, which share their
+    random numbers, so there is no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh())
+        self.last, self.unused = nn.Linear(16, CLASSES), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.layers(x))
+        return out
+
+
+def normed() -> nn.Module:
+    return seeded(Normed())
+
+
+def tied() -> nn.Module:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.last = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Rows that are far from zero go through the first layer once more.
+            out: Tensor = self.last(self.first(self.first(x).tanh() if x.sum() > 0 else x))
+            return out
+
+    return seeded(Tied())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping and averages": {"clip_norm": 0.5, "ema": 0.9},
+    "bf16": {"precision": "bf16"},
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "normed": normed, "tied": tied}
+
+
+def same(
+    world: Any, build: Callable[[], nn.Module], options: dict[str, Any], **more: Any
+) -> Trained:
+    how = RunOptions(progress="quiet", same_bits=True, drop_last=True, **options)
+    return train(world, build, shards=SHARDS, global_batch=24, options=how, lr=0.05, **more)
+
+
+@pytest.fixture(autouse=True)
+def _arithmetic_is_put_back() -> Iterator[None]:
+    before = arithmetic()
+    yield
+    gc.collect()  # a run whose loop was never begun puts it back when it is gone
+    assert arithmetic() == before
+
+
+def arithmetic() -> tuple[Any, ...]:
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), fills
+
+
+def test_a_run_computes_with_one_thread_until_its_loop_is_over() -> None:
+    torch.set_num_threads(3)
+    before = arithmetic()
+    inside: list[Any] = []
+    for _ in range(2):
+        net = mlp()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        how = RunOptions(progress="quiet", same_bits=True)
+        run = Run(net, sgd, Rows(48), global_batch=24, epochs=1, options=how)
+        for step in run:
+            inside.append(arithmetic())
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+        assert arithmetic() == before
+    assert set(inside) == {(1, True, False)}
+    torch.set_num_threads(1)
+
+
+def test_a_backward_outside_of_a_step_is_refused() -> None:
+    net = mlp()
+    how = RunOptions(progress="quiet", same_bits=True)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = Run(net, sgd, Rows(48), global_batch=24, epochs=1, options=how)
+    with pytest.raises(UsageError, match="same_bits"):
+        run.model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+# Threads share autocast's copies of weights, of which a layer that is used twice may get two.
+CASES = [(m, o) for m in MODELS for o in OPTIONS if (m, o) != ("tied", "bf16")]
+
+
+@pytest.mark.parametrize(("model", "option"), CASES)
+def test_the_number_of_workers_changes_no_bit(model: str, option: str) -> None:
+    build, options = MODELS[model], OPTIONS[option]
+    expected = same(None, build, options)
+    for size in SIZES:
+        for rank in run_ranks(size, same, build, options):
+            assert_bits(rank.parameters, expected.parameters)
+
+
+def test_no_bit_depends_on_how_short_the_last_batch_is() -> None:
+    short = {"shards": 8, "global_batch": 17, "weigh": False, "reduction": "mean"}
+    how = RunOptions(progress="quiet", same_bits=True)
+    expected = train(None, mlp, options=how, **short)
+
+    def body(world: Any) -> Trained:
+        return train(world, mlp, options=how, **short)
+
+    for size in (2, 3):
+        for rank in run_ranks(size, body):
+            assert_bits(rank.parameters, expected.parameters)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        {"options": {"merge_shards": True}},
+        {"options": {"noise_every": 2}},
+        {"options": {"update": "sharded"}},
+        {"engine": NaiveEngine},
+        {"ddp": DDPOptions(compression="bf16")},
+        {"build": lambda: nn.Sequential(mlp(), nn.SyncBatchNorm(CLASSES))},
+    ],
+    ids=["merge_shards", "noise_every", "update", "engine", "ddp", "model"],
+)
+def test_what_cannot_be_kept_is_refused(cause: dict[str, Any]) -> None:
+    cause = dict(cause)
+    options = cause.pop("options", {})
+    with pytest.raises(UsageError, match="same_bits"):
+        same(None, cause.pop("build", mlp), options, **cause)
+
+
+def test_the_tree_knows_no_workers() -> None:
+    def write(one: str | None, other: str | None) -> str:
+        return f"({one}+{other})"
+
+    for shards in (1, 2, 5, 7, 8, 12):
+        leaves: dict[Branch, str] = {(depth_of(shards), v): str(v) for v in range(shards)}
+        whole = fold(leaves, shards, write)
+        for size in range(1, shards + 1):
+            have = {}
+            for rank in range(size):
+                for branch in branches_of(rank, size, shards):
+                    inside = {b: text for b, text in leaves.items() if _is_in(b, branch)}
+                    have[branch] = fold_from(branch, inside, shards, write)
+            assert fold(have, shards, write) == whole
+            most = max(len(branches_of(rank, size, shards)) for rank in range(size))
+            assert most == 1 or size & (size - 1), "one branch each where the size is 2 ** k"
+
+
+def test_a_layer_that_is_unfrozen_between_steps_is_summed_too() -> None:
+    def body(world: Any) -> list[Tensor]:
+        net = mlp()
+        first = next(net.parameters()).requires_grad_(False)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        how = RunOptions(progress="quiet", same_bits=True)
+        run = Run(net, sgd, Rows(48), global_batch=24, epochs=2, shards=4, world=world, options=how)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+            first.requires_grad_(True)
+        return [param.detach().clone() for param in net.parameters()]
+
+    expected = body(None)
+    assert not torch.equal(expected[0], next(mlp().parameters()))
+    for size in (2, 3):
+        for found in run_ranks(size, body):
+            assert all(map(torch.equal, found, expected))
