@@ -381,8 +381,9 @@ class Run:
         """Do what the workers want; whether they want to change to another generation."""
         parts, progress = self._parts, self._parts.progress
         requests = parts.recovery.attempt(partial(parts.vote.result, step), instead=Requests())
-        if requests.terminate or requests.interrupt:
-            number = signal.SIGTERM if requests.terminate else signal.SIGINT
+        if requests.terminate or requests.interrupt or requests.leaving == progress.size:
+            is_interrupt = requests.interrupt and not requests.terminate
+            number = signal.SIGINT if is_interrupt else signal.SIGTERM
             progress.stopping = parts.stop.signal or number
         elif requests.stop:
             progress.stopping = progress.stopping or stop.BY_SCRIPT

@@ -165,6 +165,8 @@ class Requests(NamedTuple):
     """How many were asked to record the next step."""
     stop: float = 0.0
     """How many were asked to stop by their script."""
+    leaving: float = 0.0
+    """How many were asked to leave alone. Where that is all of them, it was meant for the run."""
 
 
 class Vote:
@@ -228,6 +230,7 @@ class Vote:
             float(self.is_due()),
             float(self._membership.leads and self.is_asked_to_record()),
             float(self._request.is_asked),
+            float(self._request.is_leaving),
         )
 
     def _on_generation(self) -> None:
