@@ -26,10 +26,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-Class = TypeVar("Class", bound=type[Any])
+Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 class PacelineError(Exception):
@@ -169,14 +169,18 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {known_by_lower[near[0]]!r}?" if near else ""
 
 
-def refuse_unknown_arguments(**classes: type[Any]) -> Callable[[Class], Class]:
-    """Decorate a class whose answer to an unknown argument is the name that was meant.
+def refuse_unknown_arguments(
+    renamed: Mapping[str, str] | None = None, **classes: type[Any]
+) -> Callable[[Called], Called]:
+    """Decorate a class or a method whose answer to an unknown argument is the name that was meant.
 
-    `classes` are those of arguments that hold further ones, such as options.
+    `renamed` has advice on names that there were; `classes` are those of arguments that hold
+    further ones, such as options.
     """
 
-    def decorate(kind: Class) -> Class:
-        init = kind.__init__
+    def decorate(called: Called) -> Called:
+        made: Any = called
+        init = made.__init__ if isinstance(called, type) else made
         known = list(inspect.signature(init).parameters)[1:]
         held_by = {
             name: f"{argument}={inner.__name__}({name}=...)"
@@ -185,17 +189,19 @@ def refuse_unknown_arguments(**classes: type[Any]) -> Callable[[Class], Class]:
         }
 
         @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() - set(known):
-                meant = "" if name in held_by else did_you_mean(name, [*known, *held_by])
-                advice = f"Pass {held_by[name]}." if name in held_by else ""
+                advice = f"Pass {held_by[name]}." if name in held_by else (renamed or {}).get(name)
+                meant = "" if advice else did_you_mean(name, [*known, *held_by])
                 raise UsageError(
-                    f"{kind.__name__} has no argument {name!r}.{meant}",
+                    f"{called.__name__} has no argument {name!r}.{meant}",
                     advice=advice or f"It takes {', '.join(known)}.",
                 )
-            init(self, *args, **kwargs)
+            return init(self, *args, **kwargs)
 
-        kind.__init__ = checked
-        return kind
+        if not isinstance(called, type):
+            return checked  # type: ignore[return-value]
+        made.__init__ = checked
+        return called
 
     return decorate

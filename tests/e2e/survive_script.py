@@ -64,7 +64,7 @@ run = paceline.Run(
     epochs=args.epochs,
     shards=4,
     folder=args.folder,
-    workers=int(os.environ["WORLD_SIZE"] != "1"),
+    loader_workers=int(os.environ["WORLD_SIZE"] != "1"),
     scheduler=ReduceLROnPlateau(optimizer, mode="max", factor=0.9, patience=0),
     scaler=torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=7),
     state={"average": average},

@@ -29,7 +29,7 @@ torch.manual_seed(0)
 net = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.randn(4 * steps, 2))
 run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), data, global_batch=4, epochs=1,
-          folder="run", shards=2, workers=int(sys.argv[4]),
+          folder="run", shards=2, loader_workers=int(sys.argv[4]),
           options=RunOptions(checkpoint_every=save_every or None))
 for step in run:
     with step:

@@ -83,7 +83,7 @@ def test_dropout_on_the_device_follows_the_step_and_the_shard(tmp_path: Path) ->
     torch.randn(100, device="cuda")
     begun = train(build=build, shards=2, folder=tmp_path / "run", stop_after=5)
     torch.randn(100, device="cuda")
-    ended = train(build=build, folder=tmp_path / "run", workers=1)
+    ended = train(build=build, folder=tmp_path / "run", loader_workers=1)
     assert begun.ledger + ended.ledger == whole.ledger
     assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
 

@@ -71,7 +71,7 @@ def collate(samples):
 
 run = paceline.Run(
     net, torch.optim.SGD(net.parameters(), lr=0.1), data(kind), global_batch=12, epochs=2, shards=4,
-    workers=2, folder=here / "run",
+    loader_workers=2, folder=here / "run",
     options=paceline.RunOptions(progress="plain", checkpoint_every=4, collate_fn=collate))
 rank = int(os.environ.get("RANK", 0))
 ledger = open(here / f"ledger.{start}.{rank}.{os.getpid()}", "w")

@@ -47,7 +47,7 @@ def work(
         dropping,
         Augmented(),
         shards=SHARDS,
-        workers=workers,
+        loader_workers=workers,
         folder=folder or None,
         stop_after=stop_after,
     )

@@ -186,7 +186,7 @@ def test_a_stream_goes_on_in_mid_epoch(tmp_path: Any) -> None:
     ended = train(dataset=Stream(), folder=tmp_path / "run")
     assert begun.ledger + ended.ledger == whole.ledger
     assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
-    loaded = train(dataset=Stream(), shards=2, workers=2)
+    loaded = train(dataset=Stream(), shards=2, loader_workers=2)
     assert_same(loaded.parameters, whole.parameters, rtol=0, atol=0)
 
 

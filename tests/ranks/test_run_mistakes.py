@@ -144,7 +144,8 @@ def test_what_has_batches_or_no_samples_is_not_a_dataset(dataset: Any) -> None:
     [
         (RunOptions, "clip_nrm", "'clip_norm'"),
         (DDPOptions, "transprot", "'transport'"),
-        (run_through, "num_workers", "'workers'"),
+        (run_through, "num_workers", "'loader_workers'"),
+        (run_through, "workers", "loader_workers="),
         (run_through, "clip_norm", "options=RunOptions(clip_norm=...)"),
         (run_through, "check_every", "ddp=DDPOptions(check_every=...)"),
     ],
@@ -155,6 +156,29 @@ def test_an_argument_that_does_not_exist_is_answered_with_what_was_meant(
     with pytest.raises(UsageError) as raised:
         kind(**({"folder": None} if kind is run_through else {}), **{given: 1})
     assert says(str(raised.value), repr(given), meant) or meant in raised.value.advice
+
+
+def test_evaluate_answers_the_old_name_of_its_loading_processes() -> None:
+    net = mlp()
+    run = Run(net, sgd(net), Rows(16), global_batch=4, epochs=1, options=QUIET)
+    with pytest.raises(UsageError, match="workers") as raised:
+        run.evaluate(lambda batch: {}, workers=2)  # type: ignore[call-arg]
+    assert "loader_workers=" in raised.value.advice
+
+
+@pytest.mark.parametrize("use", ["batches", "joint", "backward"])
+def test_a_step_without_its_block_is_answered_with_the_block(use: str) -> None:
+    net = mlp()
+    run = Run(net, sgd(net), Rows(16), global_batch=4, epochs=1, options=QUIET)
+    step = next(iter(run))
+    calls: dict[str, Callable[[], Any]] = {
+        "batches": lambda: next(step.batches()),
+        "joint": lambda: step.joint(net, torch.sum),
+        "backward": lambda: step.backward(torch.ones((), requires_grad=True)),
+    }
+    with pytest.raises(UsageError, match=use) as raised:
+        calls[use]()
+    assert "`with step:`" in raised.value.advice
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):

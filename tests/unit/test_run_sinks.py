@@ -26,7 +26,7 @@ def go(
     optimizer = SGD(net.parameters(), lr=0.1)
     run = Run(
         net, optimizer, Rows(20), global_batch=8, epochs=2, folder=folder, sinks=sinks,
-        options=options, workers=workers,
+        options=options, loader_workers=workers,
     )  # fmt: skip
     for step in run:
         with step:

@@ -402,7 +402,7 @@ def test_an_error_speaks_of_checkpoints_only_where_there_are_any(
         ({"global_batch": 0}, "global_batch.* 0"),
         ({"epochs": 1.5}, "epochs.* 1.5"),
         ({"epochs": None}, "epochs.* None"),
-        ({"workers": -1}, "workers.* -1"),
+        ({"loader_workers": -1}, "loader_workers.* -1"),
         ({"options": RunOptions(progress="loud")}, "progress.* 'loud'"),
         ({"shards": 9}, "cannot be cut into 9 shards"),
         ({"seed": "0"}, "seed.* '0'"),

@@ -138,7 +138,9 @@ def build_run(config: RunConfig) -> RunParts:
     watching = Watching(config, folder, members)
     agreed = {**facts, **config.to_agree_on(), "trace_step": watching.trace_step}
     if plan is not None and plan.lanes is None and (members.size > 1 or link is not None):
-        agreed[SAMPLES] = sum_up_samples(config.dataset, plan.samples, config.seed, config.workers)
+        agreed[SAMPLES] = sum_up_samples(
+            config.dataset, plan.samples, config.seed, config.loader_workers
+        )
     _refuse_different_facts(members, agreed)
     if link is not None and is_replacement:
         ours = json.loads(json.dumps(agreed))
@@ -320,8 +322,8 @@ def _make_loader(
             states=(saved or {}).get("loader"),
         )
     if plan is None:
-        return StreamLoader(config, shards, members, settings(config.workers))
-    return MapLoader(config, plan, members, settings(config.workers))
+        return StreamLoader(config, shards, members, settings(config.loader_workers))
+    return MapLoader(config, plan, members, settings(config.loader_workers))
 
 
 def _make_sinks(

@@ -190,7 +190,7 @@ class RunConfig:
     scheduler: Any
     scaler: Any
     state: Mapping[str, Any] | None
-    workers: int
+    loader_workers: int
     world: World | None
     ddp: DDPOptions | None
     engine: Any
@@ -222,7 +222,7 @@ class RunConfig:
         check_whole("global_batch", self.global_batch, or_none=self.loader is not None)
         check_whole("epochs", self.epochs)
         check_whole("shards", self.shards, or_none=True)
-        check_whole("workers", self.workers, 0)
+        check_whole("loader_workers", self.loader_workers, 0)
         check_seed(self.seed)
         check_sinks("sinks", self.sinks)
         trackers = make_trackers(self.trackers, self.folder)
@@ -245,7 +245,7 @@ class RunConfig:
             self.dataset,
             "Pass loader= for batches that are made already, or what the loader reads for samples.",
         )
-        given = {"shards": self.shards, "workers": self.workers or None}
+        given = {"shards": self.shards, "loader_workers": self.loader_workers or None}
         for name, value in given.items():
             if self.loader is not None and value is not None:
                 raise UsageError(

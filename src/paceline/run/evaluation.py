@@ -52,7 +52,7 @@ def evaluate(
     *,
     batch: int | None,
     collate_fn: Collate | None,
-    workers: int,
+    loader_workers: int,
     reduction: str | None,
     ema: bool,
     collect: Collect | None,
@@ -82,7 +82,7 @@ def evaluate(
         config.dataset if dataset is None else dataset,
         batch=-(-config.global_batch // parts.feed.shards) if batch is None else batch,
         collate_fn=collate_fn or config.collate_fn,
-        workers=workers,
+        loader_workers=loader_workers,
         step=position.step,
         reduction=reduction,
         average=average if ema else None,
@@ -109,7 +109,7 @@ def score_share(
     *,
     batch: int,
     collate_fn: Collate,
-    workers: int,
+    loader_workers: int,
     step: int,
     reduction: str | None,
     average: WeightAverage | None,
@@ -124,7 +124,7 @@ def score_share(
     check_whole("batch", batch)
     check_dataset(dataset, "Pass what the loader reads; batch= and collate_fn= make batches of it.")
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
-        batches = _load(parts, dataset, batch, collate_fn, workers, step)
+        batches = _load(parts, dataset, batch, collate_fn, loader_workers, step)
     else:
         batches = _read(parts, dataset, batch, collate_fn)
     metrics = Metrics(lambda _report, _sums: None)

@@ -39,9 +39,13 @@ from paceline.telemetry import (
 )
 
 DEFAULT_OPTIONS = RunOptions()
+_RENAMED = {
+    "workers": "Pass loader_workers= for processes that load data; how many workers train is said "
+    "to the launcher: `paceline run --workers 4 train.py`."
+}
 
 
-@refuse_unknown_arguments(options=RunOptions, ddp=DDPOptions)
+@refuse_unknown_arguments(_RENAMED, options=RunOptions, ddp=DDPOptions)
 class Run:
     """A training of `epochs` passes over `dataset`, in steps of `global_batch` samples.
 
@@ -53,10 +57,11 @@ class Run:
     The batch of a step is cut into `shards`, one per worker of the first start unless said
     otherwise; any number of workers up to that computes the same training. With a `folder` the run
     is recorded there, and continues from its newest good checkpoint. `state` are further objects
-    with `state_dict()` that belong to it, by name. `workers` are processes that load data. `ddp`
-    are options of the engine, and `sinks` are told what happens, on rank 0; `trackers` are too, and
-    may be names: `"tensorboard"`, `"wandb:project"`. Instead of a dataset, `loader` may give each
-    worker's batches: an iterable, or a function that makes one of a `World`; see docs/data.md.
+    with `state_dict()` that belong to it, by name. `loader_workers` are processes that load data.
+    `ddp` are options of the engine, and `sinks` are told what happens, on rank 0; `trackers` are
+    too, and may be names: `"tensorboard"`, `"wandb:project"`. Instead of a dataset, `loader` may
+    give each worker's batches: an iterable, or a function that makes one of a `World`; see
+    docs/data.md.
 
     Invariant: the position moves with the commit of a step, so that a save at any time afterwards
     holds as many steps as the parameters do.
@@ -76,7 +81,7 @@ class Run:
         scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
-        workers: int = 0,
+        loader_workers: int = 0,
         world: World | None = None,
         ddp: DDPOptions | None = None,
         engine: Callable[[nn.Module, World], Engine] | None = None,
@@ -139,6 +144,7 @@ class Run:
         """Say something on the terminal, once for all workers, and keep it in the folder."""
         self._parts.outlets.sinks.tell("message", Message(text, level))
 
+    @refuse_unknown_arguments(_RENAMED)
     def evaluate(
         self,
         score: Score,
@@ -147,7 +153,7 @@ class Run:
         reduction: Literal["mean", "sum"] | None = None,
         batch: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        workers: int = 0,
+        loader_workers: int = 0,
         ema: bool = False,
         collect: Collect | None = None,
     ) -> dict[str, float]:
@@ -170,7 +176,7 @@ class Run:
             reduction=reduction,
             batch=batch,
             collate_fn=collate_fn,
-            workers=workers,
+            loader_workers=loader_workers,
             ema=ema,
             collect=collect,
         )
@@ -257,8 +263,8 @@ class Run:
                     case _:
                         raise UsageError(
                             f"Step {step.number} was not run.",
-                            advice="Run every step: `for step in run: with step: ...`; `break` "
-                            "ends the loop.",
+                            advice="Write `with step:` inside `for step in run:`; `break` ends "
+                            "the loop.",
                         )
                 if parts.dealing.generation != self.membership.generation:
                     parts.dealing.deal()  # the script has moved the membership on

@@ -24,6 +24,36 @@ def refuse_arguments(unknown: dict[str, Any], reduction: str) -> NoReturn:
     raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
 
 
+def refuse_outside_block(step: int, what: str) -> NoReturn:
+    """Raise for a step that is used without `with step:`."""
+    raise UsageError(
+        f"Step {step}: step.{what}() was called without `with step:`.",
+        advice="Write `with step:` inside `for step in run:` and indent what belongs to the step: "
+        "the end of the block applies it.",
+    )
+
+
+def refuse_loop(step: int, what: str, *, is_entered: bool) -> NoReturn:
+    """Raise for a second loop over the batches of a step, or one outside of it."""
+    if not is_entered:
+        refuse_outside_block(step, what)
+    raise UsageError(
+        f"Step {step}: {what}() is called once, inside `with step:`.",
+        advice="Keep the batches in a list to go through them twice.",
+    )
+
+
+def refuse_backward(step: int, *, is_entered: bool) -> NoReturn:
+    """Raise for a loss where none is expected."""
+    if not is_entered:
+        refuse_outside_block(step, "backward")
+    raise UsageError(
+        f"Step {step}: step.backward() is called once per batch, inside the loop over "
+        "step.batches().",
+        advice="Add the losses of one batch together first.",
+    )
+
+
 def refuse_loss(step: int, loss: Any) -> NoReturn:
     """Raise for what is not a loss of one element with a graph."""
     what = f"is {loss!r:.80}, not a tensor"

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from paceline.errors import PeerError, UsageError
 from paceline.record import StepRecording
+from paceline.run import losses
 from paceline.run.joint import JointLoss, refuse_noise, say_not_recorded
-from paceline.run.losses import read_items, refuse_arguments, refuse_loss, refuse_talks
 from paceline.run.parts import RunParts
 from paceline.run.plan import Portion, Position, Shard
 from paceline.telemetry import Phase, fetching
@@ -212,10 +212,7 @@ class Step:
 
     def _refuse_second_loop(self, what: str) -> None:
         if self.state is not Outcome.OPEN or self._shard is not None or self._losses:
-            raise UsageError(
-                f"Step {self.number}: {what}() is called once, inside `with step:`.",
-                advice="Keep the batches in a list to go through them twice.",
-            )
+            losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
 
     def _load(self, shard: Shard) -> Any:
         place = self._place
@@ -319,21 +316,18 @@ class Step:
         """
         shard, is_mean = self._shard, reduction == "mean"
         if old or reduction not in ("mean", "sum"):
-            refuse_arguments(old, reduction)
+            losses.refuse_arguments(old, reduction)
         if shard is None or (self._losses and self._losses[-1].shard == shard.number):
-            raise UsageError(
-                f"Step {self.number}: step.backward() is called once per batch, inside the loop "
-                "over step.batches().",
-                advice="Add the losses of one batch together first.",
-            )
+            losses.refuse_backward(self.number, is_entered=self.state is not Outcome.NEW)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            refuse_loss(self.number, loss)
+            losses.refuse_loss(self.number, loss)
         if not self._progress.is_one_each:
             self._refuse_talks()
         self._lap(Phase.FORWARD)
         count: float = len(shard.indices)
         if items is not None:
-            count = items if type(items) is int and items >= 0 else read_items(self.number, items)
+            read = losses.read_items
+            count = items if type(items) is int and items >= 0 else read(self.number, items)
         if self._has_items not in (None, items is not None):
             raise UsageError(
                 f"Step {self.number}: items were given for one batch and not for another.",
@@ -480,7 +474,7 @@ class Step:
         The engine talks in backward only, and the run between the passes.
         """
         if count_collectives(self._place.membership.group) != self._talks:
-            refuse_talks(self.number, self._feed.shards, self._progress.size)
+            losses.refuse_talks(self.number, self._feed.shards, self._progress.size)
 
     def _lap(self, phase: Phase) -> None:
         """What has passed since the last lap belongs to `phase`."""

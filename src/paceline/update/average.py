@@ -21,14 +21,15 @@ from paceline.torch_private import foreach_copy_
 class WeightAverage:
     """`decay` times what it was, and the rest the weights of now, after every step.
 
-    After the first step it is the weights. Parameters are averaged, and buffers of floating point,
-    as running statistics, which must fit them; of other buffers it has the newest. At least float32
-    is kept: in 16 bits a small change would be rounded away.
+    After the first step it is the weights, and at first it keeps less, (1 + step) / (10 + step):
+    with a decay of 0.999 the weights of the first steps would be most of it for 1,000 steps.
+    Parameters are averaged, and buffers of floating point, as running statistics, which must fit
+    them; of other buffers it has the newest. At least float32 is kept: in 16 bits a small change
+    would be rounded away.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        self._module = module
-        self._blend: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._module, self._decay = module, decay
         self._saved = set(module.state_dict())
         self._averages = {name: _wide(now).clone() for name, now in self._weights().items()}
 
@@ -43,7 +44,9 @@ class WeightAverage:
         if step == 1:
             foreach_copy_(averages, now)
         else:
-            self._blend(averages, now, step)
+            decay = min(self._decay, (1 + step) / (10 + step))
+            blend: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+            blend(averages, now, step)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -239,7 +239,7 @@ def suggest(results: Sequence[SizeResult], profile: Profile) -> Suggestion | Non
         f"Use {count_text(best.workers, 'worker')} here: {best.speedup:.2f}x as fast as one, "
         f"and {last.workers} are {last.speedup:.2f}x."
     )
-    ahead = "Load samples ahead: Run(workers=...) or DataLoader(num_workers=...)."
+    ahead = "Load samples ahead: Run(loader_workers=...) or DataLoader(num_workers=...)."
 
     def gain_of(saved_s: float) -> float:
         return saved_s / max(profile.step_s - saved_s, 0.1 * profile.step_s)
