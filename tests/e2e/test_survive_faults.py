@@ -71,7 +71,7 @@ def summaries(folder: Path) -> Counter[Any]:
             event = json.loads(line)
             if event["kind"] in ("epoch", "evaluation"):
                 metrics = {name: f"{each:.5g}" for name, each in event["metrics"].items()}
-                # It counts for less in the step in which a worker dies.
+                # Rank 0 counts it, and may die in the step.
                 metrics.pop("grad_norm", None)
                 found[event["kind"], event["step"], str(metrics)] += 1
     return found

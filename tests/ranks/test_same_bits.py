@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from runs import CLASSES, WIDTH, Rows, Trained, mlp, train
+from runs import CLASSES, WIDTH, Rows, Told, Trained, mlp, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -16,6 +17,7 @@ from paceline.ddp import DDPOptions, NaiveEngine
 from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fold_from
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
+from paceline.run.metrics import add_exactly, means, round_sum
 from paceline.testing import run_ranks, seeded
 
 SIZES = [2, 3, 4, 8]
@@ -127,6 +129,45 @@ def test_the_number_of_workers_changes_no_bit(model: str, option: str) -> None:
     for size in SIZES:
         for rank in run_ranks(size, same, build, options):
             assert_bits(rank.parameters, expected.parameters)
+
+
+def test_the_number_of_workers_changes_no_bit_of_metrics_and_evaluations() -> None:
+    def body(world: Any) -> list[Any]:
+        told, net = Told(), normed()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        how = RunOptions(progress="quiet", same_bits=True, clip_norm=0.3, ema=0.9)
+        run = Run(net, sgd, Rows(47), global_batch=24, epochs=3, shards=8, world=world, options=how,
+                  sinks=[told])  # fmt: skip
+        found: list[Any] = []
+
+        def score(batch: Any) -> dict[str, Tensor]:
+            return {"entropy": cross_entropy(run.model(batch[0]), batch[1])}
+
+        for step in run:
+            with step:
+                for x, y, rows in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+                    run.log("a third", float(rows.sum()) / 3, weight=0.1 * len(y))
+            if step.ends_epoch:
+                found += [run.evaluate(score), run.evaluate(score, Rows(31), batch=4, ema=True)]
+        found.append(run.evaluate(score))
+        return [*found, *(each.metrics for each in told.of("epoch"))]
+
+    expected = body(None)
+    assert expected[-1].keys() == {"loss", "a third", "grad_norm"}
+    for size in SIZES:
+        assert run_ranks(size, body)[0] == expected
+
+
+def test_a_sum_is_the_same_in_any_order() -> None:
+    values = [1e16, 0.1, -1e16, 3.7e-9, 1 / 3, -0.1, 2.0**60, -7.0]
+    for cut in range(len(values)):
+        one, other = add_exactly([], values[:cut]), add_exactly([], values[:cut:-1])
+        assert round_sum(add_exactly(one, [*other, *values[cut : cut + 1]])) == math.fsum(values)
+    assert means({"x": [[7 * 0.1], [7.0]], "none": [[], []]}) == {"x": 7 * 0.1 / 7}
+    for endless in (math.inf, -math.inf):
+        assert means({"x": [add_exactly([1.0], [endless, 2.0]), [3.0]]}) == {"x": endless}
+    assert math.isnan(round_sum(add_exactly([], [math.inf, -math.inf, 1.0])))
 
 
 def test_no_bit_depends_on_how_short_the_last_batch_is() -> None:

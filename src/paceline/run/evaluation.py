@@ -24,11 +24,11 @@ from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
 from paceline.run.config import Collate, check_dataset
 from paceline.run.loader import ShardFetcher, make_loader
-from paceline.run.metrics import Metrics, Number
+from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
 from paceline.run.plan import Shard
 from paceline.run.rows import call, check_rows, join
-from paceline.telemetry import Summary, Sums, means
+from paceline.telemetry import Summary
 from paceline.update import WeightAverage
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
@@ -89,7 +89,7 @@ def evaluate(
         collect=collect,
     )
     total = parts.exchanges.add_up(task, "Adding up the evaluation")
-    samples = int(total.pop(SAMPLES)[1])
+    samples = int(round_sum(total.pop(SAMPLES)[1]))
     scores = means(total)
     if parts.recovery.is_apart:
         return scores  # of a step that is done again, and then for all to see
@@ -114,7 +114,7 @@ def score_share(
     reduction: str | None,
     average: WeightAverage | None,
     collect: Collect | None,
-) -> Sums:
+) -> ExactSums:
     """The sums and counts of this worker's share, by name; of the averaged weights, if given.
 
     `reduction` is None where scores have no counts, and so are means over samples. With `collect`
@@ -152,7 +152,7 @@ def score_share(
             for name, value, items in _checked(score(each), rows, reduction):
                 add(prefix + name, value, items)
             metrics.end_step(None)
-    sums = {SAMPLES: [0.0, float(samples)], **metrics.sums_of_epoch()}
+    sums = {SAMPLES: [[], [float(samples)]], **metrics.sums_of_epoch()}
     if collect is not None:
         members, every = parts.place.membership, predictions
         if members.size > 1:
@@ -162,7 +162,7 @@ def score_share(
         if members.leads and every:
             joined = join([rows for _, rows in sorted(every, key=lambda each: each[0])])
             numbers = _call(collect, joined)
-            sums |= {prefix + name: [value, 1.0] for name, value in numbers.items()}
+            sums |= {prefix + name: [[value], [1.0]] for name, value in numbers.items()}
     return sums
 
 

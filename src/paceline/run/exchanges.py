@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from paceline.group import Membership, exchange
-from paceline.run.metrics import add_sums
+from paceline.run.metrics import ExactSums, add_sums
 from paceline.run.recovery import NoRecovery, Recovery
-from paceline.telemetry import Sums
 
 
 class Exchanges:
@@ -41,12 +40,12 @@ class Exchanges:
             return [compute()]
         return self.recovery.attempt(partial(self._next, compute, what))
 
-    def add_up(self, compute: Callable[[], Sums], what: str) -> Sums:
-        """The sums of all workers, added in rank order and so equal everywhere to the last bit."""
+    def add_up(self, compute: Callable[[], ExactSums], what: str) -> ExactSums:
+        """The sums of all workers, exactly: equal to the last bit however many there are."""
         everyone = self.exchange(compute, what)
         if len(everyone) == 1:
             return dict(everyone[0])
-        total: Sums = {}
+        total: ExactSums = {}
         for sums in everyone:
             add_sums(total, sums)
         return total

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -169,17 +169,18 @@ class Run:
         called once, on rank 0, with those of all samples in the order of the dataset.
         """
         self._refuse_inside_step("evaluate")
-        return evaluate(
-            self._parts,
-            score,
-            dataset,
-            reduction=reduction,
-            batch=batch,
-            collate_fn=collate_fn,
-            loader_workers=loader_workers,
-            ema=ema,
-            collect=collect,
-        )
+        with fixed_arithmetic() if self.options.same_bits else nullcontext():
+            return evaluate(
+                self._parts,
+                score,
+                dataset,
+                reduction=reduction,
+                batch=batch,
+                collate_fn=collate_fn,
+                loader_workers=loader_workers,
+                ema=ema,
+                collect=collect,
+            )
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.

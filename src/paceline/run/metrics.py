@@ -2,15 +2,18 @@
 
 A metric of a step is a weighted mean, kept as a sum and a count so that steps and workers can be
 put together exactly. Tensors stay on their device until the step is long over; then the step is
-reported, and its sums are added to those of the epoch.
+reported, and its sums are added to those of the epoch. Sums over several steps or workers are not
+rounded before they are read, so that no bit of them depends on the number of workers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.run.same_bits import EVERY, hash_state
-from paceline.telemetry import Message, StepReport, Summary, Sums, means
+from paceline.telemetry import Message, StepReport, Summary, Sums
 from paceline.update import HostCopy
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from paceline.run.step import Step
 
 Number = float | Tensor
+ExactSums = dict[str, list[list[float]]]
+"""Name to sum and count, each as numbers whose sum it is: a few, from the smallest to the largest,
+no two of which have a bit in common."""
 
 _MOST_PENDING = 64
 _SHORT = (torch.bfloat16, torch.float16)
@@ -37,7 +43,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 class _Sum:
     """The sum, or the count, of one metric of one step: numbers and tensors apart."""
 
-    number: float = 0.0
+    numbers: list[float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
 
@@ -46,7 +52,7 @@ class Metrics:
 
     def __init__(self, report: Callable[[Any, Sums], None]) -> None:
         """`report(report, sums)` is called once per step, in order, some time after it."""
-        self.epoch: Sums = {}
+        self.epoch: ExactSums = {}
         self.epochs = 0
         """How many are over: the number of the one whose sums these are."""
         self._report = report
@@ -72,7 +78,7 @@ class Metrics:
             entry = self._now[name] = _Sum(), _Sum()
         for part, each in zip(entry, (value, count), strict=True):
             if not isinstance(each, Tensor):
-                part.number += float(each)
+                part.numbers.append(float(each))
             elif each.numel() == 1:
                 part.tensors.append(each.detach())
             else:
@@ -93,14 +99,12 @@ class Metrics:
     def take_back(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
         self._now = aside
 
-    def so_far(self) -> Sums:
+    def so_far(self) -> ExactSums:
         """The sums of the step under way; waits for tensors."""
-        sums: Sums = {}
-        for name, (total, count) in self._now.items():
-            sums[name] = [total.number, count.number]
-            for place, part in enumerate((total, count)):
-                for tensor in part.tensors:
-                    sums[name][place] += tensor.item()
+        sums: ExactSums = {}
+        for name, entry in self._now.items():
+            read = [[*part.numbers, *(tensor.item() for tensor in part.tensors)] for part in entry]
+            add_sums(sums, {name: read})
         return sums
 
     def end_step(self, report: Any) -> None:
@@ -120,18 +124,18 @@ class Metrics:
                 values = values.read().tolist()
             self._pending.popleft()
             read, sums = iter(values), {}
-            for name, (total, count) in entries.items():
-                in_total = total.number + sum(islice(read, len(total.tensors)))
-                sums[name] = [in_total, count.number + sum(islice(read, len(count.tensors)))]
-            add_sums(self.epoch, sums)
+            for name, entry in entries.items():
+                found = [[*part.numbers, *islice(read, len(part.tensors))] for part in entry]
+                add_sums(self.epoch, {name: found})
+                sums[name] = list(map(round_sum, found))
             self._report(report, sums)
 
-    def sums_of_epoch(self) -> Sums:
+    def sums_of_epoch(self) -> ExactSums:
         """This worker's sums of the epoch so far, all of them."""
         self.flush(wait=True)
         return self.epoch
 
-    def begin_at(self, epochs: int, sums: Sums) -> None:
+    def begin_at(self, epochs: int, sums: ExactSums) -> None:
         """Begin again where so many epochs are over, and the next has these sums."""
         self.forget()
         self.flush(wait=True)
@@ -142,12 +146,46 @@ class Metrics:
         self.epoch, self.epochs = {}, self.epochs + 1
 
 
-def add_sums(into: Sums, sums: Mapping[str, Any]) -> None:
+def add_sums(into: ExactSums, sums: Mapping[str, Any]) -> None:
     """Add sums and counts by name."""
+    for name, entry in sums.items():
+        have = into.setdefault(name, [[], []])
+        for part, more in zip(have, entry, strict=True):
+            # Checkpoints of before have numbers that were rounded.
+            add_exactly(part, more if isinstance(more, list) else [more])
+
+
+def add_exactly(parts: list[float], values: Iterable[float]) -> list[float]:
+    """Add numbers to a sum without rounding it (Shewchuk, 1997)."""
+    for value in values:
+        rest = []
+        for part in parts:
+            large, small = (value, part) if abs(value) > abs(part) else (part, value)
+            value = large + small
+            if lost := small - (value - large):
+                rest.append(lost)
+        parts[:] = [*rest, value] if math.isfinite(value) else [value]
+    return parts
+
+
+def round_sum(parts: Iterable[float]) -> float:
+    """The number that is nearest to a sum."""
+    try:
+        return math.fsum(parts)
+    except (OverflowError, ValueError):  # infinite, or infinite in both directions
+        return sum(parts)
+
+
+def means(sums: Mapping[str, list[list[float]]]) -> dict[str, float]:
+    """The mean of each sum over its count, rounded once."""
+    found = {}
     for name, (total, count) in sums.items():
-        have = into.setdefault(name, [0.0, 0.0])
-        have[0] += total
-        have[1] += count
+        if items := sum(map(Fraction, count)):
+            is_finite = all(map(math.isfinite, total))
+            found[name] = (
+                float(sum(map(Fraction, total)) / items) if is_finite else round_sum(total)
+            )
+    return found
 
 
 def _together(tensors: list[Tensor]) -> HostCopy | list[float]:

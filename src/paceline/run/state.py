@@ -22,9 +22,10 @@ from paceline.errors import CheckpointError, UsageError, check_members
 from paceline.files import RunFolder, find_info, put_together, take_apart
 from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
+from paceline.run.metrics import ExactSums
 from paceline.run.plan import Position
 from paceline.run.rating import Rating, find_better
-from paceline.telemetry import Sums, Written
+from paceline.telemetry import Written
 from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged
 
 MUST_BE_EQUAL = (
@@ -65,7 +66,7 @@ class RunState:
             self._guard.remove()
 
     def gather(
-        self, position: Position, epoch_sums: Sums, *, with_parts: bool = True
+        self, position: Position, epoch_sums: ExactSums, *, with_parts: bool = True
     ) -> dict[str, Any]:
         """The state as it is saved; without parts, that of the model and how far it is."""
         parts, others = (self._parts, self._others) if with_parts else ({}, {})
@@ -122,7 +123,7 @@ class RunState:
 
     def load(
         self, state: Mapping[str, Any], *, with_objects: bool = True, with_parts: bool = True
-    ) -> tuple[Position, Sums]:
+    ) -> tuple[Position, ExactSums]:
         """Load the state; how far it is, and the sums of its epoch.
 
         Without objects, those of `state=` stay as they are, and without parts all but the model.
@@ -310,7 +311,7 @@ class Saving:
         self,
         state: RunState,
         position: Position,
-        add_up: Callable[[], Sums],
+        add_up: Callable[[], ExactSums],
         scores: Mapping[str, float],
         *,
         can_save: Callable[[], bool],

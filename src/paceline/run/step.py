@@ -453,9 +453,8 @@ class Step:
         done = 0 if self.ends_epoch else progress.position.step_of_epoch + 1
         progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
         progress.scores = {}
-        if norm is not None:
-            # All have the same one, and together they count as one.
-            self._metrics.add("grad_norm", norm, 1.0 / self._progress.size)
+        if norm is not None and self._place.membership.leads:  # all have the same one
+            self._metrics.add("grad_norm", norm, 1.0)
         training.generators.seed(self._config.seed, "between", self.number)
         self._lap(Phase.OPTIMIZER)
 
