@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import UsageError
-from paceline.files.run_folder import RunFolder, RunInfo
+from paceline.files.run_folder import RunFolder, RunInfo, read_info
 from paceline.telemetry import Point, Tracker, make_trackers, tracker
 from paceline.telemetry.sinks import Summary
 
@@ -55,7 +55,11 @@ class Memory(Tracker):
 
 
 def train(
-    folder: Path, *trackers: Any, epochs: int = 2, at_last_step: Callable[[], None] = lambda: None
+    folder: Path,
+    *trackers: Any,
+    epochs: int = 2,
+    at_last_step: Callable[[], None] = lambda: None,
+    config: Mapping[str, Any] | None = None,
 ) -> paceline.Run:
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
@@ -68,6 +72,7 @@ def train(
         epochs=epochs,
         folder=folder,
         trackers=trackers,
+        config=config,
         options=paceline.RunOptions(progress="plain", ema=0.9),
     )
     for step in run:
@@ -94,6 +99,21 @@ def test_a_tracker_gets_every_step_and_epoch_and_the_settings(tmp_path: Path) ->
     assert {name: memory.settings[name] for name in wanted} == wanted
     assert "precision" not in memory.settings, "it is as it comes"
     assert memory.status == "finished"
+
+
+def test_hyperparameters_of_the_script_are_settings_beside_those_of_the_run(
+    tmp_path: Path,
+) -> None:
+    memory = Memory()
+    own = {"lr": 0.1, "seed": 7, "ema": 0.5, "data": {"crop": 224}, "tag": "x" * 1000}
+    train(tmp_path / "run", memory, config=own | {f"n{number}": 0 for number in range(1000)})
+    wanted = {"lr": "0.1", "config.seed": "7", "seed": 0, "ema": "0.9", "config.ema": "0.5"}
+    assert {name: memory.settings[name] for name in wanted} == wanted
+    assert memory.settings["data.crop"] == "224"
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    assert len(info.settings["tag"]) == 200
+    assert len(info.settings) < 250
 
 
 def test_a_second_evaluation_after_one_step_is_tracked_too() -> None:

@@ -138,7 +138,7 @@ class RunInfo:
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The optimizer, its settings, and the options that are not as they come, by name."""
+    """The optimizer, its settings, options that are not as they come, and the user's own."""
     policy: list[str] = field(default_factory=list)
     """What was decided about batch size and learning rate, and why, line by line."""
     command: str = ""

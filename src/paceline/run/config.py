@@ -7,9 +7,10 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,7 @@ from paceline.update import Update, check_update
 Collate = Callable[[list[Any]], Any]
 
 _GROUPS_SHOWN = 16
+_OWN_SHOWN, _WIDTH_SHOWN = 200, 200
 _AGREED_OPTIONS = (
     "clip_norm",
     "ema",
@@ -197,6 +199,7 @@ class RunConfig:
     sinks: Sequence[Sink]
     trackers: Sequence[str | Sink]
     loader: Any
+    config: Mapping[str, Any] | None
     options: RunOptions
     collate_fn: Collate = field(init=False)
     is_saved: bool = field(init=False)
@@ -371,7 +374,19 @@ class RunConfig:
             if value != option.default and option.name != "policy":
                 found[option.name] = value
         kinds = (str, int, float, tuple)
-        return {name: str(value)[:200] for name, value in found.items() if isinstance(value, kinds)}
+        shown = {
+            k: str(value)[:_WIDTH_SHOWN] for k, value in found.items() if isinstance(value, kinds)
+        }
+        return shown | self._own_settings(shown)
+
+    def _own_settings(self, shown: Mapping[str, str]) -> dict[str, str]:
+        """The user's hyperparameters; one that has a name of ours, and says otherwise, has both."""
+        taken = {each.name: "" for each in fields(RunInfo)} | dict(shown)
+        found = {}
+        for name, value in islice(flatten(self.config or {}), _OWN_SHOWN):
+            text = str(value)[:_WIDTH_SHOWN]
+            found[name if taken.get(name, text) == text else f"config.{name}"] = text
+        return found
 
     def opening_lines(
         self,
@@ -416,6 +431,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "ddp": (DDPOptions | None, "paceline.DDPOptions(...)"),
     "sinks": (list | tuple, "a list of sinks; see docs/run.md"),
     "trackers": (list | tuple, 'a list such as ["tensorboard", "wandb:project"]'),
+    "config": (Mapping | None, "a dictionary, such as vars(args)"),
     "options": (RunOptions, "paceline.RunOptions(...)"),
 }
 """What an argument of `Run` must be, and how to say so."""
@@ -436,6 +452,16 @@ def check_dataset(dataset: Any, advice: str) -> None:
     else:
         return
     raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of dictionaries in dictionaries, by their names with dots between."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"[:_WIDTH_SHOWN]
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{path}.")
+        else:
+            yield path, value
 
 
 def describe_model(module: nn.Module) -> str:

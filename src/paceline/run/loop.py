@@ -61,7 +61,7 @@ class Run:
     `ddp` are options of the engine, and `sinks` are told what happens, on rank 0; `trackers` are
     too, and may be names: `"tensorboard"`, `"wandb:project"`. Instead of a dataset, `loader` may
     give each worker's batches: an iterable, or a function that makes one of a `World`; see
-    docs/data.md.
+    docs/data.md. `config` are hyperparameters of your own, kept and shown with those of the run.
 
     Invariant: the position moves with the commit of a step, so that a save at any time afterwards
     holds as many steps as the parameters do.
@@ -88,18 +88,19 @@ class Run:
         sinks: Sequence[Sink] = (),
         trackers: Sequence[str | Sink] = (),
         loader: Any = None,
+        config: Mapping[str, Any] | None = None,
         options: RunOptions = DEFAULT_OPTIONS,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        config = RunConfig(**arguments)
+        checked = RunConfig(**arguments)
         self._around = ExitStack()
         if options.same_bits:
             self._around.enter_context(fixed_arithmetic())
-        parts = self._parts = build_run(config)
+        parts = self._parts = build_run(checked)
         self.options = options
         self.model: Any = parts.training.engine
         """The model to call in the loop; the one that was passed, kept equal on all workers."""
-        self.folder = config.folder
+        self.folder = checked.folder
         """Where it writes what happens; None: nowhere."""
         self.world = parts.place.world
         self.membership = parts.place.membership
