@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.testing import Faults
 from tests.faults import Training, assert_survived, run_training, train_alone
+from tests.faults.planned import Faults
 
 SCRIPT = Path(__file__).with_name("survive_script.py")
 EPOCHS = ("--epochs", 2)

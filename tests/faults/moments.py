@@ -31,9 +31,9 @@ from paceline.run import Run, Step, evaluation, healing
 from paceline.run.groups import Groups
 from paceline.run.recovery import Survival
 from paceline.run.stop import Vote
-from paceline.testing import Fault
 from paceline.update.shares import FlatShares
 from paceline.update.whole import WholeUpdate
+from tests.faults.planned import Fault
 from tests.faults.plans import (
     AFTER_ALL,
     CUT,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import signal as signals
 from typing import Self
 
-from paceline.testing import Fault, Faults
+from tests.faults.planned import Fault, Faults
 
 OF_STEPS = (
     *("step", "forward", "before the sum", "between buckets", "after the last bucket"),
@@ -41,7 +41,7 @@ TERMINATE = "the launcher gets SIGTERM"
 
 
 class TrainingFaults(Faults):
-    """A plan for a whole training: `paceline.testing.Faults` with a few more."""
+    """A plan for a whole training: `planned.Faults` with a few more."""
 
     __slots__ = ()
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ import torch
 
 from paceline.errors import UsageError, did_you_mean
 from paceline.files import decode, take_apart
-from paceline.testing import Fault, Faults, assert_replicas_equal
+from paceline.testing import assert_replicas_equal
+from tests.faults.planned import Fault, Faults
 from tests.faults.plans import MOMENTS, OF_SHARING
 
 PLAN, STEP = "plan.json", "step"
@@ -229,13 +230,12 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> 
 
 
 def write_plan(folder: Path, plan: Faults) -> None:
-    (folder / PLAN).write_text(json.dumps([asdict(fault) for fault in plan.planned]))
+    (folder / PLAN).write_text(json.dumps(plan.pack()))
     (folder / STEP).write_bytes(bytes(8))
 
 
 def read_plan(folder: Path) -> Faults:
-    planned = json.loads((folder / PLAN).read_text())
-    return Faults(tuple(Fault(**fields) for fields in planned))
+    return Faults.unpack(json.loads((folder / PLAN).read_text()))
 
 
 def launcher() -> list[str]:

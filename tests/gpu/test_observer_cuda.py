@@ -14,7 +14,8 @@ from paceline.telemetry import spans, timeline
 from paceline.telemetry.phases import Phase
 from paceline.telemetry.stopwatch import DeviceStopwatch, Observer
 from paceline.telemetry.stragglers import StragglerDetector
-from paceline.testing import Faults, run_processes, seeded
+from paceline.testing import run_processes, seeded
+from tests.faults.planned import Faults
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from paceline import group as comm
 from paceline.errors import UsageError, WireError, WorkerError
 from paceline.group.world import World
-from paceline.testing import Faults, run_processes
+from paceline.testing import run_processes
+from tests.faults.planned import Faults
 
 FOREVER_S = 3600.0
 """Longer than a test may take: a call that waits for it never returns."""
@@ -94,7 +95,8 @@ def test_workers_see_the_caller_s_environment_and_folder_and_use_one_thread(
     assert run_processes(1, look_around) == [("here", str(tmp_path), 1)]
 
 
-def train(world: World, faults: Faults) -> int:
+def train(world: World, plan: list[dict[str, Any]]) -> int:
+    faults = Faults.unpack(plan)
     for step in range(4):
         faults.strike(world.rank, step)
         add(world)
@@ -102,7 +104,7 @@ def train(world: World, faults: Faults) -> int:
 
 
 def test_a_plan_without_faults_changes_nothing() -> None:
-    assert run_processes(2, train, Faults()) == [3, 3]
+    assert run_processes(2, train, []) == [3, 3]
 
 
 DEATHS = {
@@ -124,13 +126,14 @@ def test_a_rank_that_goes_in_the_middle_is_named_before_any_timeout_and_ends_the
     plan: Faults, words: str
 ) -> None:
     with pytest.raises(WorkerError, match=words) as caught:
-        run_processes(3, train, plan, timeout_s=FOREVER_S)
+        run_processes(3, train, plan.pack(), timeout_s=FOREVER_S)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_survivors_report_what_they_saw_when_asked(rank: int) -> None:
-    ends = run_processes(3, train, Faults().kill(rank=rank, step=1), return_exceptions=True)
+    plan = Faults().kill(rank=rank, step=1).pack()
+    ends = run_processes(3, train, plan, return_exceptions=True)
     assert [end.rank for end in ends] == [0, 1, 2]
     assert "killed by SIGKILL" in str(ends[rank])
     for survivor in set(range(3)) - {rank}:
@@ -139,7 +142,7 @@ def test_survivors_report_what_they_saw_when_asked(rank: int) -> None:
 
 def test_the_traceback_of_the_first_real_error_is_the_worker_s_own() -> None:
     with pytest.raises(WorkerError) as caught:
-        run_processes(2, train, Faults().fail(rank=0, step=1))
+        run_processes(2, train, Faults().fail(rank=0, step=1).pack())
     assert "in train" in caught.value.traceback
     assert "PlannedFault: planned for rank 0, step 1" in caught.value.traceback
     assert caught.value.traceback in str(caught.value)

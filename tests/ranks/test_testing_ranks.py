@@ -15,7 +15,8 @@ from torch import nn
 from paceline import group as comm
 from paceline.errors import PeerError, UsageError, WorkerError
 from paceline.group.world import World
-from paceline.testing import Faults, PlannedFault, assert_replicas_equal, run_ranks, seeded
+from paceline.testing import assert_replicas_equal, run_ranks, seeded
+from tests.faults.planned import Faults, PlannedFault
 
 FOREVER_S = 3600.0
 """Longer than a test may take: a rank that waits for it never returns."""

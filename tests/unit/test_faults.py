@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline.errors import UsageError
-from paceline.testing import Fault, Faults, PlannedFault
+from tests.faults.planned import Fault, Faults, PlannedFault
 
 
 def test_nothing_happens_unless_planned() -> None:

@@ -99,9 +99,6 @@ NAMES_BY_MODULE = {
     ],
     "paceline.show.trace": ["draw", "observe", "trace_prediction"],
     "paceline.testing": [
-        "Fault",
-        "Faults",
-        "PlannedFault",
         "assert_replicas_equal",
         "gradients",
         "run_processes",

@@ -1,4 +1,4 @@
-"""Public tools for tests: ranks as threads or processes, and planned faults."""
+"""Public tools for tests: ranks as threads or as processes, and models that are equal on all."""
 
 from paceline.lazy import attach
 

@@ -1,6 +1,3 @@
-from paceline.testing.faults import Fault as Fault
-from paceline.testing.faults import Faults as Faults
-from paceline.testing.faults import PlannedFault as PlannedFault
 from paceline.testing.models import assert_replicas_equal as assert_replicas_equal
 from paceline.testing.models import gradients as gradients
 from paceline.testing.models import seeded as seeded

@@ -37,7 +37,6 @@ from paceline.errors import UsageError, WorkerError
 from paceline.files import decode, encode
 from paceline.launcher import die_with, is_secondary, signal_name
 from paceline.testing.endings import say_last_words, summary
-from paceline.testing.faults import Faults
 from paceline.testing.ranks import await_all_connected, check_size, testing_world
 from paceline.torch_private import HEAVY_MODULES, FileStore
 
@@ -51,8 +50,8 @@ _TRACEBACK_LIMIT_CHARS = 100_000
 FunctionName = tuple[str, str]
 """A function's module and its name there."""
 
-Argument = bytes | FunctionName | Faults
-"""An argument on its way: bytes of the codec, a function by name, or a plan."""
+Argument = bytes | FunctionName
+"""An argument on its way: bytes of the codec, or a function by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,10 @@ def run_processes(
     check_size(size, timeout_s)
     call = WorkerCall(
         function=_name_of(fn, "fn"),
-        args=[_pack(arg, f"args[{i}]") for i, arg in enumerate(args)],
+        args=[
+            _name_of(arg, f"args[{i}]") if callable(arg) else encode(arg)
+            for i, arg in enumerate(args)
+        ],
         size=size,
         folder=tempfile.mkdtemp(prefix="paceline-"),  # 0700
         timeout_s=timeout_s,
@@ -223,18 +225,6 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
             worker.look()
 
 
-def _pack(arg: Any, what: str) -> Argument:
-    if isinstance(arg, Faults):
-        return arg
-    return _name_of(arg, what) if callable(arg) else encode(arg)
-
-
-def _unpack(arg: Argument) -> Any:
-    if isinstance(arg, Faults):
-        return arg
-    return decode(arg) if isinstance(arg, bytes) else _find(arg)
-
-
 def _name_of(function: Callable[..., Any], what: str) -> FunctionName:
     """The module and name another process can find a function by."""
     module = getattr(function, "__module__", None) or ""
@@ -283,7 +273,7 @@ def _work(rank: int, call: WorkerCall) -> None:
         )
         group = dist.group.WORLD
         await_all_connected(store, call.size, call.timeout_s)
-        args = [_unpack(arg) for arg in call.args]
+        args = [decode(arg) if isinstance(arg, bytes) else _find(arg) for arg in call.args]
         result = _find(call.function)(testing_world(rank, call.size, group), *args)
         message = encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)

@@ -34,8 +34,6 @@ from paceline.torch_private import HashStore, Store, unregistered_gloo_group
 # A rank that waits in a collective gets its own timeout error first, and then a moment to end.
 _GRACE_S = 1.0
 
-_thread = threading.local()
-
 
 def run_ranks(
     size: int,
@@ -55,7 +53,6 @@ def run_ranks(
     errors: dict[int, BaseException] = {}  # in the order in which they happened
 
     def run_rank(rank: int) -> None:
-        _thread.is_rank = True
         try:
             group = gloo_group(store, rank, size, timeout_s)
             await_all_connected(store, size, timeout_s)
@@ -108,11 +105,6 @@ def check_size(size: int, timeout_s: float) -> None:
     check_whole("size", size)
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}.", advice="Pass a number above 0.")
-
-
-def is_thread_rank() -> bool:
-    """Whether the caller runs inside `run_ranks`, where ending the process ends the test."""
-    return getattr(_thread, "is_rank", False)
 
 
 def testing_world(rank: int, size: int, group: Any) -> World:

@@ -1,4 +1,4 @@
-"""Planned faults: what goes wrong, on which rank, at which step.
+"""Planned faults: what goes wrong, on which rank, at which step; not part of the package.
 
 A plan is plain data, so a failure can be repeated, printed and passed to another process. The code
 under test calls `strike` at the points where something may happen; nothing happens unless planned.
@@ -12,13 +12,13 @@ import os
 import random
 import signal as signals
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from paceline.errors import UsageError
-from paceline.testing.ranks import is_thread_rank
 
 
 class PlannedFault(Exception):
@@ -74,7 +74,7 @@ class Fault:
             raise error(self.message or f"planned for rank {self.rank}, step {self.step}")
         elif self.action == "exit" and not self.abrupt:
             sys.exit(self.code)
-        elif is_thread_rank():
+        elif threading.current_thread().name.startswith("rank "):  # of run_ranks
             raise UsageError(
                 f"rank {self.rank}, step {self.step}: a planned {self.action} would end the whole "
                 "test, because this rank is a thread.",
@@ -173,6 +173,14 @@ class Faults:
         for fault in self.planned:
             if fault.rank in (None, rank) and (fault.step, fault.where) == (step, where):
                 fault.strike()
+
+    def pack(self) -> list[dict[str, Any]]:
+        """The plan as data that goes to another process, or into a file."""
+        return [asdict(fault) for fault in self.planned]
+
+    @classmethod
+    def unpack(cls, data: Iterable[dict[str, Any]]) -> Self:
+        return cls(tuple(Fault(**fields) for fields in data))
 
     def _with(self, **fields: Any) -> Self:
         return replace(self, planned=(*self.planned, Fault(**fields)))
