@@ -28,7 +28,7 @@ from paceline.files import encode
 from paceline.group import CONNECTIONS
 from paceline.launcher import run_script
 from paceline.run import Run, Step, evaluation, healing
-from paceline.run.groups import Groups
+from paceline.run.member import Groups
 from paceline.run.recovery import Survival
 from paceline.run.stop import Vote
 from paceline.update.shares import FlatShares
@@ -156,7 +156,7 @@ class Moments:
         _call_after(COMPLETE, lambda *_: self.keep_end())
         _call_after(END_RUN, lambda *_: self.on(AFTER_ALL))
         _call_before(MEET, lambda *_: self.on("while joining") if self.is_joining else 0)
-        _call_after(MAKE_GROUP, lambda groups, _: setattr(self, "_groups", groups))
+        _call_after(MAKE_GROUP, lambda groups, *_: setattr(self, "_groups", groups))
         _call_before(MAKE_GROUP, lambda *_: self.on("while a group is formed"))
         _call_before(HAND_OVER, lambda *_: self.on("while healing"))
         _call_before(BEGIN, self._on_begin)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline import group as comm, env
 from paceline.group.sockets import Connections
 from paceline.errors import PeerError
-from paceline.run.groups import Groups, can_form_anew
+from paceline.run.member import Groups, can_form_anew
 from paceline.group.link import Generation
 
 backend = "cpu:gloo,cuda:nccl"
@@ -23,9 +23,8 @@ env.leave_nccl_to_us()
 groups = Groups(HashStore(), Connections(), backend, timedelta(minutes=5))
 comm.refuse_aborted(lambda: groups.is_broken)
 for number in range(4):
-    meeting = groups.meet(Generation(number, 0, 1))
-    assert meeting.is_complete()
-    group = groups.make(meeting)
+    alone = Generation(number, 0, 1)
+    group = groups.make(alone, groups.meet(alone, bool))
     total = torch.ones(2**20, device="cuda")
     comm.start_all_reduce(group, total, "A sum").wait()
     assert float(total.sum()) == 2**20

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.group.store import LauncherStore
-from paceline.group.wire import NONCE_BYTES, Query, Refused, call, make_key, pack_number, pack_text
+from paceline.group.store import NONCE_BYTES, Query, Refused, call, make_key, pack_number, pack_text
+from paceline.group.world import LauncherStore
 from paceline.launcher import store as store_module
 from paceline.launcher.space import MAX_VALUE_BYTES
 from paceline.launcher.store import (

@@ -16,22 +16,30 @@ from torch._C._distributed_c10d import HashStore
 from paceline.errors import PeerError
 from paceline.group.link import Generation, meeting_place
 from paceline.group.sockets import Connections
-from paceline.group.store import LauncherStore
+from paceline.group.world import LauncherStore
 from paceline.launcher.store import StoreServer
-from paceline.run import groups
-from paceline.run.groups import Groups
+from paceline.run import member
+from paceline.run.member import Groups, Overtaken
+from paceline.torch_private import PrefixStore, Store
+
+
+def form(maker: Groups, store: Store, generation: Generation) -> None:
+    """Meet with others that are there, and then do not answer."""
+    for other in range(1, generation.size):
+        PrefixStore(meeting_place(generation.number), store).set(f"here/{other}", "")
+    maker.make(generation, maker.meet(generation, bool))
 
 
 def test_a_worker_that_failed_to_form_a_group_calls_the_next_one_as_the_others_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(groups, "BUILD_TIMEOUT", timedelta(milliseconds=50))
-    maker = Groups(HashStore(), Connections(), "gloo", timedelta(seconds=5))
+    monkeypatch.setattr(member, "BUILD_TIMEOUT", timedelta(milliseconds=50))
+    store = HashStore()
+    maker = Groups(store, Connections(), "gloo", timedelta(seconds=5))
     for number in (1, 2):
-        meeting = maker.meet(Generation(number, rank=0, size=2))
         with pytest.raises(PeerError, match=f"Generation {number} could not form"):
-            maker.make(meeting)
-    maker.make(maker.meet(Generation(3, rank=0, size=1)))
+            form(maker, store, Generation(number, rank=0, size=2))
+    form(maker, store, Generation(3, rank=0, size=1))
     try:
         assert dist.group.WORLD is not None
         assert dist.group.WORLD.group_name == "0"
@@ -42,10 +50,11 @@ def test_a_worker_that_failed_to_form_a_group_calls_the_next_one_as_the_others_d
 def test_a_group_in_which_something_never_ends_is_not_taken_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    maker = Groups(HashStore(), Connections(), "gloo", timedelta(seconds=5))
+    store = HashStore()
+    maker = Groups(store, Connections(), "gloo", timedelta(seconds=5))
     for has_ended in (True, False):
-        monkeypatch.setattr(groups, "have_ended", lambda ended=has_ended: ended)
-        maker.make(maker.meet(Generation(1, rank=0, size=1)))
+        monkeypatch.setattr(member, "have_ended", lambda ended=has_ended: ended)
+        form(maker, store, Generation(1, rank=0, size=1))
         group = dist.group.WORLD
         maker.leave()
         assert not dist.is_initialized()
@@ -59,15 +68,34 @@ def test_a_group_in_which_something_never_ends_is_not_taken_apart(
 def test_a_group_is_given_up_where_a_member_died_after_they_had_met(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(groups, "BUILD_TIMEOUT", timedelta(seconds=600))
+    monkeypatch.setattr(member, "BUILD_TIMEOUT", timedelta(seconds=600))
     with closing(StoreServer(str(tmp_path))) as server:
         server.start()
         store = LauncherStore(server.path)
         maker = Groups(store, Connections(), "gloo", timedelta(seconds=5))
-        meeting = maker.meet(Generation(1, rank=0, size=2))
         timer = threading.Timer(0.2, server.give_up, [meeting_place(1)])
         timer.start()
         with pytest.raises(PeerError, match="Generation 1 could not form"):
-            maker.make(meeting)
+            form(maker, store, Generation(1, rank=0, size=2))
         timer.join()
         assert store.num_keys() > 0  # the same connection serves on
+
+
+def test_a_member_that_waits_for_one_who_is_not_coming_is_called_off_by_the_launcher(
+    tmp_path: Path,
+) -> None:
+    with closing(StoreServer(str(tmp_path))) as server:
+        server.start()
+        maker = Groups(LauncherStore(server.path), Connections(), "gloo", timedelta(seconds=5))
+        timer = threading.Timer(0.2, server.give_up, [f"{meeting_place(1)}/here"])
+        timer.start()
+        heard: list[bool] = []
+
+        def is_overtaken() -> bool:
+            heard.append(len(heard) == 2)  # the announcement may come a little later
+            return heard[-1]
+
+        with pytest.raises(Overtaken):
+            maker.meet(Generation(1, rank=0, size=2), is_overtaken)
+        timer.join()
+        assert heard == [False, False, True]

@@ -33,14 +33,10 @@ class SlowGroups:
     def leave(self) -> None:
         pass
 
-    def meet(self, generation: Generation) -> Any:
+    def meet(self, generation: Generation, _is_overtaken: Any) -> None:
         self.events.append(f"met in {generation.number}")
-        return self
 
-    def is_complete(self) -> bool:
-        return True
-
-    def make(self, _: Any) -> NoGroup:
+    def make(self, _generation: Generation, _store: Any) -> NoGroup:
         return NoGroup()
 
 

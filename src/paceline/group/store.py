@@ -1,53 +1,176 @@
-"""The launcher's store, as an object that torch makes groups with.
+"""The launcher's store, as its callers see it: what is said, who may say it, and a client.
 
-torch's own client connects to a port, which every user of the machine can reach. This one uses the
-socket in the launcher's private folder, or from another machine proves the run's secret.
+A request is one byte and its arguments: numbers of 8 bytes, texts with their length before them.
+That is torch's protocol, so one server answers torch's clients too. Callers on the launcher's
+machine use a socket in its private folder. Callers on other machines first prove that they know
+the run's secret, and the launcher proves it to them; neither sends the secret.
+
+Nothing here needs torch, because the launcher has none. `world` makes groups with this client:
+torch's own connects to a port, which every user of the machine can reach.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from enum import IntEnum
 from typing import Any
 
-import torch.distributed as dist
+from paceline import env
 
-from paceline.group.wire import (
-    GO_ON,
-    READY,
-    Query,
-    call,
-    pack_number,
-    pack_text,
-    read_key,
-    receive_all,
-    unpack_number,
-)
-from paceline.torch_private import Store
-
+CONNECT_TIMEOUT_S = 2.0
 _ANSWER_S = 60.0
 """How long the launcher may take for what needs no wait: it is busy, or the network is cut."""
+NONCE_BYTES, PROOF_BYTES = 16, 32
+STORE_CALLER = bytes(NONCE_BYTES)
+"""The name of a caller that wants the store; launchers have random names."""
+READY, NOT_READY = b"\0", b"\1"
+GO_ON, CANCELLED = b"\0", b"\1"
+_LONGEST_PATH = 100
+_NUMBER = struct.Struct("<q")
 
 
-class LauncherStore(Store):
-    """A client of the launcher's store; each thread has a connection of its own.
+class Query(IntEnum):
+    """What a client asks for; the number is its first byte."""
+
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    COUNT_KEYS = 7
+    DELETE = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
+    PING = 13
+    PUSH = 14
+    POP = 15
+    QUEUE_LENGTH = 16
+    LIST_KEYS = 17
+    BARRIER = 18
+    PROVE = 100
+    """Ours alone: the caller will prove that it belongs to the run."""
+
+
+class Refused(ConnectionError):
+    """The launcher does not take this caller for one of its run, or is not of that run itself."""
+
+
+def pack_number(value: int) -> bytes:
+    return _NUMBER.pack(value)
+
+
+def unpack_number(data: bytes) -> int:
+    found: int = _NUMBER.unpack(data)[0]
+    return found
+
+
+def pack_text(value: bytes) -> bytes:
+    return _NUMBER.pack(len(value)) + value
+
+
+def make_key(secret: str, run_id: str) -> bytes:
+    """What all launchers and workers of a run know."""
+    return hmac.digest(secret.encode(), f"paceline/{run_id}".encode(), "sha256")
+
+
+def prove(key: bytes, whose: bytes, name: bytes, *nonces: bytes) -> bytes:
+    """That `whose` side of a conversation knows the key; the nonces make it hold only once."""
+    return hmac.digest(key, b"/".join([whose, name.hex().encode(), *nonces]), "sha256")
+
+
+def call(place: str, key: bytes, name: bytes = STORE_CALLER) -> tuple[socket.socket, bytes]:
+    """Connect with the launcher at `place`; the connection, and a key for it alone.
+
+    A place is `host:port`, or the path of a socket, which only this user can reach.
+    """
+    if os.path.isabs(place):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with short_path(place) as path:
+                connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        return connection, b""
+    host, _, port = place.rpartition(":")
+    connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+    try:
+        # Otherwise a request after one without an answer waits for a delayed receipt.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(bytes([Query.PROVE]) + name + ours)
+        theirs = receive_all(connection, NONCE_BYTES)
+        connection.sendall(prove(key, b"caller", name, ours, theirs))
+        try:
+            answer = receive_all(connection, PROOF_BYTES)
+        except ConnectionError as error:
+            raise Refused("it has refused this caller") from error
+        if not hmac.compare_digest(answer, prove(key, b"launcher", name, ours, theirs)):
+            raise Refused("it does not know the secret of this run")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection, prove(key, b"channel", name, ours, theirs)
+
+
+def receive_all(connection: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes; a connection that ends before is a ConnectionError."""
+    received = bytearray()
+    while len(received) < count:
+        part = connection.recv(min(count - len(received), 2**20))
+        if not part:
+            raise ConnectionError("the launcher has closed the connection")
+        received += part
+    return bytes(received)
+
+
+@contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """The path of a socket as the kernel takes it, which is at most about 100 bytes long."""
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+class StoreClient:
+    """A caller of the launcher's store; each thread has a connection of its own.
 
     A wait that is given up closes its connection, so no answer of the past is ever taken for one
     of now.
     """
 
+    gone: type[Exception]
+    late: type[Exception]
+    """What is raised where the launcher has gone, and where it has not answered in time."""
+    timeout: timedelta
+    """How long a wait may take; torch's, as are the errors: `world` has the other half."""
+
     def __init__(self, place: str) -> None:
-        super().__init__()
         self.place = place
         self._threads = threading.local()
-        self._key = read_key()
+        self._key = make_key(env.read(env.SECRET_VARIABLE), env.read("PACELINE_RUN_ID"))
         self._tell(b"")  # a launcher that cannot be reached is told of at once
 
-    def clone(self) -> LauncherStore:
+    def clone(self) -> StoreClient:
         return self
 
     def has_extended_api(self) -> bool:
@@ -85,11 +208,10 @@ class LauncherStore(Store):
             return receive_all(connection, 1) == READY
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        default: timedelta = self.timeout  # type: ignore[attr-defined]
-        limit_s = (default if timeout is None else timeout).total_seconds()
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()
         with self._asked(_encode_several(Query.WAIT, keys), limit_s) as connection:
             if receive_all(connection, 1) != GO_ON:
-                raise dist.DistStoreError(f"The launcher gave up the wait for {keys[0]!r}.")
+                raise self.late(f"The launcher gave up the wait for {keys[0]!r}.")
 
     def num_keys(self) -> int:
         with self._asked(bytes([Query.COUNT_KEYS])) as connection:
@@ -125,17 +247,8 @@ class LauncherStore(Store):
                 connection.close()
             if isinstance(error, TimeoutError):
                 text = f"The launcher's store did not answer within {timeout_s:g} s."
-                raise dist.DistStoreError(text) from error
-            raise dist.DistNetworkError(f"The launcher's store is gone: {error}.") from error
-
-
-@cache
-def launcher_store(place: str) -> LauncherStore:
-    """The one at this place, for as long as the process lives.
-
-    torch keeps only its own half of the object, which is of no use without the other.
-    """
-    return LauncherStore(place)
+                raise self.late(text) from error
+            raise self.gone(f"The launcher's store is gone: {error}.") from error
 
 
 def _to_bytes(value: Any) -> bytes:

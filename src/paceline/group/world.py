@@ -14,6 +14,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.env import Placement
 from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
 from paceline.group.gloo_shutdown import give_way_at_exit
 from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
-from paceline.group.store import launcher_store
+from paceline.group.store import StoreClient
 from paceline.torch_private import HashStore, PrefixStore, Store, TCPStore
 
 CPU = torch.device("cpu")
@@ -342,6 +343,25 @@ def connect(place: Placement, timeout: timedelta | None) -> Store:
         f"The address comes from {place.source}; {reason}.",
         f"Look for an error on rank 0, and {_CHECK}.",
     )
+
+
+class LauncherStore(StoreClient, Store):
+    """The launcher's store as torch makes groups with it, with torch's errors."""
+
+    gone, late = dist.DistNetworkError, dist.DistStoreError
+
+    def __init__(self, place: str) -> None:
+        Store.__init__(self)
+        StoreClient.__init__(self, place)
+
+
+@cache
+def launcher_store(place: str) -> LauncherStore:
+    """The one at this place, for as long as the process lives.
+
+    torch keeps only its own half of the object, which is of no use without the other.
+    """
+    return LauncherStore(place)
 
 
 def _wait_until_served(address: str, port: int, patience: timedelta) -> timedelta:

@@ -286,8 +286,10 @@ class Generations(Workers):
         while self._leavers and order.members:
             worker = self._leavers.pop()
             self.say(f"worker {worker} has left its loop; {self._rest()}.")
-        if order.is_urgent:  # somebody may wait there for the dead
-            self.give_up_keys(meeting_place(order.generation - 1))
+        # Somebody may wait there for the dead; or, while the group of the one before is used
+        # until it ends between two steps, for those who go straight on to this one.
+        before = meeting_place(order.generation - 1)
+        self.give_up_keys(before if order.is_urgent else f"{before}/here")
         machines = {self.roster.machine_of(worker) for worker in order.members}
         is_near = len(machines) == 1 and bool(self.roster.machine_by_worker)
         for rank, worker in enumerate(order.members):

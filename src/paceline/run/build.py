@@ -46,8 +46,8 @@ from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
-from paceline.run.groups import Groups, can_form_anew
 from paceline.run.loader import MapLoader, StreamLoader
+from paceline.run.member import Groups, can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.parts import (
     Dealing,

@@ -12,7 +12,7 @@
 
 Everything that waits for other workers runs inside `attempt` or `holds`; no other module of a run
 catches a `PeerError`, but for `member` while it forms a group. That one brings a worker from one
-generation to the next, `groups` makes the process group, `healing` the state equal.
+generation to the next, `healing` makes the state equal.
 The launcher's side is `launcher.generations`.
 """
 
@@ -26,12 +26,11 @@ import torch
 
 from paceline.errors import CheckpointError, PeerError
 from paceline.run.healing import Healing
-from paceline.run.member import Member
+from paceline.run.member import Groups, Member
 from paceline.telemetry import Message, name_steps
 
 if TYPE_CHECKING:
     from paceline.group import Link
-    from paceline.run.groups import Groups
     from paceline.run.parts import RunParts
     from paceline.run.plan import Portion
 
