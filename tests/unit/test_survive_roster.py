@@ -193,6 +193,14 @@ def test_news_of_a_death_overtakes_a_broken_group() -> None:
     assert roster.due_s is None
 
 
+def test_nothing_is_due_while_too_few_are_left() -> None:
+    roster = formed(2, min_workers=2)
+    assert die(roster, 1) == [Start(1, NOW_S)]
+    roster.on_lost(0, 0, NOW_S)
+    assert roster.due_s is None  # a time in the past would keep the launcher busy until then
+    assert roster.on_ready(1) == [Announce(1, (0,), is_urgent=True)]
+
+
 def test_a_replacement_that_cannot_start_is_tried_again_later_and_then_given_up() -> None:
     roster = formed()
     die(roster, 1)

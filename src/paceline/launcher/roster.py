@@ -225,12 +225,14 @@ class Roster:
 
     @property
     def due_s(self) -> float | None:
-        """When to call `on_time`."""
-        return None if self._lost_at_s is None else self._lost_at_s + LOST_GRACE_S
+        """When to call `on_time`; never while all wait for a replacement."""
+        if self._lost_at_s is None or self.is_held:
+            return None
+        return self._lost_at_s + LOST_GRACE_S
 
     def on_time(self, now_s: float) -> list[Order]:
         """Nobody died: the same members form another group."""
-        if self.due_s is None or now_s < self.due_s or self.is_held:
+        if self.due_s is None or now_s < self.due_s:
             return []
         return [self._announce(self.members, is_urgent=True)]
 
