@@ -128,6 +128,21 @@ def test_torchs_client_and_ours_hear_what_torchs_server_would_say() -> None:
         serving.stdin.close()
 
 
+def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LauncherStore(server.path)
+
+    def interrupt(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.group.store.receive_all", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.add("n", 1)
+    assert store.add("n", 4) == 5
+
+
 def test_who_waits_is_answered_when_the_last_key_is_there_or_will_never_be(
     server: StoreServer,
 ) -> None:

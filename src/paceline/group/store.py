@@ -241,10 +241,12 @@ class StoreClient:
             connection.settimeout(max(timeout_s, 1e-3))
             connection.sendall(request)
             yield connection
-        except OSError as error:
+        except BaseException as error:  # also an interrupt, which leaves the answer unread
             self._threads.__dict__.pop("connection", None)
             if connection is not None:
                 connection.close()
+            if not isinstance(error, OSError):
+                raise
             if isinstance(error, TimeoutError):
                 text = f"The launcher's store did not answer within {timeout_s:g} s."
                 raise self.late(text) from error
