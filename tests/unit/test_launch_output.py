@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines, Stream
+from paceline.launcher.plan import Route
 
 
 def test_lines_come_out_whole_however_the_bytes_arrive() -> None:
@@ -62,3 +70,34 @@ def test_labels_carry_the_rank_and_colour_only_the_label() -> None:
     assert written[0] == b"[rank 3] text\nbare\n"
     assert written[1].startswith(b"\x1b[")
     assert written[1].endswith(b"[rank 3] \x1b[0mtext\n")
+
+
+@pytest.mark.parametrize("refused", ["log_file", "filtered_file"])
+def test_a_full_disk_under_a_log_file_ends_nobody_and_is_said_once(refused: str) -> None:
+    written: list[bytes] = []
+    console = Console({1: written.append, 2: written.append})
+    reader, writer = os.pipe()
+    route = Route(words=(b"o",), **{refused: "/dev/full"})
+    stream = Stream(reader, 1, console, route, rank=0)
+    for text in (b"one\n", b"two\n"):
+        os.write(writer, text)
+        assert stream.read(0.0)
+    os.close(writer)
+    stream.close()
+    said = [line for line in written if b"/dev/full cannot be written" in line]
+    assert len(said) == 1
+    assert [line for line in written if line not in said] == [b"[rank 0] one\n", b"[rank 0] two\n"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_disk_under_the_output_of_a_run_ends_nobody(stream: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint('a')\nprint('b', file=sys.stderr)\n")
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "script.py"]
+    streams: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, cwd=tmp_path, **{**streams, stream: full})  # type: ignore[call-overload]
+    assert ended.returncode == 0
+    other = ended.stdout if stream == "stderr" else ended.stderr
+    assert other.count(b"] a" if stream == "stderr" else b"] b") == 2
+    if stream == "stdout":
+        assert other.count(b"standard output cannot be written: No space left on device") == 1

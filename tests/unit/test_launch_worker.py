@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launcher.worker import Instructions, when_imported
+from paceline.launcher.worker import Instructions, Worker, when_imported
 
 
 @pytest.fixture
@@ -70,3 +70,17 @@ def test_instructions_are_taken_out_of_the_environment(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert Instructions.take() == instructions
     assert not any(name in os.environ for name in instructions.as_variable())
+
+
+@pytest.mark.parametrize("path", ["", "/dev/null/error.json"])
+def test_an_error_that_cannot_be_written_for_the_launcher_is_printed(
+    path: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)
+
+    def fail() -> None:
+        raise ValueError("of the script")
+
+    assert Worker(Instructions(parent=os.getpid())).call(fail) == 1
+    assert "ValueError: of the script" in capfd.readouterr().err

@@ -139,6 +139,8 @@ class Console:
     """Where all that is shown is kept too."""
     greeting: RunStatus | None = None
     """What the bottom line says until the first word of a worker."""
+    _broken: set[str] = field(default_factory=set)
+    """What could not be written to, and was said to be so."""
 
     @property
     def is_waiting(self) -> bool:
@@ -169,10 +171,22 @@ class Console:
         if self.screen is not None and self.screen.shows(self.greeting):
             self.screen.clear()
         data = b"".join(self._label(stream, rank) + line + b"\n" for rank, line in lines)
+        write = self.write_by_stream[stream]
         if self.screen is not None and self.screen.is_drawn and stream in self.on_screen:
-            self.screen.write_above(data)
-        else:
-            self.write_by_stream[stream](data)
+            write = self.screen.write_above
+        self.try_to_write(write, data, "standard output" if stream == STDOUT else "standard error")
+
+    def try_to_write(self, write: Callable[[bytes], object], data: bytes, where: str) -> None:
+        """A disk that is full does not end a training: what it does not take is lost, and said."""
+        try:
+            write(data)
+        except BrokenPipeError:  # nobody wants to read it
+            raise
+        except OSError as error:
+            if where not in self._broken:
+                self._broken.add(where)
+                reason = error.strerror or error
+                self.tell(f"{where} cannot be written: {reason}; what it does not take is lost.")
 
     def say(self, text: str) -> None:
         """Tell the user something of the launcher's own, on standard error and at once.
@@ -205,8 +219,14 @@ def open_console(environ: Mapping[str, str]) -> Console:
     streams = {STDOUT: sys.stdout, STDERR: sys.stderr}
     writes: dict[int, Callable[[bytes], object]]
     writes = {number: partial(write_bytes, stream) for number, stream in streams.items()}
-    pipes = {n: PipeWriter(fd) for n, stream in streams.items() if (fd := _pipe_of(stream)) >= 0}
-    writes |= {number: pipe.write for number, pipe in pipes.items()}
+    pipes: dict[int, PipeWriter] = {}
+    for number, stream in streams.items():
+        fd, is_pipe = _file_of(stream)
+        if is_pipe:
+            pipes[number] = PipeWriter(fd)
+            writes[number] = pipes[number].write
+        elif fd >= 0:
+            writes[number] = partial(_write_all, fd)
     terminals = {n: fd for n, stream in streams.items() if (fd := terminal_of(stream)) >= 0}
     notebook = {n for n, stream in streams.items() if not isinstance(stream, io.TextIOWrapper)}
     settings = read_terminal(environ)
@@ -226,14 +246,22 @@ def open_console(environ: Mapping[str, str]) -> Console:
     )
 
 
-def _pipe_of(stream: TextIO) -> int:
-    """The descriptor of a stream that may make its writer wait, and is not a terminal; else -1."""
+def _file_of(stream: TextIO) -> tuple[int, bool]:
+    """The descriptor of a stream that is not a terminal, or -1; and whether it is a pipe, which
+    may make its writer wait."""
     try:
         mode = os.fstat(fd := stream.fileno()).st_mode
         stream.flush()  # what was printed before comes first
     except (OSError, ValueError, AttributeError):
-        return -1
-    return fd if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else -1
+        return -1, False
+    is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    return (fd, is_pipe) if is_pipe or not stream.isatty() else (-1, False)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Past Python's buffer, which would try again at exit what a full disk has refused."""
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _are_same(fd: int, other: int) -> bool:
@@ -346,7 +374,7 @@ class Stream(Source):
 
     def take(self, data: bytes, now_s: float) -> None:
         if self.log is not None:
-            self.log.write(data)
+            self.console.try_to_write(self.log.write, data, self.route.log_file)
         self._show(self.lines.feed(data, now_s))
 
     def tick(self, now_s: float) -> None:
@@ -364,7 +392,8 @@ class Stream(Source):
         if self.filtered is not None:
             for _, line in ranked:
                 if any(word in line for word in self.route.words):
-                    self.filtered.write(line + b"\n")
+                    write, where = self.filtered.write, self.route.filtered_file
+                    self.console.try_to_write(write, line + b"\n", where)
 
     def _unmarked(self, line: bytes) -> list[tuple[int | None, bytes]]:
         """The line with its rank, or without it behind a mark; what had not ended is a line."""

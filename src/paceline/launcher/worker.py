@@ -169,9 +169,12 @@ class Worker:
 
     def record(self, error: BaseException) -> None:
         """Write the error where the launcher looks for it, then say so."""
-        if path := os.environ.get("TORCHELASTIC_ERROR_FILE", ""):
-            write_error(path, error)
-        else:
+        path, is_written = os.environ.get("TORCHELASTIC_ERROR_FILE", ""), False
+        with contextlib.suppress(OSError):
+            if path:
+                write_error(path, error)
+                is_written = True
+        if not is_written:  # its disk is full, and nobody else would print it
             traceback.print_exception(error)
         self.tell(FAILED)
 
