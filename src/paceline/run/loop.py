@@ -27,9 +27,10 @@ from paceline.run.build import build_run
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Score, evaluate
 from paceline.run.metrics import Reports
+from paceline.run.parts import Outcome
 from paceline.run.plan import Portion
 from paceline.run.same_bits import fixed_arithmetic
-from paceline.run.step import Outcome, Step
+from paceline.run.step import Step
 from paceline.run.stop import End, Requests
 from paceline.run.user_loader import UserLoader
 from paceline.telemetry import (

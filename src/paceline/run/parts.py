@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any
 
 import torch
@@ -127,6 +128,25 @@ class RunProgress:
     """What the workers have agreed to stop for: a signal, `BY_SCRIPT` or `BY_RATING`."""
     has_left: bool = False
     """Whether this worker alone has stopped, and the others continue."""
+
+
+class Outcome(StrEnum):
+    """What has become of a step on one worker."""
+
+    NEW = auto()
+    OPEN = auto()
+    """Inside the block."""
+    SUMMED = auto()
+    """Inside the block, and all gradients have arrived."""
+    LOST = auto()
+    """Another worker died; to be dealt anew in the next generation."""
+    HEALED = auto()
+    """Applied with the others: it was lost here, they had all of the sum, and gave their state."""
+    APPLIED = auto()
+    UNDONE = auto()
+    """A part of the state died with a worker: the run goes back to a checkpoint."""
+    FAILED = auto()
+    """An error left the block; all is as before."""
 
 
 class Dealing:

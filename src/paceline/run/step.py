@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
-from enum import StrEnum, auto
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,31 +23,12 @@ from paceline.errors import PeerError, UsageError
 from paceline.record import StepRecording
 from paceline.run import losses
 from paceline.run.joint import JointLoss, refuse_noise, say_not_recorded
-from paceline.run.parts import RunParts
+from paceline.run.parts import Outcome, RunParts
 from paceline.run.plan import Portion, Position, Shard
-from paceline.telemetry import Phase, fetching
+from paceline.telemetry import Phase
 from paceline.torch_private import count_collectives
 from paceline.transport import mean_factor
 from paceline.update import Loss
-
-
-class Outcome(StrEnum):
-    """What has become of a step on one worker."""
-
-    NEW = auto()
-    OPEN = auto()
-    """Inside the block."""
-    SUMMED = auto()
-    """Inside the block, and all gradients have arrived."""
-    LOST = auto()
-    """Another worker died; to be dealt anew in the next generation."""
-    HEALED = auto()
-    """Applied with the others: it was lost here, they had all of the sum, and gave their state."""
-    APPLIED = auto()
-    UNDONE = auto()
-    """A part of the state died with a worker: the run goes back to a checkpoint."""
-    FAILED = auto()
-    """An error left the block; all is as before."""
 
 
 class Step:
@@ -215,24 +195,29 @@ class Step:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
 
     def _load(self, shard: Shard) -> Any:
-        place = self._place
+        place, watch = self._place, self._outlets.watching.watch
         self._clock_s = time.perf_counter()
-        with fetching(place.membership.group):
+        if watch is not None:
+            watch.between = Phase.OTHER  # what comes after an update is the user's code
+            watch.mark((watch.clock(), Phase.DATA))
+        try:
             batch = self._feed.loader.load(shard)
             if place.device.type != "cpu":
                 batch = place.to_device(batch)
+        finally:
+            if watch is not None:
+                watch.mark((watch.clock(), Phase.OTHER))
         self._lap(Phase.DATA)
         return batch
 
     def _batches(self, loaded: Iterable[Any]) -> Generator[Any]:
-        place, training = self._place, self._training
+        training = self._training
+        self._note_talks()
         for shard, batch in zip(self._shards, loaded, strict=True):
             training.generators.seed(self._config.seed, "model", self.number, shard.number)
             if training.buffers is not None:
                 training.buffers.begin_shard()
             self._shard = shard
-            if not self._progress.is_one_each:
-                self._talks = count_collectives(place.membership.group)
             with training.precision.forward:
                 if shard is self._shards[-1]:
                     yield batch
@@ -297,8 +282,7 @@ class Step:
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
                 advice="Call it once per batch; for a batch that should not count, with items=0.",
             )
-        if not self._progress.is_one_each:
-            self._refuse_talks()
+        self._refuse_talks()
         if self._training.buffers is not None:
             self._training.buffers.end_shard(shard.number)
 
@@ -321,8 +305,8 @@ class Step:
             losses.refuse_backward(self.number, is_entered=self.state is not Outcome.NEW)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             losses.refuse_loss(self.number, loss)
-        if not self._progress.is_one_each:
-            self._refuse_talks()
+        if shard is self._shards[-1]:
+            self._refuse_talks()  # before the engine's own, which are in this backward
         self._lap(Phase.FORWARD)
         count: float = len(shard.indices)
         if items is not None:
@@ -364,8 +348,8 @@ class Step:
                 return
         self._losses.append(Loss(value, shard.number, shard.indices))
         self._items += count
-        if not self._progress.is_one_each:
-            self._talks = count_collectives(self._place.membership.group)
+        if shard is self._shards[-1]:
+            self._note_talks()
         if training.noise is not None:
             training.noise.add(count)
         self._lap(Phase.BACKWARD)
@@ -467,12 +451,18 @@ class Step:
         if training.buffers is not None:
             training.buffers.restore()
 
+    def _note_talks(self) -> None:
+        if not self._progress.is_one_each:
+            self._talks = count_collectives(self._place.membership.group)
+
     def _refuse_talks(self) -> None:
         """Raise if the pass of a shard talked to other workers: they compute other ones, or none.
 
-        The engine talks in backward only, and the run between the passes.
+        The engine talks in the last backward only, and the run before and after the passes.
         """
-        if count_collectives(self._place.membership.group) != self._talks:
+        before = self._talks
+        self._note_talks()
+        if self._talks != before:
             losses.refuse_talks(self.number, self._feed.shards, self._progress.size)
 
     def _lap(self, phase: Phase) -> None:

@@ -31,7 +31,6 @@ from paceline.telemetry.spans import stop_spans as stop_spans
 from paceline.telemetry.stopwatch import Observer as Observer
 from paceline.telemetry.stopwatch import Stopwatch as Stopwatch
 from paceline.telemetry.stopwatch import begin_observing as begin_observing
-from paceline.telemetry.stopwatch import fetching as fetching
 from paceline.telemetry.stopwatch import find_stopwatch as find_stopwatch
 from paceline.telemetry.stopwatch import note_recorder as note_recorder
 from paceline.telemetry.stopwatch import note_waits as note_waits

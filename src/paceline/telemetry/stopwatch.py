@@ -434,21 +434,6 @@ def _all_watches() -> list[Stopwatch]:
     return [watch for watch in found if watch is not None]
 
 
-@contextmanager
-def fetching(group: Any) -> Iterator[None]:
-    """Inside, this rank fetches samples; what it does outside is not taken for that any more."""
-    watch = find_stopwatch(group)
-    if watch is None:
-        yield
-        return
-    watch.between = Phase.OTHER
-    watch.mark((watch.clock(), Phase.DATA))
-    try:
-        yield
-    finally:
-        watch.enter(Phase.OTHER)
-
-
 _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
 """By group, and as long as the group: models come and go at other times on every rank."""
 _handles: list[Any] = []
