@@ -13,6 +13,7 @@ from paceline.group import init_process_group as init_process_group
 from paceline.launcher import enable as enable
 from paceline.launcher import launch as launch
 from paceline.record import record_step as record_step
+from paceline.run import Callback as Callback
 from paceline.run import Run as Run
 from paceline.run import RunOptions as RunOptions
 from paceline.show import RunView as RunView

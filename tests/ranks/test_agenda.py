@@ -135,7 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recorded": ({}, {"trace_step": 4, "noise_every": 2}),
     "stopped early": ({}, {"best_metric": "loss", "better": "lower", "patience": 1}),
     "everything": (
-        {"workers": 1},
+        {"loader_workers": 1},
         {"trace_step": 6, "noise_every": 3, "ema": 0.9, "checkpoint_every": 1, "clip_norm": 2.0},
     ),
 }

@@ -209,7 +209,7 @@ class WithoutLength:
         ({"loader": [1], "dataset": Rows()}, "both a dataset and"),
         ({}, "neither a dataset nor"),
         ({"loader": [1], "shards": 2}, "shards .*2"),
-        ({"loader": [1], "workers": 2}, "workers .*2"),
+        ({"loader": [1], "loader_workers": 2}, "loader_workers .*2"),
         ({"dataset": Rows(), "global_batch": 4, "steps": 3}, "steps_per_epoch"),
         ({"dataset": Rows()}, "global_batch .*None"),
         ({"loader": [], "global_batch": 4}, "loaders of all workers are empty"),

@@ -24,6 +24,7 @@ from paceline.dp import DataParallel
 # Change these on purpose only, together with CHANGELOG.md: programs of users depend on them.
 NAMES_BY_MODULE = {
     "paceline": [
+        "Callback",
         "DDPOptions",
         "DPOptions",
         "DataParallel",
@@ -85,7 +86,16 @@ NAMES_BY_MODULE = {
     "paceline.show.learn": ["lesson"],
     "paceline.telemetry": ["Progress"],
     "paceline.show.report": ["write"],
-    "paceline.run": ["Message", "Run", "RunOptions", "Sink", "Step", "StepReport", "Summary"],
+    "paceline.run": [
+        "Callback",
+        "Message",
+        "Run",
+        "RunOptions",
+        "Sink",
+        "Step",
+        "StepReport",
+        "Summary",
+    ],
     "paceline.data": [
         "Arrow",
         "DistributedBatchSampler",

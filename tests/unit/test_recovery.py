@@ -78,7 +78,9 @@ def test_another_error_is_nobodys_death() -> None:
 
 
 def at(step: int, worker: int = 0, **rest: Any) -> Standing:
-    return Standing(worker=worker, step=step, **({"results": [], "live": []} | rest))
+    return Standing(
+        worker=worker, step=step, **({"results": [], "live": [], "asked": [0, 0]} | rest)
+    )
 
 
 def test_workers_at_one_step_need_nothing_from_each_other() -> None:

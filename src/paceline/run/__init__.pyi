@@ -1,3 +1,4 @@
+from paceline.run.callback import Callback as Callback
 from paceline.run.config import RunOptions as RunOptions
 from paceline.run.loop import Run as Run
 from paceline.run.step import Step as Step

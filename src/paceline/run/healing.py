@@ -37,6 +37,8 @@ class Standing:
     saved: int | None = None
     """The last step that was saved, as whoever writes knows it."""
     stopping: int = 0
+    asked: list[int]
+    """After which steps all were to save, and to evaluate, as far as it has heard."""
     identity: int = 0
     """Which model the engine says this is."""
     live: list[str]
@@ -60,6 +62,7 @@ class Verdict:
     epochs: int
     saved: int | None
     stopping: int
+    asked: list[int]
     identity: int
     live: frozenset[str]
 
@@ -86,6 +89,7 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         epochs=furthest[0].epochs,
         saved=next((each.saved for each in standings if each.saved is not None), None),
         stopping=max(each.stopping for each in standings),
+        asked=[max(steps) for steps in zip(*(each.asked for each in standings), strict=True)],
         identity=furthest[0].identity,
         live=frozenset(name for each in standings for name in each.live),
     )
@@ -133,6 +137,7 @@ class Healing:
             epochs=outlets.metrics.epochs,
             saved=outlets.saving.saved_step if self._led else None,
             stopping=parts.progress.stopping,
+            asked=[parts.progress.save_at, parts.progress.evaluate_at],
             identity=training.engine.identity,
             live=[] if buffers is None else sorted(buffers.live),
         )
@@ -161,7 +166,11 @@ class Healing:
             training.generators.seed(parts.config.seed, "between", verdict.step)
             parts.outlets.metrics.epochs = verdict.epochs
             exchanges.asked = 0
-        parts.progress.stopping = verdict.stopping
+        progress = parts.progress
+        progress.stopping, (progress.save_at, progress.evaluate_at) = (
+            verdict.stopping,
+            verdict.asked,
+        )
         exchanges.results = verdict.results
         if is_new:
             exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it

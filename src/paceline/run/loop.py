@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError, UsageError, refuse_unknown_argument
 from paceline.group import World
 from paceline.run import stop
 from paceline.run.build import build_run
+from paceline.run.callback import Callback
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Score, evaluate
 from paceline.run.metrics import Reports
@@ -42,7 +43,8 @@ from paceline.telemetry import (
 DEFAULT_OPTIONS = RunOptions()
 _RENAMED = {
     "workers": "Pass loader_workers= for processes that load data; how many workers train is said "
-    "to the launcher: `paceline run --workers 4 train.py`."
+    "to the launcher: `paceline run --workers 4 train.py`.",
+    "callbacks": "Pass sinks=[...]: a paceline.Callback is one.",
 }
 
 
@@ -114,6 +116,9 @@ class Run:
         """How the last step that failed did."""
         self._is_running = False
         self._reports = Reports(parts)
+        self._callbacks = [each for each in checked.sinks if isinstance(each, Callback)]
+        for each in self._callbacks:
+            each.run = self
 
     def _repr_html_(self) -> str | None:
         """In a notebook a run shows its report."""
@@ -369,22 +374,32 @@ class Run:
     def _after(self, step: Step) -> None:
         """The loop's body is over and the step applied."""
         parts, progress = self._parts, self._parts.progress
-        saving, rating = parts.outlets.saving, parts.training.rating
+        saving = parts.outlets.saving
         self._reports.tell(step)
-        if progress.scores:
-            rating.note(step.number, progress.scores)
-            if rating.is_over:
-                progress.stopping = stop.BY_RATING
+        self._rate(step.number)
         wants_change = False
         if parts.vote.pending is not None or progress.size == 1:
             wants_change = self._count_votes(step.number)
+        if progress.evaluate_at == step.number:
+            for each in self._callbacks:
+                each.evaluate()
+            self._rate(step.number)
         if saving.is_on:
-            if progress.stopping or saving.is_due(step.number, step.ends_epoch, progress.scores):
+            is_asked = progress.stopping or progress.save_at == step.number
+            if is_asked or saving.is_due(step.number, step.ends_epoch, progress.scores):
                 self._save()
             parts.outlets.report_checkpoints()
         # Last: who is new begins with the next step.
         if wants_change and not progress.stopping and not parts.recovery.change_generation():
             progress.has_left, progress.stopping = True, signal.SIGTERM
+
+    def _rate(self, step: int) -> None:
+        """Judge the model after `step`, if something was measured."""
+        progress, rating = self._parts.progress, self._parts.training.rating
+        if progress.scores:
+            rating.note(step, progress.scores)
+            if rating.is_over:
+                progress.stopping = progress.stopping or stop.BY_RATING
 
     def _count_votes(self, step: int) -> bool:
         """Do what the workers want; whether they want to change to another generation."""
@@ -396,6 +411,10 @@ class Run:
             progress.stopping = parts.stop.signal or number
         elif requests.stop:
             progress.stopping = progress.stopping or stop.BY_SCRIPT
+        if requests.save:
+            progress.save_at = step
+        if requests.evaluation:
+            progress.evaluate_at = step
         if requests.record and not requests.generation:
             parts.outlets.watching.record_as_asked(step + 1)
         return requests.generation == progress.size

@@ -126,6 +126,9 @@ class RunProgress:
     """What is known of the model as it is now: a step that is applied makes it another one."""
     stopping: int = 0
     """What the workers have agreed to stop for: a signal, `BY_SCRIPT` or `BY_RATING`."""
+    save_at: int = 0
+    evaluate_at: int = 0
+    """The last steps after which all have agreed to save, and to evaluate."""
     has_left: bool = False
     """Whether this worker alone has stopped, and the others continue."""
 

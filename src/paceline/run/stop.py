@@ -167,6 +167,9 @@ class Requests(NamedTuple):
     """How many were asked to stop by their script."""
     leaving: float = 0.0
     """How many were asked to leave alone. Where that is all of them, it was meant for the run."""
+    save: float = 0.0
+    evaluation: float = 0.0
+    """How many have a callback that asks for it."""
 
 
 class Vote:
@@ -185,6 +188,10 @@ class Vote:
         self.is_due: Callable[[], bool] = lambda: False
         """Whether a new generation waits to be joined."""
         self.is_asked_to_record: Callable[[], bool] = lambda: False
+        self.asked: set[str] = set()
+        """What callbacks on this worker have asked for: `save`, `evaluation`."""
+        self._told: set[str] = set()
+        """What of it the vote has that is under way."""
         self._last_s, self._last_step = time.monotonic(), 0
         self.pending: tuple[int, Tensor, Pending] | None = None
         """The vote whose result nobody has asked for yet."""
@@ -206,12 +213,15 @@ class Vote:
     def result(self, step: int) -> Requests:
         """What all workers want, where that is known; alone, what this one wants."""
         if self.pending is None:
-            return self._own()
+            own = self._own()
+            self.asked -= self._told
+            return own
         started, words, reduction = self.pending
         if started == step and words.device.type != "cpu":
             return Requests()
         self.pending = None
         reduction.wait()
+        self.asked -= self._told
         *requests, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
         self.cadence.agree(step, min(MOST_STEPS, max(1, int(PERIOD_S / step_s))))
@@ -224,6 +234,7 @@ class Vote:
         if self._request.is_leaving and self._membership.size > 1:
             number = 0
         is_interrupt = number == signal.SIGINT
+        self._told = set(self.asked)
         return Requests(
             float(is_interrupt),
             float(number and not is_interrupt),
@@ -231,6 +242,8 @@ class Vote:
             float(self._membership.leads and self.is_asked_to_record()),
             float(self._request.is_asked),
             float(self._request.is_leaving),
+            float("save" in self._told),
+            float("evaluation" in self._told),
         )
 
     def _on_generation(self) -> None:
