@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -79,6 +80,27 @@ def test_a_sum_that_was_aborted_is_refused_though_it_seems_complete(
     aborted[0] = True
     with pytest.raises(PeerError, match=r"A sum failed on rank .*: it was aborted"):
         run_ranks(2, add_up)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the connection is gone")])
+def test_a_sum_that_ends_just_after_a_glance_is_judged_by_its_own_result(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Work:
+        """Is complete when whoever waited for a moment looks again."""
+
+        def wait(self, timeout: timedelta | None = None) -> None:
+            if timeout is not None:
+                raise RuntimeError("Operation timed out!")
+            if error is not None:
+                raise error
+
+        def is_completed(self) -> bool:
+            return True
+
+    monkeypatch.setattr(collectives, "_is_aborted", [lambda: False])
+    with nullcontext() if error is None else pytest.raises(PeerError, match=str(error)):
+        run_ranks(1, lambda world: comm.Pending(Work(), world.group, "A sum", True).wait())
 
 
 def test_a_sum_that_never_ends_is_waited_for_as_long_as_its_group_lives(

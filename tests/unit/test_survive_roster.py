@@ -278,6 +278,18 @@ def test_who_has_finished_takes_part_in_nothing_any_more() -> None:
     assert die(roster, 0) == []
 
 
+def test_who_lost_its_group_when_others_finished_gets_one_without_them() -> None:
+    roster = formed()
+    roster.on_lost(1, 0, NOW_S)
+    roster.on_finished(0, now_s=NOW_S)
+    assert roster.on_time(NOW_S + 1) == [Announce(1, (1, 2), is_urgent=True)]
+    roster.on_finished(2, now_s=NOW_S)
+    assert roster.on_time(NOW_S + 1) == [Announce(2, (1,), is_urgent=True)]
+    roster.on_joined(1, 2)
+    roster.on_finished(1, now_s=NOW_S)
+    assert roster.due_s is None
+
+
 def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() -> None:
     roster = formed(4)
     die(roster, 0)

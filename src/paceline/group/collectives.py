@@ -74,9 +74,10 @@ class Pending:
                 self._work.wait(_GLANCE)
                 break
             except RuntimeError:
-                if self._work.is_completed():
+                if self._work.is_completed():  # with an error, or just after the time was up
                     _under_way.discard(self)
-                    raise
+                    self._work.wait()
+                    return
             if was_aborted:
                 raise RuntimeError("it was aborted")
             was_aborted = is_aborted()

@@ -240,7 +240,10 @@ class Generations(Workers):
 
     def take_starts(self) -> list[int]:
         now_s = time.monotonic()
-        self._carry_out(self.roster.on_time(now_s))
+        orders = self.roster.on_time(now_s)
+        if orders and not self._leavers:
+            self.say("workers have lost their connection to each other; they form a new group.")
+        self._carry_out(orders)
         due = [start for start in self.starts if start.at_s <= now_s]
         self.starts = [start for start in self.starts if start.at_s > now_s]
         for start in due:

@@ -275,8 +275,12 @@ class Roster:
         if is_left and any(not self._workers[each].is_new for each in self.members):
             self._lost_at_s = self._lost_at_s or now_s + LEFT_GRACE_S
             return []
-        self.is_finished, self._lost_at_s = True, None
-        return self._dismiss()
+        self.is_finished, orders = True, self._dismiss()
+        # Who has lost its group, or is on its way to a new one, cannot meet the finished there.
+        is_forming = self.generation > 0 and self._is_urgent and not self.is_formed
+        is_awaited = bool(self.members) and (self._lost_at_s is not None or is_forming)
+        self._lost_at_s = (self._lost_at_s or now_s) if is_awaited else None
+        return orders
 
     def take_back(self, worker: int) -> None:
         """It had not left the loop as it seemed: an exception had."""
