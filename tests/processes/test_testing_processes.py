@@ -258,7 +258,7 @@ def test_workers_die_with_the_process_that_asked_for_them(tmp_path: Path) -> Non
                 threading.Event().wait()
 
             if __name__ == "__main__":
-                run_processes(2, sleep, os.path.dirname(__file__))
+                run_processes(2, sleep, os.path.dirname(__file__), timeout_s=1000)
             """
         )
     )

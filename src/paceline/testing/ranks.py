@@ -39,7 +39,7 @@ def run_ranks(
     size: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results by rank.
