@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
+from synthetic_run import synthetic_run
 
 SCRIPT = """
 import os, pathlib, signal
@@ -116,3 +121,49 @@ def test_a_run_survives_a_death_while_another_user_attacks_its_port(tmp_path: Pa
     assert launcher.returncode == 0, said
     assert said.count("was killed by signal 9 (SIGKILL) in step 20") == 1
     assert "no step was lost" in said
+
+
+HOLD = """
+import encodings.idna, os, socket, sys  # before it may not read them any more
+user, port = int(sys.argv[1]), int(sys.argv[2])
+if user: os.setgroups([]); os.setgid(user); os.setuid(user)
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(700)]
+for number, each in enumerate(held):
+    try:
+        each.send([b"", b"GET / HTTP/1.1\\r\\nX: ", b"GET / HTTP/1.1\\r\\n\\r\\n"][number % 3])
+    except OSError:
+        pass
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("user", [0, 54321])
+def test_who_holds_connections_open_keeps_nobody_from_the_page(user: int, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'paceline[watch]'")
+    if user and os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    synthetic_run(tmp_path / "run", steps=30, ranks=2, epochs=2)
+    watch = [sys.executable, "-m", "paceline", "watch", "--no-open", "run"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(watch, cwd=tmp_path, **pipes) as page:
+        try:
+            line = page.stdout.readline()
+            port, token = re.findall(r":(\d+)/\?token=(\S+)", line)[0]
+            url = f"http://127.0.0.1:{port}/{{}}?token={token}"
+            stream = urllib.request.urlopen(url.format("events"), timeout=60)
+            assert stream.readline() == b"event: document\n"
+            attack = [sys.executable, "-c", HOLD, str(user), port]
+            with subprocess.Popen(attack, stdin=subprocess.PIPE, **pipes) as attacker:
+                assert attacker.stdout.readline() == "held\n"
+                for _ in range(10):
+                    with urllib.request.urlopen(url.format("document"), timeout=60) as answer:
+                        assert json.load(answer)["live"]["step"] == 30
+                assert len(os.listdir(f"/proc/{page.pid}/fd")) < 400
+                attacker.stdin.close()
+            stream.readline()
+            while stream.readline().startswith(b":"):  # it is not closed
+                pass
+            stream.close()
+        finally:
+            page.terminate()

@@ -285,13 +285,15 @@ def test_the_terminal_has_a_row_for_each_worker_at_any_width(width: int, tmp_pat
     assert any(line.startswith("Worker 1 held ") for line in lines)
 
 
-def test_a_folder_that_vanishes_leaves_the_page_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_leaves_the_page_as_it_was_and_runs_no_more(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=20, ranks=2)
     run = Watched([folder.path]).first
     run.read()
+    run.state = "running"  # as long as it is, the page of a training waits for its end
     folder.path.rename(tmp_path / "elsewhere")
     assert not run.read()
     assert run.build_live()["step"] == 20
+    assert run.state != "running"
 
 
 def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_path: Path) -> None:

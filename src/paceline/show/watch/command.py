@@ -94,13 +94,15 @@ def main(args: argparse.Namespace) -> int:
             _open(address, Path(private))
         folders = [each for each in args.run if not _is_run(Path(each))]
         watched = Watched(paths, partial(find_paths, folders) if folders else list)
+        guard = server.make_app(watched, token, port)
         config = uvicorn.Config(
-            server.make_app(watched, token, port),
+            guard,
+            http=server.bound_connections(guard),
+            backlog=server.CONNECTIONS_LIMIT,
             log_level="critical",
             access_log=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=server.CONNECTIONS_LIMIT,
             timeout_graceful_shutdown=1,
             ws="none",
         )

@@ -144,10 +144,11 @@ class Followed:
         self._news = asyncio.Event()
 
     def read(self) -> bool:
-        """Read what is new; whether anything was. A folder that is gone stays as it was."""
+        """Read what is new; whether anything was. What a folder held that is gone stays."""
         with self._lock:
             has_news = False
             if not self.path.is_dir():
+                self.state = "unknown"  # it says that it runs to nobody any more
                 return has_news
             with contextlib.suppress(UsageError, OSError):
                 has_news = self._reader.read(has_timeline=self.is_shown)

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError, WireError
 from paceline.files import open_plain, replace_file
+from paceline.group import find_peer_user
 from paceline.show.report.page import SCRIPTS, STYLES, asset
 from paceline.show.watch.follow import Followed, Watched
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     Scope = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -54,7 +56,8 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]{43,100}")
 HOSTS = ("127.0.0.1", "localhost")
 STREAMS_LIMIT = 128
 """The most pages that are told of news at a time."""
-CONNECTIONS_LIMIT = 256
+CONNECTIONS_LIMIT, STRANGERS_LIMIT = 256, 64
+"""Of connections at a time: all, and those of other users that have not shown the token."""
 SEND_TIMEOUT_S = 30.0
 """Who takes nothing for so long is disconnected."""
 POLICY = (
@@ -107,6 +110,8 @@ class Guard:
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, port: int
     ) -> None:
         self._app, self._token = app, token.encode()
+        self.known: set[Any] = set()
+        """The addresses of connections that have shown the token."""
         self._hosts = {f"{host}:{port}".encode() for host in HOSTS}
         self._origins = {b"http://" + host for host in self._hosts}
 
@@ -122,6 +127,7 @@ class Guard:
             await send_safely({"type": "http.response.start", "status": status})
             await send_safely({"type": "http.response.body", "body": why.encode()})
         elif scope["type"] in ("http", "lifespan"):
+            self.known.add(scope.get("client"))
             await self._app(scope, receive, send_safely if scope["type"] == "http" else send)
 
     def _refuse(self, scope: Scope) -> tuple[int, str] | None:
@@ -140,6 +146,35 @@ class Guard:
         if scope["method"] != ("POST" if scope["path"] == "/record" else "GET"):
             return 405, "There is nothing to do here with this method."
         return None
+
+
+def bound_connections(guard: Guard) -> type[H11Protocol]:
+    """Connections as uvicorn makes them. Where there are too many, the oldest without a token is
+    closed, that of another user first: who only holds them open keeps nobody out."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    waiting: dict[Bounded, bool] = {}
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            with suppress(OSError):
+                user = find_peer_user(transport.get_extra_info("socket"))
+                waiting[self] = user not in (None, os.geteuid())
+            for each in [each for each in waiting if each.client in guard.known]:
+                del waiting[each]
+            strangers = [each for each, is_strange in waiting.items() if is_strange]
+            if len(strangers) > STRANGERS_LIMIT or len(self.connections) > CONNECTIONS_LIMIT:
+                oldest = next(iter([*strangers, *waiting]), self)
+                waiting.pop(oldest, None)
+                oldest.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            waiting.pop(self, None)
+            guard.known.discard(self.client)
+
+    return Bounded
 
 
 def find_assets() -> Mapping[str, str]:
