@@ -22,7 +22,7 @@ from paceline import group as comm
 from paceline.group import Membership
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, place
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 """Bytes of a bucket of float32."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from paceline import DistributedDataParallel, DistributedSampler, World
 from paceline.ddp import SameRowsWarning
-from paceline.ddp.inputs import INPUT_STEPS, InputCheck
+from paceline.ddp.fingerprint import INPUT_STEPS, InputCheck
 from paceline.testing import run_processes, seeded
 
 ROWS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))

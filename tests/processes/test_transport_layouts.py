@@ -14,7 +14,7 @@ from paceline import DistributedDataParallel, World
 from paceline.group import Membership
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, place
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 
 CPU = torch.device("cpu")
 NUMEL = 4 * 2**20

@@ -20,7 +20,7 @@ from paceline.errors import PeerError
 from paceline.group import Membership
 from paceline.testing import run_processes
 from paceline.transport import TransportChoice, place, shared_buckets
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 
 CPU = torch.device("cpu")
 ROWS = torch.randn(24, 20, generator=torch.Generator().manual_seed(5))

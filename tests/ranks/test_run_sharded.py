@@ -15,7 +15,7 @@ from paceline import DDPOptions, DistributedDataParallel, World
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
 from paceline.testing import assert_replicas_equal, run_ranks
-from paceline.update.choice import describe_sharing, is_worth_sharing
+from paceline.update.sharded import describe_sharing, is_worth_sharing
 
 
 def options(update: str, **rest: Any) -> RunOptions:

@@ -14,7 +14,7 @@ from paceline.errors import DesyncError, UsageError
 from paceline.group import Membership
 from paceline.testing import run_ranks
 from paceline.transport import TransportChoice, place
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 from paceline.transport.select import why_memory_cannot_be_shared
 
 SHARED = DDPOptions(transport="shared_memory")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.buffer import Bucket, ParamRef
 from paceline.ddp.plan import plan_buckets
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 
 
 def make(sizes: list[int]) -> tuple[Bucket, list[nn.Parameter]]:

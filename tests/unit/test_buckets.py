@@ -15,7 +15,7 @@ from paceline.ddp.plan import (
     plan_buckets,
 )
 from paceline.errors import UsageError
-from paceline.transport.flat import Flat, round_up
+from paceline.transport.interface import Flat, round_up
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

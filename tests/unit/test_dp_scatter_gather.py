@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.dp.devices import ReplicaDevice
-from paceline.dp.gather import gather
-from paceline.dp.scatter import plan_sizes, scatter
+from paceline.dp.scatter_gather import gather, plan_sizes, scatter
 from paceline.errors import UsageError
 
 CPU = torch.device("cpu")

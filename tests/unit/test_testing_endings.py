@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.testing.endings import drop_unfinished_backward, let_go
+from paceline.testing.ranks import drop_unfinished_backward, let_go
 
 
 class Group:

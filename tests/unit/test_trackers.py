@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import UsageError
 from paceline.files.run_folder import RunFolder, RunInfo, read_info
-from paceline.telemetry import Point, Tracker, make_trackers, tracker
+from paceline.telemetry import Point, Tracker, make_trackers, trackers
 from paceline.telemetry.sinks import Summary
 
 PATIENCE_S = 60.0
@@ -142,7 +142,7 @@ def test_a_tracker_that_fails_is_named_once_and_training_ends_as_if_it_were_not_
 def test_a_tracker_that_is_slow_does_not_hold_training_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "QUEUE_POINTS", 3)
+    monkeypatch.setattr(trackers, "QUEUE_POINTS", 3)
     trained = threading.Event()
     slow = Memory(until=trained)  # it takes nothing before training has done every step
     with pytest.warns(UserWarning, match=r"Memory .*\b\d+ points\b"):

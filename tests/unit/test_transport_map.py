@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline import DDPOptions
 from paceline.errors import UsageError
 from paceline.transport import check_transport
-from paceline.transport.flat import ALIGNMENT, slices
+from paceline.transport.interface import ALIGNMENT, slices
 from paceline.transport.segment import KINDS, LINE_BYTES, SegmentMap, has_room
 from paceline.transport.select import group_by_host
 from paceline.transport.shared_buckets import plan_chunks, plan_slices

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from paceline.ddp.plan import ALIGNMENT_BYTES, Slot
-from paceline.transport.flat import ALIGNMENT, round_up, slices
-from paceline.update.cut import PIECE_NUMEL, cut_pieces, deal_tensors, split_piece
+from paceline.transport.interface import ALIGNMENT, round_up, slices
+from paceline.update.cut import PIECE_NUMEL, cut_pieces, deal_tensors, likeness, split_piece
 from paceline.update.kind import merges
 from paceline.update.pieces import step_in_pieces
-from paceline.update.sharded_state import likeness
 
 SHAPES = [(10,), (33, 7), (1,), (130, 3), (), (257,)]
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

@@ -5,10 +5,8 @@ cards, and the only thing to remember is how many cards are gone:
 
     order           the order itself: drawn as torch does, or computed where it is asked for
     deal            which positions of the order are whose, and how far a pass got
-    sampler         `DistributedSampler`, for a dataset or around any other sampler
-    batch_sampler   `DistributedBatchSampler`, around any batch sampler
-    files           `Files`, samples in many files, of which every worker reads a share
-    formats         what is in a file: tar, Parquet, Arrow, a stream of Hugging Face's
+    sampler         `DistributedSampler`, `DistributedBatchSampler`: also around any other one
+    files           `Files`, samples in tar, Parquet, Arrow files or a stream of Hugging Face's
     lanes           which part of which file belongs to which step
     third_party_samplers   make a sampler of another library draw the same order on every rank
 """

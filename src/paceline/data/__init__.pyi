@@ -1,10 +1,9 @@
-from paceline.data.batch_sampler import DistributedBatchSampler as DistributedBatchSampler
 from paceline.data.deal import EpochNotSetWarning as EpochNotSetWarning
+from paceline.data.files import Arrow as Arrow
 from paceline.data.files import Files as Files
-from paceline.data.formats import Arrow as Arrow
-from paceline.data.formats import Format as Format
-from paceline.data.formats import Parquet as Parquet
-from paceline.data.formats import Tar as Tar
+from paceline.data.files import Format as Format
+from paceline.data.files import Parquet as Parquet
+from paceline.data.files import Tar as Tar
 from paceline.data.lanes import DealtFiles as DealtFiles
 from paceline.data.lanes import EpochOfFiles as EpochOfFiles
 from paceline.data.lanes import Lanes as Lanes
@@ -12,6 +11,7 @@ from paceline.data.order import KeyedOrder as KeyedOrder
 from paceline.data.order import OrderName as OrderName
 from paceline.data.order import choose_order as choose_order
 from paceline.data.order import draw_order as draw_order
+from paceline.data.sampler import DistributedBatchSampler as DistributedBatchSampler
 from paceline.data.sampler import DistributedSampler as DistributedSampler
 from paceline.data.sampler import PaddedDistributedSampler as PaddedDistributedSampler
 from paceline.data.third_party_samplers import Generators as Generators

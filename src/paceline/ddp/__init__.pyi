@@ -5,9 +5,9 @@ from paceline.ddp.checks import broadcast_tensors as broadcast_tensors
 from paceline.ddp.distributed import DistributedDataParallel as DistributedDataParallel
 from paceline.ddp.engine import Engine as Engine
 from paceline.ddp.engine import check_engine as check_engine
+from paceline.ddp.fingerprint import SameRowsWarning as SameRowsWarning
 from paceline.ddp.hooks import GradBucket as GradBucket
 from paceline.ddp.hooks import Hook as Hook
-from paceline.ddp.inputs import SameRowsWarning as SameRowsWarning
 from paceline.ddp.naive import NaiveEngine as NaiveEngine
 from paceline.ddp.options import DDPOptions as DDPOptions
 from paceline.ddp.ordered import OrderedEngine as OrderedEngine

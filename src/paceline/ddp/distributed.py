@@ -21,9 +21,8 @@ from torch.distributed.algorithms.join import Join
 from paceline.ddp import checks, compress
 from paceline.ddp.alone import LONER, WRAPPING
 from paceline.ddp.backward import refuse_distributed_autograd
+from paceline.ddp.fingerprint import DATASET_STEP
 from paceline.ddp.hooks import Hook, check_hook
-from paceline.ddp.inputs import DATASET_STEP
-from paceline.ddp.join import JoinSurface, agree_on_root, any_wants_sync
 from paceline.ddp.options import (
     DEFAULT_OPTIONS,
     DDPOptions,
@@ -32,7 +31,13 @@ from paceline.ddp.options import (
     pick_membership,
 )
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.torch_compat import LowPrecision, TorchSurface
+from paceline.ddp.torch_compat import (
+    JoinSurface,
+    LowPrecision,
+    TorchSurface,
+    agree_on_root,
+    any_wants_sync,
+)
 from paceline.ddp.wrapper import Wrapper
 from paceline.errors import DesyncError, HookError
 from paceline.group import (

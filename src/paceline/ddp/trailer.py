@@ -14,8 +14,14 @@ from torch import Tensor
 
 from paceline.ddp.buffer import ParamRef
 from paceline.ddp.checks import check_in_sync
-from paceline.ddp.fingerprint import EVERY, LARGEST_SIZE, Fingerprint, is_different
-from paceline.ddp.inputs import DATASET_STEP, InputCheck
+from paceline.ddp.fingerprint import (
+    DATASET_STEP,
+    EVERY,
+    LARGEST_SIZE,
+    Fingerprint,
+    InputCheck,
+    is_different,
+)
 from paceline.ddp.plan import CONTROL_WORDS
 from paceline.errors import DesyncError
 from paceline.group import Membership

@@ -44,11 +44,11 @@ from paceline.telemetry.timeline import find_recordings as find_recordings
 from paceline.telemetry.timeline import merge as merge
 from paceline.telemetry.timeline import survey as survey
 from paceline.telemetry.timeline import transfers_us as transfers_us
-from paceline.telemetry.tracker import Point as Point
-from paceline.telemetry.tracker import Tracker as Tracker
 from paceline.telemetry.trackers import CSV as CSV
 from paceline.telemetry.trackers import MLflow as MLflow
+from paceline.telemetry.trackers import Point as Point
 from paceline.telemetry.trackers import TensorBoard as TensorBoard
+from paceline.telemetry.trackers import Tracker as Tracker
 from paceline.telemetry.trackers import Trackio as Trackio
 from paceline.telemetry.trackers import WandB as WandB
 from paceline.telemetry.trackers import make_trackers as make_trackers

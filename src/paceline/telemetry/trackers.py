@@ -1,18 +1,240 @@
-"""One class for every tracker; each imports its library when a run begins."""
+"""One class for every tracker: a sink that writes to a library from a thread of its own.
+
+    training: step, epoch, evaluation --point--> queue --thread--> the tracker's library
+
+The loop puts a point into a queue and is done. What the library raises, in whatever call, is raised
+by the next one of the sink, which switches it off and says so once. A queue that is full because a
+tracker does not keep up loses points, and the end says how many: training never waits.
+
+A run that is resumed goes back to its last checkpoint, and does some steps again. The tracker has
+those already, so a small file in the run folder keeps how far each kind of point has come, with the
+name under which the tracker knows the run. A library is imported when a run begins.
+"""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
+import json
 import netrc
 import os
+import queue
+import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import UsageError, did_you_mean
-from paceline.files import RunFolder, RunInfo
-from paceline.telemetry.tracker import Point, Tracker
+from paceline.errors import PacelineError, UsageError, did_you_mean
+from paceline.files import RunFolder, RunInfo, open_plain, read_json, replace_file
+from paceline.telemetry.units import count_text
+
+if TYPE_CHECKING:
+    from paceline.telemetry.sinks import Message, StepReport, Summary, Written
+
+
+QUEUE_POINTS = 10_000
+STATE_LIMIT_BYTES = 2**16
+KEEP_S = 1.0
+"""How old the file in the run folder may be."""
+CLOSE_TIMEOUT_S = 60.0
+"""How long the end of a run waits for a tracker that still writes, over a network for example."""
+_VOLATILE = {"created", "updated", "status", "step", "policy", "schema"}
+
+
+class Point(NamedTuple):
+    """Some values after a step."""
+
+    kind: str
+    """`train`: a step, as rank 0 saw it; `epoch`: exact, over all workers; `eval`."""
+    step: int
+    epoch: int
+    values: Mapping[str, float]
+    """By name, with the kind before it: `eval/accuracy`."""
+
+
+class Tracker:
+    """What all trackers have in common; a subclass talks to one library, in the thread only."""
+
+    extra = ""
+    """What to install, as `paceline[extra]`, and to import."""
+    rewinds = False
+    """Whether the tracker can drop what it has of steps that are done again."""
+    holds_newest = False
+    """Whether it writes a step only when a later one comes."""
+
+    def __init__(self, project: str = "", folder: RunFolder | None = None) -> None:
+        self.project, self.folder = project, folder
+        self.known: dict[str, Any] = {}
+        """What is kept in the run folder from one start to the next."""
+        self._last: dict[str, int] = {}
+        """By kind, the step of the last point."""
+        self._settled: dict[str, int] = {}
+        """The same before the newest step."""
+        self._queue: queue.Queue[Any] = queue.Queue(QUEUE_POINTS)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lost = 0
+        self._kept, self._kept_s = "", 0.0
+        self._newest: str = ""
+
+    def check(self) -> None:
+        """Raise a UsageError if this cannot work here, before the run begins."""
+        if self.extra and importlib.util.find_spec(self.extra) is None:
+            raise UsageError(
+                f"The tracker {self.extra!r} needs {self.extra}, which is not installed.",
+                advice=f"pip install 'paceline[{self.extra}]'",
+            )
+
+    def open(self, info: RunInfo, settings: Mapping[str, Any], step: int) -> None:
+        """The run begins, or continues, after `step` steps."""
+        raise NotImplementedError
+
+    def write(self, points: Sequence[Point]) -> None:
+        raise NotImplementedError
+
+    def keep_checkpoint(self, path: Path) -> None:
+        """Keep the last checkpoint as an artifact, where the tracker has such."""
+
+    def close(self, status: str) -> None:
+        """The run is over: `finished`, `stopped` or `failed`."""
+        raise NotImplementedError
+
+    def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
+        self._thread = threading.Thread(
+            target=self._work, args=(info, step), name=f"paceline {self.name}", daemon=True
+        )
+        self._thread.start()
+
+    def step(self, report: StepReport) -> None:
+        values = {f"train/{name}": value for name, value in report.metrics.items()}
+        if report.lr is not None:
+            values["train/lr"] = report.lr
+        values["train/samples_per_s"] = report.samples / max(report.seconds, 1e-9)
+        self._put(Point("train", report.step, report.epoch, values))
+
+    def epoch(self, summary: Summary, kind: str = "epoch") -> None:
+        values = {f"{kind}/{name}": value for name, value in summary.metrics.items()}
+        self._put(Point(kind, summary.step, summary.epoch, values))
+
+    def evaluation(self, summary: Summary) -> None:
+        self.epoch(summary, "eval")
+
+    def message(self, message: Message) -> None:
+        if message.kind == "noise":
+            numbers = {k: v for k, v in message.facts.items() if isinstance(v, int | float)}
+            if (step := numbers.pop("step", None)) is not None:
+                values = {f"noise/{name}": float(value) for name, value in numbers.items()}
+                self._put(Point("noise", int(step), 0, values))
+
+    def checkpoint(self, written: Written) -> None:
+        self._raise_error()
+        self._newest = written.name
+
+    def stop(self, step: int, status: str, reason: str) -> None:
+        if self._thread is not None:
+            self._queue.put(status, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                warnings.warn(
+                    f"{self.name} still writes after {CLOSE_TIMEOUT_S:.0f} s: what it has not "
+                    "sent by the end of this process is missing there.",
+                    stacklevel=2,
+                )
+        if self._lost:
+            lost = count_text(self._lost, "point")
+            warnings.warn(f"{self.name} could not keep up: {lost} are missing.", stacklevel=2)
+        self._raise_error()
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _state_path(self) -> Path | None:
+        name = f"tracker-{self.name.lower()}.json"
+        return None if self.folder is None else self.folder.path / name
+
+    def _put(self, point: Point) -> None:
+        self._raise_error()
+        try:
+            self._queue.put_nowait(point)
+        except queue.Full:
+            self._lost += 1
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise PacelineError(f"{type(error).__name__}: {error}") from error
+
+    def _work(self, info: RunInfo, step: int) -> None:
+        try:
+            self._read_state()
+            if self.rewinds:
+                self._last = {kind: min(last, step) for kind, last in self._last.items()}
+            settings = {k: v for k, v in asdict(info).items() if k not in _VOLATILE}
+            settings = {**settings.pop("settings"), **settings}
+            self.open(info, settings, step)
+            self._keep_state()
+            status, before = "", dict(self._last)
+            while not status:
+                points, status = self._take()
+                new = [p for p in points if p.step > before.get(p.kind, -1)]
+                if new:
+                    self.write(new)
+                for point in new:
+                    if point.step > max(self._last.values(), default=-1):
+                        self._settled = dict(self._last)
+                    self._last[point.kind] = point.step
+                if time.monotonic() > self._kept_s + KEEP_S:
+                    self._keep_state()
+            if self._newest and self.folder is not None:
+                path = self.folder.checkpoints / self._newest
+                if path.is_dir():
+                    self.keep_checkpoint(path)
+            self.close(status)
+            self._settled = self._last
+            self._keep_state()
+        except BaseException as error:  # wandb's own are not Exceptions
+            self._error = error
+
+    def _take(self) -> tuple[list[Point], str]:
+        """The points that are there, perhaps none after a while; the run's status if it is over."""
+        points: list[Point] = []
+        try:
+            item = self._queue.get(timeout=KEEP_S)
+            while isinstance(item, Point):
+                points.append(item)
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return points, ""
+        return points, item
+
+    def _read_state(self) -> None:
+        """A file that is missing or makes no sense is as good as none."""
+        if self._state_path is None:
+            return
+        try:
+            with open_plain(self._state_path) as file:
+                state = read_json(file, STATE_LIMIT_BYTES, self._state_path)
+        except (OSError, PacelineError):
+            return
+        match state:
+            case {"last": dict(last), "known": dict(known)}:
+                self._last = {k: v for k, v in last.items() if isinstance(v, int)}
+                self._settled = dict(self._last)
+                self.known = {k: v for k, v in known.items() if isinstance(v, str)}
+
+    def _keep_state(self) -> None:
+        self._kept_s = time.monotonic()
+        last = self._settled if self.holds_newest else self._last
+        state = json.dumps({"last": last, "known": self.known})
+        if self._state_path is not None and state != self._kept:
+            self._kept = state
+            replace_file(self._state_path, [state, "\n"])
+
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 

@@ -36,8 +36,13 @@ from paceline import env
 from paceline.errors import UsageError, WorkerError
 from paceline.files import decode, encode
 from paceline.launcher import die_with, is_secondary, signal_name
-from paceline.testing.endings import say_last_words, summary
-from paceline.testing.ranks import await_all_connected, check_size, testing_world
+from paceline.testing.ranks import (
+    await_all_connected,
+    check_size,
+    say_last_words,
+    summary,
+    testing_world,
+)
 from paceline.torch_private import HEAVY_MODULES, FileStore
 
 _PRELOAD = ["torch", *HEAVY_MODULES, "paceline.run", "paceline.testing"]

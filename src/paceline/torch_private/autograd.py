@@ -1,4 +1,4 @@
-"""What autograd knows of a tensor and of the backward pass that is running."""
+"""What autograd knows of a tensor and of the running backward pass, and operations on lists."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from paceline.torch_private.lookup import find
+
+foreach_add_: Any = find("torch._foreach_add_")
+foreach_copy_: Any = find("torch._foreach_copy_")
+foreach_mul_: Any = find("torch._foreach_mul_")
+foreach_norm: Any = find("torch._foreach_norm")
+
 
 at_backward_end: Callable[[Callable[[], object]], None] = find(
     "torch.autograd.Variable._execution_engine.queue_callback"

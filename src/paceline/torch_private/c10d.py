@@ -1,22 +1,38 @@
-"""Process groups from the inside: their backends, their timeouts, and ending them at once.
+"""Process groups from the inside: stores, backends, timeouts, and ending them at once.
 
 NCCL's waits end when its communicators are aborted. Which class is behind the name `nccl` depends
 on the version of torch: `ProcessGroupNCCL`, or from 2.15 on `ProcessGroupNCCL2`. So it is found by
-what it can do.
+what it can do. Stores are public as `torch.distributed.TCPStore` and so on, but type checkers know
+them here only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from paceline.torch_private.lookup import find
-from paceline.torch_private.stores import Store
+from paceline.torch_private.lookup import find, named_if_missing
+
+start_averaging: Callable[[Any, Tensor], torch.futures.Future[Tensor]] = find(
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks._allreduce_fut"
+)
+"""Average a tensor over a group in place; the future's value is the tensor."""
+
+
+with named_if_missing():
+    from torch._C._distributed_c10d import FileStore as FileStore
+    from torch._C._distributed_c10d import HashStore as HashStore
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+
 
 Future: type[Any] = find("torch._C.Future")
 """What collectives return; `torch.futures.Future` is a subclass."""
@@ -134,3 +150,15 @@ def unregistered_gloo_group(
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
+
+
+Create = Callable[..., Any]
+
+# An import statement would find the function of the same name.
+_module = import_module("torch.distributed.rendezvous")
+find("torch.distributed.rendezvous._create_c10d_store")
+
+
+def wrap_store_creation(wrap: Callable[[Create], Create]) -> None:
+    """Exchange the function `create(hostname, port, ...)` that makes torch's stores."""
+    vars(_module)["_create_c10d_store"] = wrap(vars(_module)["_create_c10d_store"])

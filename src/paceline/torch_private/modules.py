@@ -1,8 +1,13 @@
-"""What `nn.Module` keeps about loading, and kinds of layers that torch has no public name for."""
+"""What modules, optimizers and data loaders do not tell of themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.torch_private.lookup import find, named_if_missing
 
@@ -28,3 +33,28 @@ def has_loading_code(kind: type[nn.Module]) -> bool:
         kind._load_from_state_dict is not _load
         or kind.set_extra_state is not nn.Module.set_extra_state
     )
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Step as `optimizer.step()` does, without hooks, counters of schedulers and profiling."""
+    step = type(optimizer).step
+    is_wrapped: bool = getattr(step, "hooked", False)
+    (step.__wrapped__ if is_wrapped else step)(optimizer)  # type: ignore[attr-defined]
+
+
+PREFETCHING: CodeType = find(
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._reset"
+).__code__
+"""The code that fills the queues of a loader's processes, before anyone has got a batch."""
+
+BatchIterator: type = find("torch.utils.data.dataloader._BaseDataLoaderIter")
+"""What goes through a loader; it has `_dataset` and `_index_sampler`."""
+
+
+def find_queue(batches: Iterator[Any]) -> Any:
+    """Where batches of a loader's processes wait; None where it has none or cannot count them."""
+    queue = getattr(batches, "_data_queue", None)
+    try:
+        return None if queue is None or queue.qsize() is None else queue
+    except NotImplementedError:  # as on macOS
+        return None

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from paceline.group import Pending, broadcast, explain_failure, gloo_subgroup, have_left
 from paceline.transport.c10d import C10d
-from paceline.transport.flat import Flat
-from paceline.transport.interface import Reduction
+from paceline.transport.interface import Flat, Reduction
 from paceline.transport.segment import COPIED, Hosts, Segment
 from paceline.transport.shared_buckets import (
     WORDS_EVERY_S,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paceline.group import Group, broadcast, start_all_reduce, start_broadcast
-from paceline.transport.flat import slices
-from paceline.transport.interface import Reduction
+from paceline.transport.interface import Reduction, slices
 
 
 class C10d:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from paceline.group import Group, exchange
-from paceline.transport.flat import Flat
+from paceline.transport.interface import Flat
 
 LINE_BYTES, PAGE_BYTES, WORD_BYTES = 64, 4096, 8
 NONCE_BYTES = 16

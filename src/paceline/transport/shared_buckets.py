@@ -34,8 +34,7 @@ from torch import Tensor
 from paceline.errors import DesyncError, PeerError
 from paceline.group import Group, explain_failure, have_left, waiting, world_ranks
 from paceline.torch_private import group_timeout_s
-from paceline.transport.flat import Flat, slices
-from paceline.transport.interface import Reduction, mean_factor
+from paceline.transport.interface import Flat, Reduction, mean_factor, slices
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
 
 SLOT_BYTES = 2**20

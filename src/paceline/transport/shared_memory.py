@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.transport.c10d import C10d
-from paceline.transport.flat import Flat
-from paceline.transport.interface import Buckets, Reduction, Scattered
+from paceline.transport.interface import Buckets, Flat, Reduction, Scattered
 from paceline.transport.segment import Hosts, Segment, share_memory, share_segment
 from paceline.transport.shared_buckets import Channel, Peers, SharedBuckets
 

@@ -1,11 +1,11 @@
 from paceline.update.average import WeightAverage as WeightAverage
-from paceline.update.choice import describe_sharing as describe_sharing
-from paceline.update.choice import is_worth_gathering as is_worth_gathering
-from paceline.update.choice import is_worth_sharing as is_worth_sharing
 from paceline.update.exchange import ExchangedStep as ExchangedStep
 from paceline.update.exchange import find_exchanged as find_exchanged
 from paceline.update.kept import can_be_kept as can_be_kept
 from paceline.update.pieces import step_in_pieces as step_in_pieces
+from paceline.update.sharded import describe_sharing as describe_sharing
+from paceline.update.sharded import is_worth_gathering as is_worth_gathering
+from paceline.update.sharded import is_worth_sharing as is_worth_sharing
 from paceline.update.sharded import shard_update as shard_update
 from paceline.update.whole import FiniteCheck as FiniteCheck
 from paceline.update.whole import HostCopy as HostCopy

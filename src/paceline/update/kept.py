@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.torch_private import foreach_copy_
 from paceline.transport import ALIGNMENT, Flat, SharedMemory, Transport, round_up
-from paceline.update.cut import PIECE_NUMEL, Piece
-from paceline.update.sharded_state import NUMBERS, State
+from paceline.update.cut import NUMBERS, PIECE_NUMEL, Piece, State
 
 KEYS: dict[type, tuple[str, ...]] = {
     optim.SGD: ("momentum_buffer",),

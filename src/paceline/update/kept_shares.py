@@ -19,7 +19,7 @@ from paceline.ddp import Reducer
 from paceline.errors import PeerError
 from paceline.group import waiting
 from paceline.transport import Flat, SharedBuckets
-from paceline.update.cut import piece_at
+from paceline.update.cut import in_memory_order, is_cut, piece_at
 from paceline.update.exchange import States
 from paceline.update.kept import (
     KEYS,
@@ -28,7 +28,6 @@ from paceline.update.kept import (
     cut_lots,
     has_common_memory,
 )
-from paceline.update.sharded_state import in_memory_order, is_cut
 from paceline.update.shares import ElementShares, Own
 
 LOOK_S = 0.001

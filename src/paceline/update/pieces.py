@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from paceline.ddp import Slot
 from paceline.transport import dense_layout
-from paceline.update.cut import PIECE_NUMEL, Piece, cut_pieces
+from paceline.update.cut import PIECE_NUMEL, Piece, cut_pieces, cut_state, in_memory_order, is_cut
 from paceline.update.exchange import ExchangedStep, Shares, States, find_exchanged
 from paceline.update.kind import ELEMENTWISE, merges, params_of
-from paceline.update.sharded_state import cut_state, in_memory_order, is_cut
 
 
 def step_in_pieces(optimizer: Optimizer) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,30 +20,91 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.ddp import Bucket, Reducer, Slot, broadcast_tensors
+from paceline.ddp import Bucket, Reducer, Slot, broadcast_tensors, geometry
+from paceline.errors import DeviceError
 from paceline.files import dtype_name
 from paceline.group import exchange, waiting, word_device
-from paceline.transport import Flat, place, slices
+from paceline.transport import Flat, dense_layout, place, slices
 from paceline.update.cut import (
     PIECE_NUMEL,
     ParamSlice,
     Piece,
-    cut_pieces,
-    deal_tensors,
-    split_piece,
-)
-from paceline.update.exchange import Shares, States
-from paceline.update.flat_params import FlatParams
-from paceline.update.kind import merges
-from paceline.update.sharded_state import (
     State,
+    cut_pieces,
     cut_state,
+    deal_tensors,
     describe,
     in_memory_order,
     likeness,
+    split_piece,
     split_state,
     value_of,
 )
+from paceline.update.exchange import Shares, States
+from paceline.update.kind import merges
+
+
+class FlatParams:
+    """Some parameters of one dtype and device, and the buffer that they live in.
+
+    Every parameter keeps a storage of its own, which is a stretch of the buffer: it is saved,
+    copied and shared as any other. One may be given other memory (`p.data = ...`): its values are
+    then copied in before each update and out after it.
+    """
+
+    def __init__(
+        self, memory: Tensor, slots: Sequence[Slot], named: Sequence[tuple[str, Parameter]]
+    ) -> None:
+        """`named` are the parameters of the slots."""
+        self.memory, self.slots = memory, slots
+        self.params = [param for _, param in named]
+        self._names = [name for name, _ in named]
+        self.layouts = [dense_layout(param) for param in self.params]
+        self._views = [
+            stretch(memory, slot).as_strided(*layout).data
+            for slot, layout in zip(slots, self.layouts, strict=True)
+        ]
+        self._geometry = geometry(self._views)
+        self._guests: list[tuple[Parameter, Tensor]] = []
+        """Parameters that live elsewhere, and their places here."""
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views, strict=True):
+                view.copy_(param)
+                param.data = view.data  # a tensor of its own: ours stays what it is
+
+    @torch.no_grad()
+    def copy_in(self) -> None:
+        """Bring the parameters that live elsewhere up to date here."""
+        self._guests = []
+        if geometry(self.params) == self._geometry:
+            return
+        for name, param, view in zip(self._names, self.params, self._views, strict=True):
+            if geometry([param]) == geometry([view]):
+                continue
+            if (param.dtype, param.device) != (view.dtype, view.device):
+                raise DeviceError(
+                    f"Parameter {name!r} is {param.dtype} on {param.device}, but was {view.dtype} "
+                    f"on {view.device} when its update was shared out.",
+                    advice="Move or convert the model first, then wrap it and share the update.",
+                )
+            view.copy_(param)
+            self._guests.append((param, view))
+
+    @torch.no_grad()
+    def copy_out(self) -> None:
+        """Give their new values to the parameters that live elsewhere."""
+        for param, view in self._guests:
+            param.data.copy_(view)
+        self._guests = []
+
+
+def stretch(memory: Tensor, slot: Slot) -> Tensor:
+    """The elements of a slot, as a flat tensor with a storage of its own over the same memory."""
+    width = memory.element_size()
+    first = memory.storage_offset() * width
+    storage = memory.untyped_storage()[first + slot.start * width : first + slot.stop * width]
+    return memory.new_empty(0).set_(storage, 0, (slot.stop - slot.start,), (1,))
+
 
 Named = tuple[str, Parameter]
 
