@@ -129,7 +129,7 @@ def make_run() -> paceline.Run:
     }[OPTIONS["data"]]
     arguments: dict[str, Any] = {
         "shards": 2 if OPTIONS["shards"] == "two" else 4,
-        "workers": int(OPTIONS["loading"] == "in a process"),
+        "loader_workers": int(OPTIONS["loading"] == "in a process"),
         "global_batch": BATCH,
     }
     if dataset is None:
