@@ -16,17 +16,25 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from paceline import env
 from paceline.env import Placement
-from paceline.errors import DeviceError, NotInitializedError, PeerError, UsageError
+from paceline.errors import (
+    DeviceError,
+    NotInitializedError,
+    PeerError,
+    UsageError,
+    check_choice,
+    check_whole,
+)
 from paceline.group.gloo_shutdown import give_way_at_exit
 from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
 from paceline.group.store import StoreClient
+from paceline.group.values import broadcast_value, gather_value, reduce_value
 from paceline.torch_private import HashStore, PrefixStore, Store, TCPStore
 
 CPU = torch.device("cpu")
@@ -65,6 +73,34 @@ class World:
         """Wait until every worker is here."""
         if self.size > 1:
             dist.barrier(self.group)
+
+    def gather(self, value: Any, *, grad: bool = False) -> Any:
+        """The value of every worker, on all of them: tensors joined along their first dimension.
+
+        Their lengths may differ; a number becomes a tensor with one of every worker. In nested
+        containers all tensors are joined; text must be the same everywhere. With `grad` the
+        gradient of this worker's rows is that of the sum of what all workers compute from them:
+        exactly what `DistributedDataParallel` averages; then every worker runs backward.
+        """
+        return gather_value(self._talking, self.device, value, has_grad=grad)
+
+    def reduce(self, value: Any, op: Literal["sum", "mean"] = "sum") -> Any:
+        """The sum, or the mean, over all workers, on all of them.
+
+        Tensors have one shape on all; in nested containers all tensors and numbers are reduced.
+        """
+        check_choice("op", op, ("sum", "mean"))
+        return reduce_value(self._talking, self.device, value, op)
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """What rank `root` passes, on every worker: tensors, on the host, numbers and text in
+        nested containers. What the others pass is not looked at."""
+        check_whole("root", root, 0, most=self.size - 1)
+        return broadcast_value(self._talking, self.device, value, root)
+
+    @property
+    def _talking(self) -> Any:
+        return self.group or dist.ProcessGroup(0, 1)
 
     def close(self) -> None:
         """Leave the world: destroy the default group if `init_process_group()` made it."""

@@ -1,0 +1,197 @@
+"""Values that all workers tell each other in a loop of one's own: `World.gather` and its siblings.
+
+A value is a tensor, a number or text, or nested containers of them. What every worker has is
+compared before anything is put together, by all of them on the same data: so a mistake of one
+worker is an error on each, and none is left waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from paceline.errors import DesyncError, PacelineError, UsageError
+from paceline.files import decode, encode
+from paceline.group.collectives import (
+    Group,
+    all_reduce,
+    broadcast,
+    exchange,
+    gather_bytes,
+    word_device,
+)
+from paceline.group.tree import children_of, is_container, with_children
+
+_ADVICE = "Pass the same containers on every worker, of dense tensors, numbers and text."
+
+
+def gather_value(group: Group, device: torch.device, value: Any, *, has_grad: bool) -> Any:
+    """The value with the rows of all workers in every tensor."""
+    leaves, problem = _read_leaves(value)
+    everyone = [leaves]
+    if group.size() > 1:
+        data = encode([problem, leaves])
+        sent = gather_bytes(group, data, word_device(group, device), "Gathering")
+        found = [decode(each) for each in sent]
+        _refuse_problems([each[0] for each in found])
+        everyone = [each[1] for each in found]
+    else:
+        _refuse_problems([problem])
+    _compare([{path: _describe(leaf)[1:] for path, leaf in each.items()} for each in everyone])
+    whole: list[Any] = []
+    for path, leaf in _leaves(value):
+        if not isinstance(leaves[path], Tensor):
+            whole.append(leaf)
+            continue
+        parts = [each[path] if each[path].dim() else each[path].reshape(1) for each in everyone]
+        together = torch.cat(parts)
+        if isinstance(leaf, Tensor):
+            together = together.to(leaf.device)
+            if has_grad and leaf.requires_grad:
+                first = sum(map(len, parts[: group.rank()]))
+                together = _Gathered.apply(leaf, together, group, device, first)  # type: ignore
+        whole.append(together)
+    return _rebuild(value, iter(whole))
+
+
+def reduce_value(group: Group, device: torch.device, value: Any, op: str) -> Any:
+    """The value with the sum or the mean over all workers for every tensor and number."""
+    leaves, problem = _read_leaves(value)
+    if group.size() > 1:
+        described = {path: _describe(leaf) for path, leaf in leaves.items()}
+        what = "Comparing what is reduced"
+        said = exchange(group, [problem, described], word_device(group, device), what)
+        _refuse_problems([each[0] for each in said])
+        _compare([each[1] for each in said])
+    else:
+        _refuse_problems([problem])
+    found: list[Any] = []
+    for path, leaf in _leaves(value):
+        if isinstance(leaves[path], Tensor):
+            tensor = leaf.detach() if isinstance(leaf, Tensor) else leaves[path]
+            tensor = tensor.long() if tensor.dtype is torch.bool else tensor
+            total = _sum(group, device, tensor, f"Reducing {path}")
+            total = total / group.size() if op == "mean" else total
+            found.append(total if isinstance(leaf, Tensor) else total.item())
+        else:
+            found.append(leaf)
+    return _rebuild(value, iter(found))
+
+
+def broadcast_value(group: Group, device: torch.device, value: Any, root: int) -> Any:
+    """The value of rank `root`, on every worker, its tensors on this worker's device."""
+    if group.size() == 1:
+        return value
+    is_root, where = group.rank() == root, word_device(group, device)
+    data, problem = b"", ""
+    if is_root:
+        try:
+            data = encode(value)
+        except PacelineError as error:
+            problem = f"rank {root} cannot broadcast its value: {error.what}"
+    length, problem = exchange(group, [len(data), problem], where, "Broadcasting")[root]
+    _refuse_problems([problem])
+    flat = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8).to(where)
+    broadcast(group, flat, root, "Broadcasting")
+    here = flat.cpu()
+    return value if is_root else decode(ctypes.string_at(here.data_ptr(), length))
+
+
+class _Gathered(torch.autograd.Function):
+    """A worker's rows among those of all: their gradient is the sum of what all workers compute."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mine: Tensor, together: Tensor, group: Group, device: torch.device, first: int
+    ) -> Tensor:
+        ctx.place = group, device, first, mine.shape
+        return together
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        group, device, first, shape = ctx.place
+        total = _sum(group, device, grad, "Adding up the gradient of what was gathered")
+        rows = shape[0] if shape else 1
+        return total[first : first + rows].reshape(shape), None, None, None, None
+
+
+def _sum(group: Group, device: torch.device, tensor: Tensor, what: str) -> Tensor:
+    home = tensor.device
+    total = tensor.to(word_device(group, device)) if tensor.is_cpu else tensor
+    total = total.clone(memory_format=torch.contiguous_format)
+    all_reduce(group, total, what)
+    return total.to(home)
+
+
+def _leaves(value: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
+    if is_container(value) and not isinstance(value, PackedSequence):
+        for key, item in children_of(value):
+            yield from _leaves(item, path + key)
+    else:
+        yield path, value
+
+
+def _rebuild(value: Any, leaves: Iterator[Any]) -> Any:
+    if is_container(value):
+        return with_children(value, [_rebuild(item, leaves) for _, item in children_of(value)])
+    return next(leaves)
+
+
+def _read_leaves(value: Any) -> tuple[dict[str, Any], str]:
+    """The leaves by name, numbers as tensors, all on the host; and what cannot be sent of them."""
+    found: dict[str, Any] = {}
+    for path, leaf in _leaves(value):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            found[path] = leaf.detach().cpu()
+        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            found[path] = torch.tensor(
+                leaf, dtype=torch.float64 if isinstance(leaf, float) else None
+            )
+        elif leaf is None or isinstance(leaf, str | bool):
+            found[path] = leaf
+        else:
+            return {}, f"{path} is a {type(leaf).__name__}"
+    return found, ""
+
+
+def _describe(leaf: Any) -> list[Any]:
+    """The first dimension, and what has to be alike where that one may differ."""
+    if isinstance(leaf, Tensor):
+        return [list(leaf.shape[:1]), str(leaf.dtype), leaf.dim() > 0, list(leaf.shape[1:])]
+    return ["", repr(leaf)]
+
+
+def _refuse_problems(problems: Sequence[str]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            where = f" on rank {rank}" if len(problems) > 1 else ""
+            raise UsageError(f"What is told to all workers: {problem}{where}.", advice=_ADVICE)
+
+
+def _compare(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a worker has something else than rank 0."""
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for path in [*first, *theirs]:
+            if first.get(path) != theirs.get(path):
+                one, other = (_words(each.get(path)) for each in (first, theirs))
+                raise DesyncError(
+                    "The workers tell each other values that do not fit together.",
+                    f"First difference: {path} is {one} on rank 0, {other} on rank {rank}.",
+                    _ADVICE,
+                )
+
+
+def _words(described: list[Any] | None) -> str:
+    match described:
+        case None:
+            return "missing"
+        case [*first, str(dtype), bool(), list(others)]:
+            sizes = [*(first[0] if first else ["…"]), *others]
+            return f"{dtype} of shape ({', '.join(map(str, sizes))})"
+    return str(described[-1])
