@@ -113,7 +113,7 @@ class _Gathered(torch.autograd.Function):
         return together
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         group, device, first, shape = ctx.place
         total = _sum(group, device, grad, "Adding up the gradient of what was gathered")
         rows = shape[0] if shape else 1

@@ -100,7 +100,7 @@ class World:
 
     @property
     def _talking(self) -> Any:
-        return self.group or dist.ProcessGroup(0, 1)
+        return self.group or dist.ProcessGroup(HashStore(), 0, 1)
 
     def close(self) -> None:
         """Leave the world: destroy the default group if `init_process_group()` made it."""
