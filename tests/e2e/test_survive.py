@@ -204,6 +204,46 @@ def test_workers_leave_and_join_between_two_steps_and_nothing_is_done_again(tmp_
     assert losses_in(tmp_path) == pytest.approx(losses, rel=1e-6)
 
 
+def test_what_follows_a_step_that_was_lost_at_its_end_talks_to_nobody(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOST_AT_THE_END)
+    done = paceline_run(tmp_path, "--workers", 3, script)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 2):
+        told = json.loads((tmp_path / f"told{rank}.json").read_text())
+        states, numbers = [each[1] for each in told], [each[2] for each in told]
+        assert [each[0] for each in told] == [1, 2, 3, 3, 4]
+        assert states == ["applied", "applied", "undone", "applied", "applied"]
+        assert numbers[2] == numbers[1]  # those of the whole dataset, and the model of before
+    assert (tmp_path / "told0.json").read_bytes() == (tmp_path / "told2.json").read_bytes()
+
+
+LOST_AT_THE_END = """
+import json, os, pathlib, signal
+import torch, torch.distributed as dist, paceline
+
+here, rank = pathlib.Path(__file__).parent, int(os.environ["RANK"])
+data = [(torch.randn(3, generator=torch.Generator().manual_seed(n)).double(),) for n in range(24)]
+torch.manual_seed(0)
+net = torch.nn.Linear(3, 1).double()
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), data, global_batch=6, epochs=1,
+                   folder=here / "run", options=paceline.RunOptions(progress="quiet"))
+told = []
+for step in run:
+    with step:
+        for (x,) in step.batches():
+            step.backward(run.model(x).square().mean())
+        if rank == 1 and step.number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))  # the script's own
+    scores = run.evaluate(lambda batch: {"square": run.model(batch[0]).square().mean()})
+    scores |= run.evaluate(lambda batch: run.model(batch[0]), collect=lambda p: {"mean": p.mean()})
+    run.save()
+    told.append([step.number, step.state, scores])
+(here / f"told{rank}.json").write_text(json.dumps(told))
+"""
+
+
 def test_a_step_that_kills_whoever_computes_it_is_a_bug_and_stops_the_run(tmp_path: Path) -> None:
     plan = [(rank, 4, "forward", "always SIGSEGV") for rank in range(3)]
     done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan))

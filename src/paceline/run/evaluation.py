@@ -118,15 +118,18 @@ def score_share(
     """The sums and counts of this worker's share, by name; of the averaged weights, if given.
 
     `reduction` is None where scores have no counts, and so are means over samples. With `collect`
-    the scores are predictions, and rank 0's sums are what it makes of all of them.
+    the scores are predictions, and rank 0's sums are what it makes of all of them. A worker that
+    is apart scores all of it: its script is to see the numbers that others like it see.
     """
+    members, is_apart = parts.place.membership, parts.recovery.is_apart
+    rank, size = (0, 1) if is_apart else (members.rank, members.size)
     check_choice("reduction", reduction, ("mean", "sum", None))
     check_whole("batch", batch)
     check_dataset(dataset, "Pass what the loader reads; batch= and collate_fn= make batches of it.")
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
-        batches = _load(parts, dataset, batch, collate_fn, loader_workers, step)
+        batches = _load(parts, dataset, batch, collate_fn, loader_workers, step, rank, size)
     else:
-        batches = _read(parts, dataset, batch, collate_fn)
+        batches = _read(dataset, batch, collate_fn, rank, size)
     metrics = Metrics(lambda _report, _sums: None)
     add = metrics.add_sum if reduction == "sum" else metrics.add
     weights: AbstractContextManager[None] = nullcontext()
@@ -134,7 +137,7 @@ def score_share(
     if average is not None:
         weights, prefix = average.in_use(), "ema_"
     training = parts.training
-    if training.buffers is not None and not parts.recovery.is_apart:
+    if training.buffers is not None and not is_apart:
         training.buffers.agree()
     kept, mode = training.generators.kept(), _in_evaluation_mode(training.module)
     samples, predictions = 0, []
@@ -154,12 +157,12 @@ def score_share(
             metrics.end_step(None)
     sums = {SAMPLES: [[], [float(samples)]], **metrics.sums_of_epoch()}
     if collect is not None:
-        members, every = parts.place.membership, predictions
-        if members.size > 1:
+        every = predictions
+        if size > 1:
             what, sent = "Collecting predictions", encode(predictions)
             gathered = gather_bytes(members.group, sent, members.word_device, what)
-            every = [each for data in gathered for each in decode(data)] if members.leads else []
-        if members.leads and every:
+            every = [each for data in gathered for each in decode(data)] if rank == 0 else []
+        if every and rank == 0:
             joined = join([rows for _, rows in sorted(every, key=lambda each: each[0])])
             numbers = _call(collect, joined)
             sums |= {prefix + name: [[value], [1.0]] for name, value in numbers.items()}
@@ -187,12 +190,18 @@ def _call(collect: Collect, predictions: Any) -> dict[str, float]:
 
 
 def _load(
-    parts: RunParts, dataset: Any, batch: int, collate_fn: Collate, workers: int, step: int
+    parts: RunParts,
+    dataset: Any,
+    batch: int,
+    collate_fn: Collate,
+    workers: int,
+    step: int,
+    rank: int,
+    size: int,
 ) -> Iterator[tuple[int, int, Any]]:
     """One worker's batches of the dataset in its own order: number, samples, batch."""
     total = len(dataset)
-    members = parts.place.membership
-    rank, size, batches = members.rank, members.size, -(-total // batch)
+    batches = -(-total // batch)
     numbers = range(rank, batches, size)
     if isinstance(dataset, Files):  # neighbours, so that nobody skips what others read
         numbers = range(batches * rank // size, batches * (rank + 1) // size)
@@ -210,14 +219,14 @@ def _load(
 
 
 def _read(
-    parts: RunParts, dataset: Any, batch: int, collate_fn: Collate
+    dataset: Any, batch: int, collate_fn: Collate, rank: int, size: int
 ) -> Iterator[tuple[int, int, Any]]:
     """The same of a stream, all of which every worker reads."""
-    samples, members = iter(dataset), parts.place.membership
+    samples = iter(dataset)
     for number in count():
         if not (part := list(islice(samples, batch))):
             return
-        if number % members.size == members.rank:
+        if number % size == rank:
             yield number, len(part), collate_fn(part)
 
 

@@ -218,6 +218,7 @@ class Run:
         progress, outlets, recovery = parts.progress, parts.outlets, parts.recovery
         end, number = End("failed", "an error"), 0
         lost: str | None = None
+        again: Portion | None = None
         is_complete = False
         outlets.saving.begin()
         parts.training.state.begin()
@@ -244,7 +245,9 @@ class Run:
                 self._save()  # something to go back to
                 self._find_lost()
             while True:
-                portion = None if progress.stopping else recovery.attempt(self._next_portion)
+                portion = again
+                if again is None and not progress.stopping:
+                    portion = recovery.attempt(self._next_portion)
                 if portion is None:
                     if not progress.stopping:
                         parts.training.update.finish()
@@ -261,13 +264,13 @@ class Run:
                 step = self._open = Step(portion, parts, self._on_failure)
                 yield step
                 self._open = None
+                again = step.again
                 match step.state:
                     case Outcome.APPLIED | Outcome.HEALED:
                         self._after(step)
-                    case Outcome.LOST:
-                        recovery.regroup()
                     case Outcome.FAILED | Outcome.UNDONE:
-                        parts.dealing.deal()  # the same step comes again, or one before it
+                        if again is None:
+                            parts.dealing.deal()  # the same step comes again, or one before it
                     case _:
                         raise UsageError(
                             f"Step {step.number} was not run.",
@@ -439,7 +442,7 @@ class Run:
             position,
             add_up,
             parts.progress.scores,
-            can_save=lambda: not parts.recovery.must_go_back,
+            can_save=lambda: not parts.recovery.must_go_back and not parts.recovery.is_apart,
         )
 
     def _say_what_is_not_saved(self) -> None:

@@ -142,12 +142,13 @@ class Outcome(StrEnum):
     SUMMED = auto()
     """Inside the block, and all gradients have arrived."""
     LOST = auto()
-    """Another worker died; to be dealt anew in the next generation."""
+    """Inside the block: another worker died."""
     HEALED = auto()
     """Applied with the others: it was lost here, they had all of the sum, and gave their state."""
     APPLIED = auto()
     UNDONE = auto()
-    """A part of the state died with a worker: the run goes back to a checkpoint."""
+    """Another worker died: the step is done again, or, where a part of the state died with it, the
+    run goes back to a checkpoint."""
     FAILED = auto()
     """An error left the block; all is as before."""
 

@@ -48,8 +48,8 @@ class Recovery:
     """Whether a part of the state is gone: the same on all workers. Parameters are whole, so what
     follows a step runs as ever; the next step begins at a checkpoint."""
     is_apart = False
-    """Whether this worker's step was given up, while others may be done with the one before: until
-    it goes back, it exchanges nothing with them."""
+    """Whether this worker's step was given up, while others may be done with the one before, or do
+    it again: until its next step, or until it goes back, it exchanges nothing with them."""
 
     ended = ""
     """Why the launcher ends the run, once it does."""
@@ -191,7 +191,6 @@ class Survival(Recovery):
     def _portion_of(self, step: int) -> Portion | None:
         is_applied = self._parts.progress.position.step >= step
         if is_applied or self.must_go_back:
-            self.is_apart = not is_applied
             return None
         return next(self._parts.dealing.portions, None)
 

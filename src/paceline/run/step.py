@@ -37,7 +37,7 @@ class Step:
         new --with--> open --> summed --(end of the block)--> applied
                       ^  ├─(an error)────> failed: all is as before
                       │  └─(a worker died)─> lost ─> healed, and applied with the others
-                      │                       │ └──> undone: the run goes back to a checkpoint
+                      │                       │ └──> undone: it is done again, or one before it
                       └───(dealt anew)────────┘
 
     Invariant: parameters, buffers, optimizer, scheduler and scaler change at the end of the block,
@@ -70,6 +70,8 @@ class Step:
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
         self._passes: Generator[Any] | None = None
+        self.again: Portion | None = None
+        """This worker's part of it, where it was lost at the end of the block: still to be done."""
         self._deal(portion)
 
     @property
@@ -116,7 +118,7 @@ class Step:
         training.engine.begin_step(number)
         if self._note is not None:
             self._note[0] = number
-        self.state = Outcome.OPEN
+        self.state, self._recovery.is_apart = Outcome.OPEN, False
         lr = self._config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
         if training.buffers is not None:
@@ -250,9 +252,19 @@ class Step:
     def _recover(self) -> bool:
         """Go on without a worker that has died; whether there are shards to compute.
 
-        The step is dealt anew among those who are left, and open again. Or it is over: healed where
-        others had all of the sum when it was lost here, undone where the dead took a part of the
-        state along.
+        The step is dealt anew among those who are left, and open again. Or it is over.
+        """
+        if (portion := self._regroup()) is None:
+            return False
+        self._deal(portion)
+        self._begin()
+        return True
+
+    def _regroup(self) -> Portion | None:
+        """This worker's part of the step among those who are left; None if the step is over.
+
+        Then it is healed, where others had all of the sum when it was lost here, or undone, where
+        the dead took a part of the state along.
         """
         # Those who have applied the step give their picture up, too, when they regroup; whoever is
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
@@ -260,17 +272,13 @@ class Step:
         self._undo()
         losses = self._metrics.put_aside()
         portion = self._recovery.deal_anew(self.number)
-        if portion is not None:
-            self._deal(portion)
-            self._begin()
-            return True
-        if self._progress.position.step >= self.number:
+        if portion is None and self._progress.position.step >= self.number:
             self.state, self._progress.scores = Outcome.HEALED, {}
             self._metrics.take_back(losses)
             self._recovery.write_ledger()
-        else:
+        elif portion is None:
             self.state = Outcome.UNDONE
-        return False
+        return portion
 
     def _end_shard(self) -> None:
         """The loop continues with the next batch, or is over."""
@@ -366,13 +374,19 @@ class Step:
         try:
             if error is None:
                 is_lost = not self._finish()
-            elif not is_lost:
+            if is_lost:
+                # What follows the block runs now, so it is to know what has become of the step.
+                # Where that is dealt anew, it comes with the next turn of the loop.
+                self.again = self._regroup()
+                if self.again is not None:
+                    self.state = Outcome.UNDONE
+            elif error is not None:
                 if isinstance(error, Exception):
                     error.add_note(f"In step {self.number} of the run.")
                 if (meaning := self._training.precision.explain(error)) is not None:
                     raise meaning from error
         finally:
-            self._close(is_lost)
+            self._close()
             if not self.is_applied:
                 self._drop_recording(error or PeerError(f"Step {self.number} is not applied."))
         if self._recording is not None and self.is_applied:
@@ -380,13 +394,13 @@ class Step:
             self._recovery.attempt(self._around.close, instead=None)
         return is_lost
 
-    def _close(self, is_lost: bool) -> None:
+    def _close(self) -> None:
         """Leave all as it was before the step, unless it is applied; and stop the clock."""
-        if self.state is Outcome.UNDONE:
-            self._metrics.forget()
-        elif not self.is_applied:
-            self.state = Outcome.LOST if is_lost else Outcome.FAILED
-            self._undo()
+        if not self.is_applied:
+            self._recovery.is_apart = self.state is Outcome.UNDONE
+            if self.state is not Outcome.UNDONE:
+                self.state = Outcome.FAILED
+                self._undo()
             self._metrics.forget()
             self._training.generators.restore(self._before)
         if self.state is Outcome.FAILED:
@@ -425,10 +439,7 @@ class Step:
             training.noise.end(scale=training.update.loss_scale)
         self._clock_s = time.perf_counter()
         # An update that is shared out may have been applied by some, or by nobody.
-        if not self._recovery.holds(self._apply) and self._recover():
-            self._undo()
-            self.state = Outcome.UNDONE
-        return True
+        return self._recovery.holds(self._apply)
 
     def _apply(self) -> None:
         training = self._training
