@@ -152,11 +152,15 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise UsageError(f"{name} is {value!r}.{meant}", advice=advice)
 
 
-def check_members(name: str, value: object, members: Iterable[str], advice: str) -> None:
-    """Refuse an object that lacks a method or an attribute, and name the first one."""
+def check_members(
+    name: str, value: object, members: Iterable[str], advice: str, methods: Iterable[str] = ()
+) -> None:
+    """Refuse an object that lacks some of the members, or of the methods; name what it lacks."""
     missing = [each for each in members if not hasattr(value, each)]
-    if missing:
-        raise UsageError(f"{name} is {value!r:.80}, which has no {missing[0]}.", advice=advice)
+    missing += [f"{each}()" for each in methods if not callable(getattr(value, each, None))]
+    if missing or (methods and isinstance(value, type)):
+        what = f"has no {', '.join(missing)}" if missing else "is a class"
+        raise UsageError(f"{name} is {value!r:.80}, which {what}.", advice=advice)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

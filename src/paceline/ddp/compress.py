@@ -15,30 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError, did_you_mean
+from paceline.errors import check_choice
 from paceline.group import Membership, all_reduce
 from paceline.torch_private import start_averaging
 
-__all__ = ["Compression", "check_compression", "hook"]
+__all__ = ["Compression", "hook"]
 
-NAMES = ["bf16", "fp16"]
-
-
-def check_compression(name: str) -> str:
-    """The name, or an error if there is no such compression."""
-    if name not in NAMES:
-        raise UsageError(
-            f"compression is {name!r}.{did_you_mean(name, NAMES)}",
-            advice=f"Pass one of {', '.join(map(repr, NAMES))}, or None.",
-        )
-    return name
+NAMES = ("bf16", "fp16")
 
 
 class Compression:
     """Shrinks the buckets of one model on their way and counts what was sent; state of `hook`."""
 
     def __init__(self, name: str, membership: Membership) -> None:
-        self.name = check_compression(name)
+        check_choice("compression", name, NAMES)
+        self.name = name
         self.weight: Callable[[], float] | None = None
         """How many items this rank's loss is a sum over; None where losses have no weights."""
         self.steps = 0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.errors import UsageError
+from paceline.errors import check_members
 from paceline.group import Membership
 
 
@@ -67,13 +67,6 @@ MEMBERS = [*Engine.__annotations__, *METHODS]
 
 def check_engine(value: object) -> Engine:
     """The object, or an error that names what it lacks."""
-    missing = [name for name in MEMBERS if not hasattr(value, name)]
-    if not missing:
-        missing = [f"{name}()" for name in METHODS if not callable(getattr(value, name))]
-    if missing or isinstance(value, type):
-        what = f"lacks {', '.join(missing)}" if missing else "is a class"
-        raise UsageError(
-            f"engine is {value!r:.80}, which {what}.",
-            advice=f"Pass an object with {', '.join(MEMBERS)}; see paceline.ddp.Engine.",
-        )
+    advice = f"Pass an object with {', '.join(MEMBERS)}; see paceline.ddp.Engine."
+    check_members("engine", value, Engine.__annotations__, advice, METHODS)
     return value  # type: ignore[return-value]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from paceline.ddp.compress import check_compression
-from paceline.errors import UsageError, check_whole, refuse_unknown_arguments
+from paceline.ddp.compress import NAMES
+from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
 from paceline.group import Membership, default_group
 from paceline.transport import Transport, check_transport
 
@@ -36,8 +36,7 @@ class DDPOptions:
 
     def __post_init__(self) -> None:
         check_transport(self.transport)
-        if self.compression is not None:
-            check_compression(self.compression)
+        check_choice("compression", self.compression, (*NAMES, None))
         check_whole("check_every", self.check_every, 0)
 
 

@@ -47,11 +47,7 @@ def plan_factors(
     devices: Sequence[ReplicaDevice],
 ) -> list[Tensor]:
     """Each chunk's factor, a float64 on its own device; nothing waits for a device."""
-    if reduction not in get_args(LossReduction):
-        raise UsageError(
-            f"reduction is {reduction!r}.",
-            advice="Say 'mean' or 'sum', whichever loss_fn computes over its chunk.",
-        )
+    check_choice("reduction", reduction, get_args(LossReduction))
     homes = [devices[chunk.replica].device for chunk in chunks]
     if count is None:
         total = sum(chunk.rows for chunk in chunks)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from paceline.errors import UsageError
+from paceline.errors import check_members
 from paceline.files import EventWriter, RunFolder, RunInfo, find_info, write_info
 from paceline.group import Membership
 from paceline.telemetry.display import Progress
@@ -314,12 +314,8 @@ class Sinks:
 def check_sinks(argument: str, sinks: Sequence[Any]) -> None:
     """Raise if one of them is not a sink."""
     for number, sink in enumerate(sinks):
-        missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
-        if missing:
-            raise UsageError(
-                f"{argument}[{number}] ({type(sink).__name__}) has no method {missing[0]}().",
-                advice=f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md.",
-            )
+        advice = f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md."
+        check_members(f"{argument}[{number}]", sink, (), advice, METHODS)
 
 
 def count_samples(info: RunInfo, step: int) -> int:

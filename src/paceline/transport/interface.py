@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import check_members
 
 ALIGNMENT = 64
 """Elements: borders between slices, and starts of tensors, where kernels give the same bits as on
@@ -154,14 +154,8 @@ def describe(transport: Transport) -> str:
 
 def check_methods(transport: object) -> Transport:
     """The object, or an error that names the method it lacks."""
-    missing = [name for name in METHODS if not callable(getattr(transport, name, None))]
-    if missing or isinstance(transport, type):
-        what = f"lacks {', '.join(missing)}" if missing else "is a class"
-        raise UsageError(
-            f"transport is {transport!r:.80}, which {what}.",
-            advice=f"Pass an object with the methods {', '.join(METHODS)}; see "
-            "paceline.transport.Transport.",
-        )
+    advice = f"Pass an object with {', '.join(METHODS)}; see paceline.transport.Transport."
+    check_members("transport", transport, (), advice, METHODS)
     return transport  # type: ignore[return-value]
 
 
