@@ -198,16 +198,17 @@ def test_a_preempted_training_is_queued_again_and_ends_as_if_undisturbed(
 
     # SLURM lets two minutes pass before a job starts again; it may still be clearing up. Started in
     # the second in which it was ended, its new credential counts as revoked, and the job is killed.
-    asked_s = 0.0
+    # Asking again puts the start off again, so it is not done before SLURM has looked at its queue.
+    asked_s = float("-inf")
 
     def is_finished() -> bool:
         nonlocal asked_s
-        if time.monotonic() > asked_s + 10.0:
+        if time.monotonic() > asked_s + 70.0:
             asked_s = time.monotonic()
             cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3")
         return info("status") == "finished"
 
-    cluster.wait(is_finished)
+    cluster.wait(is_finished, 400)
     cluster.wait(lambda: cluster.ask("squeue", "-h").strip() == "")  # nothing stays behind
     first, second = (read_state(cluster.folder / each)["model"] for each in (name, f"{name}-alone"))
     for key in first:
