@@ -35,7 +35,7 @@ STEP = (
         "gradients",
         (
             *("ddp.reducer", "ddp.compress", "ddp.unbucketed"),
-            *("ddp.naive", "ddp.ordered", "ddp.distributed", "ddp.join"),
+            *("ddp.naive", "ddp.ordered", "ddp.distributed", "ddp.torch_compat"),
         ),
         "in every step; the order of buckets and their memory in the first of a generation",
     ),
