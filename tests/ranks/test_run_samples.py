@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline import Run, World
 from paceline.errors import DesyncError
-from paceline.run.samples import refuse_other_samples, sum_up_samples
+from paceline.run.loader import refuse_other_samples, sum_up_samples
 from paceline.testing import run_ranks, seeded
 
 ROWS = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))

@@ -55,6 +55,7 @@ from paceline.group.tree import children_of as children_of
 from paceline.group.tree import find_tensors as find_tensors
 from paceline.group.tree import is_container as is_container
 from paceline.group.tree import map_tensors as map_tensors
+from paceline.group.tree import named_leaves as named_leaves
 from paceline.group.tree import named_tensors as named_tensors
 from paceline.group.tree import with_children as with_children
 from paceline.group.world import World as World

@@ -32,6 +32,15 @@ def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(item, path + key)
 
 
+def named_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Everything in the tree that holds nothing else, likewise; a set counts as one leaf, because
+    what is in it has no order."""
+    if isinstance(value, (set, frozenset)) or not is_container(value):
+        return [(path, value)]
+    found = children_of(value)
+    return [leaf for key, item in list(found) for leaf in named_leaves(item, path + key)]
+
+
 def children_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, each with what follows the container's name to get there."""
     if isinstance(value, Mapping):

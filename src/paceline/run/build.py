@@ -46,7 +46,7 @@ from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
-from paceline.run.loader import MapLoader, StreamLoader
+from paceline.run.loader import MapLoader, StreamLoader, refuse_other_samples, sum_up_samples
 from paceline.run.member import Groups, can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.parts import (
@@ -64,7 +64,6 @@ from paceline.run.plan import Plan, Position, check_batch, make_plan
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import Survival
-from paceline.run.samples import refuse_other_samples, sum_up_samples
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
@@ -97,7 +96,7 @@ _REPEATED = (
     "samples the {} steps so far had. They are trained on again."
 )
 SAMPLES = "samples"
-"""The fact that is compared as `samples` says, and not for equality."""
+"""The fact that is compared as `loader` says, and not for equality."""
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 

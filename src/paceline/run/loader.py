@@ -7,20 +7,28 @@ augmentation does not depend on how many processes load.
 A stream has no indices, so its samples cannot be dealt before they are read: every worker reads all
 of it and keeps what belongs to its shards. That is exact at any number of workers, in mid-epoch
 too, as long as it yields the same samples in the same order whenever it is asked.
+
+Whether all workers read the same samples is looked at once, before the first step: a few of them
+are summed up, and the summaries compared.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data import DealtFiles, Generators
 from paceline.errors import DesyncError, UsageError
-from paceline.group import Membership, all_gather
+from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
 from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
 from paceline.torch_private import find_queue
@@ -83,23 +91,26 @@ class ShardFetcher(Dataset[Any]):
         self._tells_epoch, self._epoch = tells_epoch, -1
         self._generators = Generators()
 
-    def __getitem__(self, shard: Shard) -> Any:
+    def __getitem__(self, shard: Any) -> Any:
         if shard.epoch != self._epoch and self._tells_epoch:
-            # Here and not in the training process, whose dataset may be another copy.
-            self._epoch = shard.epoch
-            if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
-                set_epoch(shard.epoch)
+            self._enter_epoch(shard.epoch)
         self._generators.seed(self._seed, "data", shard.step, shard.number)
         if callable(several := getattr(self._dataset, "__getitems__", None)):
             return several(shard.indices)
         return list(map(self._dataset.__getitem__, shard.indices))
+
+    def _enter_epoch(self, epoch: int) -> None:
+        # Here and not in the training process, whose dataset may be another copy.
+        self._epoch = epoch
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 def make_loader(
     dataset: Any,
     loading: dict[str, Any],
     collate_fn: Collate,
-    shards: Iterable[Shard] | None = None,
+    shards: Iterable[Any] | None = None,
 ) -> DataLoader[Any]:
     """A `DataLoader` of whole batches that leaves the generators of this process alone."""
     return DataLoader(
@@ -254,3 +265,110 @@ class StreamFetcher(IterableDataset[Any]):
             shards = [(number, len(part), self._collate(part)) for number, part in parts if part]
             yield Read(len(batch), is_last, shards)
             batch = following
+
+
+LONGEST_S = 0.5
+"""A dataset that takes longer for a sample is not read any further when workers compare."""
+_MOST_LEAVES, _MOST_ELEMENTS = 8, 2**22
+_ROUGHLY = 0.01
+
+Leaf = tuple[str, str, list[float]]
+"""Where in the sample, what is compared exactly there, and what roughly."""
+
+
+def sum_up_samples(dataset: Any, size: int, seed: int, processes: int) -> dict[str, Any]:
+    """The first, the middle and the last sample, by index; not where two reads of it differ.
+
+    A run deals indices, so the sample of an index must be the same one on every worker. What
+    differs between two reads of one worker, with the same random numbers, is not compared. Real
+    numbers are compared roughly, because machines of different kinds round, resample and decode
+    differently; everything else exactly.
+
+    A loader process reads them if one reads all: what a dataset opens in the process that reads is
+    not to be shared with it.
+    """
+    settings = {"num_workers": min(processes, 1)}
+    reader, indices = _TwoReads(dataset, seed), sorted({0, size // 2, size - 1})
+    found: dict[str, Any] = {}
+    with Generators().kept(), suppress(Exception):  # such as of samples that are in themselves
+        found = next(iter(make_loader(reader, settings, _as_it_is, [indices])))
+    return found
+
+
+class _TwoReads(ShardFetcher):
+    """A dataset whose item is a summary of some samples."""
+
+    def __getitem__(self, indices: Any) -> dict[str, list[Leaf]]:
+        self._enter_epoch(0)
+        one, several = self._dataset.__getitem__, getattr(self._dataset, "__getitems__", None)
+        reads: list[Any] = []
+        with suppress(Exception):  # it will be raised where the script can see it, in the loop
+            for index in indices:
+                begin_s = time.monotonic()
+                for _ in range(2):
+                    self._generators.seed(self._seed, "data", 0, 0)
+                    reads.append(several([index])[0] if callable(several) else one(index))
+                if time.monotonic() - begin_s > LONGEST_S:
+                    break
+        leaves = [named_leaves(sample, "sample") for sample in reads]
+        summaries = [list(islice(_sum_up(each), _MOST_LEAVES)) for each in leaves]
+        pairs = zip(indices, summaries[::2], summaries[1::2], strict=False)
+        return {str(i): one for i, one, two in pairs if _first_difference(one, two) is None}
+
+
+def _sum_up(leaves: list[tuple[str, Any]]) -> Iterator[Leaf]:
+    for path, value in leaves:
+        if isinstance(value, Tensor) or hasattr(value, "__array_interface__"):
+            tensor = torch.as_tensor(value)
+            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            if tensor.dtype == torch.uint8 or tensor.is_floating_point():
+                yield path, kind, _summary(flat.double())
+            else:
+                yield path, f"{kind} {_hash(flat.numpy().tobytes())}", []
+        elif isinstance(value, float):
+            yield path, "float", [value]
+        elif isinstance(value, (int, bytes)) or (isinstance(value, str) and os.sep not in value):
+            text = repr(value)
+            yield path, text if len(text) < 20 else f"{text[:16]}... {_hash(text.encode())}", []
+
+
+def refuse_other_samples(
+    ours: dict[str, Any], theirs: dict[str, Any], where: str, elsewhere: str
+) -> None:
+    """Raise if two workers read something else under the same index."""
+    for index in sorted(ours.keys() & theirs.keys(), key=int):
+        if (place := _first_difference(ours[index], theirs[index])) is not None:
+            raise DesyncError(
+                f"Sample {index} of the dataset is not the same {where} and {elsewhere}.",
+                f"First difference: {place}.",
+                "Build the dataset from the same files on every worker, and from seeded random "
+                "numbers (paceline.seed_everything(0) before it): a run deals the samples itself.",
+            )
+
+
+def _summary(flat: Tensor) -> list[float]:
+    """Means and some elements; fewer digits than would make a long message."""
+    if not flat.numel():
+        return []
+    some = flat[:: max(1, flat.numel() // 4)][:4].tolist()
+    return [float(f"{x:.6g}") for x in [flat.mean().item(), flat.abs().mean().item(), *some]]
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str | None:
+    """Where two samples are not the same, in words."""
+    for one, two in zip(ours, theirs, strict=False):
+        (path, kind, numbers), (other_path, other_kind, others) = one, two
+        if (path, kind, len(numbers)) != (other_path, other_kind, len(others)):
+            return f"{path} is {kind} in the one, {other_path} is {other_kind} in the other"
+        scale = _ROUGHLY * max(map(abs, [*numbers, *others]), default=0.0)
+        for a, b in zip(numbers, others, strict=True):
+            if abs(a - b) > scale or (a != a) != (b != b):
+                return f"{path}, which is {kind}, has {a:g} in the one and {b:g} in the other"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} parts in the one and {len(theirs)} in the other"
+    return None
