@@ -18,9 +18,9 @@ from paceline.env import (
     read_command,
     read_observation,
     read_placement,
-    read_terminal,
 )
 from paceline.errors import SettingError
+from paceline.telemetry import read_terminal
 
 TORCHRUN = {
     "RANK": "5",

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.env import TerminalSettings, read_terminal
 from paceline.errors import SettingError
 from paceline.telemetry import Progress, text
 from paceline.telemetry.display import choose_mode
+from paceline.telemetry.screen import TerminalSettings, read_terminal
 from paceline.telemetry.text import WINDOW_S, ProgressState
 from paceline.telemetry.units import metric_text
 

@@ -18,10 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.env import SCREEN_VARIABLE, read_screen, screen_environment
 from paceline.launcher.output import Console, Records, Stream
 from paceline.telemetry import Progress, text
-from paceline.telemetry.screen import RunStatus, Screen, read_record, write_bytes
+from paceline.telemetry.screen import (
+    SCREEN_VARIABLE,
+    RunStatus,
+    Screen,
+    read_record,
+    read_screen,
+    screen_environment,
+    write_bytes,
+)
 from paceline.telemetry.text import ProgressState
 from tests.terminals import Glass
 

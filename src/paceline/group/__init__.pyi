@@ -1,4 +1,3 @@
-from paceline.group.cadence import Cadence as Cadence
 from paceline.group.collectives import Group as Group
 from paceline.group.collectives import Pending as Pending
 from paceline.group.collectives import all_gather as all_gather
@@ -28,6 +27,7 @@ from paceline.group.link import Link as Link
 from paceline.group.link import meeting_place as meeting_place
 from paceline.group.link import receive as receive
 from paceline.group.link import send as send
+from paceline.group.membership import Cadence as Cadence
 from paceline.group.membership import Membership as Membership
 from paceline.group.membership import NoGroup as NoGroup
 from paceline.group.sockets import CONNECTIONS as CONNECTIONS

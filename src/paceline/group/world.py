@@ -31,7 +31,7 @@ from paceline.errors import (
     check_choice,
     check_whole,
 )
-from paceline.group.gloo_shutdown import give_way_at_exit
+from paceline.group.collectives import give_way_at_exit
 from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
 from paceline.group.store import StoreClient
 from paceline.group.values import broadcast_value, gather_value, reduce_value

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TextIO
 
-from paceline.env import read_terminal, screen_environment
 from paceline.files import OutputLog
 from paceline.launcher.plan import STDERR, STDOUT, Route, WorkerSpec
 from paceline.telemetry import (
@@ -30,6 +29,8 @@ from paceline.telemetry import (
     columns_of,
     has_rich,
     read_record,
+    read_terminal,
+    screen_environment,
     terminal_of,
     wrapped,
     write_bytes,

@@ -50,7 +50,10 @@ from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
 from paceline.launcher.worker import ALIVE, ALONE, FAILED, HANGS, WAITS
-from paceline.telemetry import count_text
+from paceline.telemetry import (
+    count_text,
+    read_terminal,
+)
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
@@ -175,7 +178,7 @@ class Supervisor:
             self._after(self.judge.look_s, "look", self.on_look)
 
     def _plan_greeting(self) -> None:
-        first, shown = self.specs[0], env.read_terminal(self.specs[0].environment)
+        first, shown = self.specs[0], read_terminal(self.specs[0].environment)
         is_bar = shown.progress == "bar" or (shown.progress in ("", "auto") and not shown.is_ci)
         is_bar = is_bar and self.console.screen is not None
         workers = count_text(len(self.specs), "worker")

@@ -3,7 +3,7 @@
 Whether and when a collective happens is a function of the step's number and of what the current
 generation has agreed on, never of one worker's history, clock or data. So each module that talks to
 other workers has an entry here, which says when; a new generation begins every entry anew on all
-workers (`group.cadence`). `tests/ranks/test_agenda.py` compares this list with what runs do, for
+workers (`group.Cadence`). `tests/ranks/test_agenda.py` compares this list with what runs do, for
 all options, and finds modules that talk without an entry.
 """
 

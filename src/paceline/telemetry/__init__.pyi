@@ -11,6 +11,8 @@ from paceline.telemetry.screen import Screen as Screen
 from paceline.telemetry.screen import columns_of as columns_of
 from paceline.telemetry.screen import has_rich as has_rich
 from paceline.telemetry.screen import read_record as read_record
+from paceline.telemetry.screen import read_terminal as read_terminal
+from paceline.telemetry.screen import screen_environment as screen_environment
 from paceline.telemetry.screen import terminal_of as terminal_of
 from paceline.telemetry.screen import write_bytes as write_bytes
 from paceline.telemetry.sinks import ALL_APPLIED as ALL_APPLIED

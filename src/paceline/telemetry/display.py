@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TextIO
 
-from paceline.env import TerminalSettings, read_screen, read_terminal
 from paceline.errors import SettingError
 from paceline.files import plain_json
 from paceline.telemetry import text
@@ -29,10 +28,13 @@ from paceline.telemetry.screen import (
     RunStatus,
     Screen,
     ScreenPipe,
+    TerminalSettings,
     columns_of,
     descriptor,
     encode,
     has_rich,
+    read_screen,
+    read_terminal,
     terminal_of,
     write_bytes,
 )

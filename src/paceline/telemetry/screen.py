@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, cast
@@ -25,12 +26,69 @@ from paceline.telemetry.units import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+SCREEN_VARIABLE = "PACELINE_SCREEN"
 _BAR_COLUMNS = 30
 # So few and so short that a record fits into Linux's PIPE_BUF: a pipe takes all of it or nothing.
 _MOST_PARTS, _MOST_LETTERS = 12, 56
 _ERASE = b"\r\x1b[0m\x1b[J"
 # What moves the cursor, clears or scrolls would hit the line; colours may stay.
 _MOVES = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-ln-~]|[78DMEc])")
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalSettings:
+    """What the environment says about showing things on a terminal."""
+
+    progress: str = ""
+    """How to show a run, from PACELINE_PROGRESS; empty if nobody has chosen."""
+    is_ci: bool = False
+    is_dumb: bool = False
+    """The terminal cannot move its cursor."""
+    has_colour: bool = True
+
+
+def read_terminal(environ: Mapping[str, str] = os.environ) -> TerminalSettings:
+    """Read PACELINE_PROGRESS, CI, TERM and NO_COLOR."""
+    return TerminalSettings(
+        progress=environ.get("PACELINE_PROGRESS", "").strip().lower(),
+        is_ci=environ.get("CI", "").lower() not in ("", "0", "false"),
+        is_dumb=environ.get("TERM") == "dumb",
+        has_colour=not environ.get("NO_COLOR") and environ.get("TERM") != "dumb",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenOffer:
+    """What a launcher offers to rank 0, whose standard output it reads."""
+
+    fd: int
+    """Where to send what the live line should say; -1 if the launcher does not draw."""
+    mark: str
+    """What to put in front of a line on standard output that should be shown without its rank."""
+    columns: int
+    """How wide the launcher's terminal is; 0 if it has none."""
+
+
+def screen_environment(fd: int, stdout: int, mark: str, columns: int = 0) -> dict[str, str]:
+    """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
+    known = [os.fstat(one) for one in (fd, stdout) if one >= 0]
+    identity = ",".join(f"{status.st_dev}.{status.st_ino}" for status in known)
+    return {SCREEN_VARIABLE: f"{fd}:{identity}:{columns}:{mark}"}
+
+
+def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenOffer | None:
+    """The launcher's offer, if it is meant for this process and its stream `stdout`.
+
+    Processes that a worker starts inherit the variable but not the descriptors it names: the
+    numbers mean something else there, or nothing.
+    """
+    try:
+        fd, _, columns, mark = environ.get(SCREEN_VARIABLE, "").split(":", 3)
+        offer = screen_environment(int(fd), stdout, mark, int(columns))
+    except (OSError, ValueError, OverflowError):
+        return None
+    is_ours = stdout >= 0 and offer[SCREEN_VARIABLE] == environ[SCREEN_VARIABLE]
+    return ScreenOffer(int(fd), mark, int(columns)) if is_ours else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from paceline import env
 from paceline.errors import UsageError, WireError, check_whole
 from paceline.files import RunFolder
 from paceline.record import Trace, read, to_json, write
 from paceline.show.trace import card
 from paceline.show.trace.drawing import WIDTH, draw, finish, paint, title_of
+from paceline.telemetry import read_terminal
 
 NARROWEST, WIDEST = 40, 160
 ENGINES = {"dp": "DataParallel", "ddp": "DistributedDataParallel"}
@@ -101,7 +101,7 @@ class Printer:
     def __init__(self, stream: IO[str], *, is_plain: bool = False, waits: bool = False) -> None:
         self._stream = stream
         self._is_terminal = stream.isatty()
-        self._has_colour = self._is_terminal and env.read_terminal().has_colour
+        self._has_colour = self._is_terminal and read_terminal().has_colour
         self._waits = waits and self._is_terminal and sys.stdin.isatty()
         try:
             "┌─▼●✓".encode(getattr(stream, "encoding", None) or "ascii")
