@@ -30,14 +30,14 @@ from paceline.record.stages import (
     Layer,
     Model,
     Part,
-    Prediction,
     Sample,
+    SamplePrediction,
     SampleStop,
     Stage,
     Stats,
     TensorFacts,
     Trace,
-    Training,
+    TrainedEpochs,
     Weight,
     WeightStop,
 )
@@ -329,14 +329,14 @@ def synthetic_trace(workers: int = 2, *, engine: EngineName = "DistributedDataPa
             tolerance=1e-6,
             is_equal_on_all=True,
         ),
-        training=Training(
+        training=TrainedEpochs(
             epochs=[
                 Epoch(epoch=1, loss=0.81, seconds=0.4, accuracy=0.7, observation="a good start"),
                 Epoch(epoch=2, loss=0.32, seconds=0.4, accuracy=0.9, observation="still falling"),
             ],
             observation="The loss fell by 60 % in two epochs.",
         ),
-        prediction=Prediction(
+        prediction=SamplePrediction(
             index=417,
             input=[_tensor("x", [1, 10], rng)],
             layers=[

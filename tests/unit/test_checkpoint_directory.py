@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.directory import (
-    Entry,
+    CheckpointEntry,
     Manifest,
     _hash,
     find_entry,
@@ -27,7 +27,7 @@ from paceline.errors import CheckpointError, UsageError
 NAN, INF = float("nan"), float("inf")
 
 
-def fill(folder: Path, step: int, metric: float | None = None) -> Entry:
+def fill(folder: Path, step: int, metric: float | None = None) -> CheckpointEntry:
     files = {"state.safetensors": b"tensors more", "state.json": b"{}"}
     entry, _ = publish(folder, step, files, metric, {"seed": 1})
     return entry
@@ -38,7 +38,7 @@ def kept(
 ) -> list[int]:
     """Which of the saves with these metrics stay; "damaged" ones are given as -1."""
     found = [
-        (Entry(Path(f"{i}"), i, i), Manifest(i, 0.0, metric, {}, {}))
+        (CheckpointEntry(Path(f"{i}"), i, i), Manifest(i, 0.0, metric, {}, {}))
         for i, metric in enumerate(metrics)
     ]
     damaged = [entry.name for entry, manifest in found if manifest.metric == -1]
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
         verify(list_entries(tmp_path / "b")[0])
 
 
-def rewrite(entry: Entry, **changes: Any) -> None:
+def rewrite(entry: CheckpointEntry, **changes: Any) -> None:
     """Change a manifest as somebody would who knows how we hash it."""
     path = entry.path / "manifest.json"
     said = json.loads(path.read_bytes())["manifest"] | changes

@@ -133,6 +133,15 @@ def test_private_names_of_torch_are_used_in_torch_private_only() -> None:
             assert not found, f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}: {found}"
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    path_by_name: dict[str, Path] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                first = path_by_name.setdefault(node.name, path)
+                assert first == path, f"{node.name} in {first} and in {path}"
+
+
 def test_temporary_folders_are_private(source: list[Found]) -> None:
     for found in source:
         names = {name for name, _ in found.calls}

@@ -26,14 +26,14 @@ from paceline.record.stages import (
     Layer,
     Model,
     Part,
-    Prediction,
     Sample,
+    SamplePrediction,
     SampleStop,
     Stage,
     Stats,
     TensorFacts,
     Trace,
-    Training,
+    TrainedEpochs,
     Weight,
     WeightStop,
 )
@@ -244,10 +244,10 @@ def any_trace(make: Any) -> Trace:
             stops=[WeightStop(stage="forward", what="value", by_worker=[make(numbers)] * workers)],
         ),
         check=Check(how="whole batch", text=make(words), is_same=False, reason=make(words)),
-        training=Training(
+        training=TrainedEpochs(
             epochs=[Epoch(epoch=1, loss=make(numbers), seconds=1.0, observation=make(words))]
         ),
-        prediction=Prediction(
+        prediction=SamplePrediction(
             index=1,
             input=[facts],
             layers=[Layer(name=make(words), kind=name, output=facts)],
@@ -350,7 +350,7 @@ def test_the_table_of_epochs_has_a_row_for_each_and_words() -> None:
         Epoch(epoch=i, loss=1.0 / i, seconds=0.5, accuracy=0.5, observation="falling")
         for i in (1, 2, 3)
     ]
-    training = Training(epochs=epochs, observation="It fell.")
+    training = TrainedEpochs(epochs=epochs, observation="It fell.")
     shown = text_of(replace(DDP, training=training, prediction=None)).splitlines()
     assert sum(line.endswith("  falling") for line in shown) == 3
     assert shown[-1].strip() == "It fell."
@@ -358,7 +358,7 @@ def test_the_table_of_epochs_has_a_row_for_each_and_words() -> None:
 
 def test_a_prediction_ends_in_its_answer() -> None:
     facts = TensorFacts(name="x", shape=[1, 3], dtype="float32", device="cpu", bytes=12)
-    prediction = Prediction(
+    prediction = SamplePrediction(
         index=4,
         input=[facts],
         layers=[Layer(name="0", kind="Linear", output=facts)],

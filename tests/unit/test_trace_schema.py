@@ -18,7 +18,7 @@ import pytest
 
 from paceline.errors import WireError
 from paceline.record import schema
-from paceline.record.stages import Epoch, Trace, Training
+from paceline.record.stages import Epoch, Trace, TrainedEpochs
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = [DATA / "pipeline-dp.json", DATA / "pipeline-ddp.json"]
@@ -109,7 +109,7 @@ def test_keys_of_a_later_version_are_ignored() -> None:
 def test_numbers_that_json_has_no_word_for_survive() -> None:
     epochs = [Epoch(epoch=i, loss=x, seconds=1.0) for i, x in enumerate((math.inf, -math.inf))]
     epochs.append(Epoch(epoch=3, loss=math.nan, seconds=1.0))
-    trace = replace(schema.from_json(document()), training=Training(epochs=epochs))
+    trace = replace(schema.from_json(document()), training=TrainedEpochs(epochs=epochs))
     text = json.dumps(schema.to_json(trace), allow_nan=False)
     again = schema.from_json(json.loads(text))
     assert again.training is not None

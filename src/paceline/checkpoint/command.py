@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import directory
-from paceline.checkpoint.directory import Entry, Manifest, find_entry, find_folder
+from paceline.checkpoint.directory import CheckpointEntry, Manifest, find_entry, find_folder
 from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.folders import FOLDERS, folder_of, hf_files
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
 from paceline.errors import CheckpointError, UsageError, did_you_mean
-from paceline.files import Header, Place, plain_json, put_together, read_header
+from paceline.files import Header, TensorPlace, plain_json, put_together, read_header
 from paceline.telemetry import bytes_text, count_text, printable, shape_text, table_lines
 
 SHOWN = 40
@@ -192,7 +192,7 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _look(entry: Entry) -> tuple[Manifest, Header, dict[str, Any]]:
+def _look(entry: CheckpointEntry) -> tuple[Manifest, Header, dict[str, Any]]:
     """A checkpoint's descriptions, a few kilobytes whatever its size; its files must agree."""
     with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()
@@ -205,7 +205,7 @@ def _look(entry: Entry) -> tuple[Manifest, Header, dict[str, Any]]:
         CheckpointError,
         lambda kind, parts: parts[0] if kind == "bytes" else f"{kind} {str(parts)[1:-1]}",
     )
-    values = {name: value for name, value in flatten(state) if not isinstance(value, Place)}
+    values = {name: value for name, value in flatten(state) if not isinstance(value, TensorPlace)}
     return checkpoint.manifest, header, values
 
 

@@ -72,7 +72,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class CheckpointEntry:
     """One published checkpoint, whether sound or not."""
 
     path: Path
@@ -84,7 +84,7 @@ class Entry:
         return self.path.name
 
 
-def list_entries(folder: Path) -> list[Entry]:
+def list_entries(folder: Path) -> list[CheckpointEntry]:
     """The checkpoints in a folder, newest first; none where there is no folder."""
     try:
         names = os.listdir(folder)
@@ -98,9 +98,9 @@ def list_entries(folder: Path) -> list[Entry]:
 
 def list_manifests(
     folder: Path, most: int | None = None
-) -> list[tuple[Entry, Manifest | CheckpointError]]:
+) -> list[tuple[CheckpointEntry, Manifest | CheckpointError]]:
     """The same, or the newest of them, each with its manifest, or with what is wrong with that."""
-    found: list[tuple[Entry, Manifest | CheckpointError]] = []
+    found: list[tuple[CheckpointEntry, Manifest | CheckpointError]] = []
     for entry in list_entries(folder)[:most]:
         try:
             with open_checkpoint(entry) as checkpoint:
@@ -116,13 +116,15 @@ def find_folder(path: Path) -> Path:
     return inner if inner.is_dir() and not list_entries(path) else path
 
 
-def find_entry(path: Path, step: int | None = None) -> Entry:
+def find_entry(path: Path, step: int | None = None) -> CheckpointEntry:
     """The checkpoint that a path means: itself, or the newest in a folder of them."""
     if (path / MANIFEST).exists():
         path = path.resolve()  # the user may name a link; inside a checkpoint none is followed
         with open_folder(path) as folder:
             # Copied or renamed by its owner, its manifest says which step it is.
-            return _entry_at(path) or Entry(path, _read_manifest(folder, path / MANIFEST).step, 0)
+            return _entry_at(path) or CheckpointEntry(
+                path, _read_manifest(folder, path / MANIFEST).step, 0
+            )
     folder_path = find_folder(path)
     entries = [each for each in list_entries(folder_path) if step in (None, each.step)]
     if entries:
@@ -134,15 +136,15 @@ def find_entry(path: Path, step: int | None = None) -> Entry:
     )
 
 
-def _entry_at(path: Path) -> Entry | None:
+def _entry_at(path: Path) -> CheckpointEntry | None:
     match = _NAME.fullmatch(path.name)
-    return Entry(path, int(match[1]), int(match[2])) if match else None
+    return CheckpointEntry(path, int(match[1]), int(match[2])) if match else None
 
 
 class OpenCheckpoint:
     """A checkpoint whose folder is open, so that all its files are of the same checkpoint."""
 
-    def __init__(self, entry: Entry, folder: int) -> None:
+    def __init__(self, entry: CheckpointEntry, folder: int) -> None:
         self.entry = entry
         self._folder = folder
         path = entry.path / MANIFEST
@@ -183,7 +185,7 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(entry: Entry) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(entry: CheckpointEntry) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint and read its manifest."""
     with open_folder(entry.path) as folder:
         try:
@@ -192,7 +194,7 @@ def open_checkpoint(entry: Entry) -> Iterator[OpenCheckpoint]:
             raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
 
 
-def verify(entry: Entry) -> Manifest:
+def verify(entry: CheckpointEntry) -> Manifest:
     """Read every byte of a checkpoint and compare; the manifest if all is well."""
     with open_checkpoint(entry) as checkpoint:
         for name in checkpoint.manifest.files:
@@ -208,7 +210,7 @@ def publish(
     contents: Mapping[str, bytes | memoryview],
     metric: float | None,
     facts: dict[str, Any],
-) -> tuple[Entry, Manifest]:
+) -> tuple[CheckpointEntry, Manifest]:
     """Write a checkpoint so that it is there as a whole or not at all."""
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
@@ -233,7 +235,7 @@ def publish(
     return entry, manifest
 
 
-def remove(entry: Entry) -> None:
+def remove(entry: CheckpointEntry) -> None:
     """Remove a checkpoint; no reader ever sees half of it under its name."""
     gone = entry.path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
@@ -263,13 +265,13 @@ def sweep(folder: Path) -> None:
 
 
 def plan_removals(
-    found: Sequence[tuple[Entry, Manifest | CheckpointError]],
+    found: Sequence[tuple[CheckpointEntry, Manifest | CheckpointError]],
     damaged: Collection[str],
     *,
     keep: int,
     keep_best: int,
     better: Literal["lower", "higher"],
-) -> list[Entry]:
+) -> list[CheckpointEntry]:
     """Which of the checkpoints found go: not the newest sound ones, nor the best of them.
 
     Damaged ones, also those named in `damaged`, count for nothing, so they never push a sound one
@@ -326,11 +328,11 @@ def _write(folder: int, name: str, data: bytes | memoryview) -> FileFacts:
     return FileFacts(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _rename(temporary: Path, folder: Path, step: int) -> Entry:
+def _rename(temporary: Path, folder: Path, step: int) -> CheckpointEntry:
     """Publish under the next free number; another saver may take it first."""
     serial = max((entry.serial for entry in list_entries(folder)), default=0) + 1
     while True:
-        entry = Entry(folder / f"step-{step:08}.{serial:04}", step, serial)
+        entry = CheckpointEntry(folder / f"step-{step:08}.{serial:04}", step, serial)
         try:
             os.rename(temporary, entry.path)
         except OSError as error:

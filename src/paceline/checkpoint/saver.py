@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import directory
-from paceline.checkpoint.directory import SKELETON, TENSORS, Entry
+from paceline.checkpoint.directory import SKELETON, TENSORS, CheckpointEntry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
 from paceline.files import FilePlan, memory_of, plan_file, put_together, read_tensors, take_apart
@@ -233,7 +233,7 @@ class Checkpoints:
             )
 
 
-def read_entry(entry: Entry) -> Saved:
+def read_entry(entry: CheckpointEntry) -> Saved:
     """Load one checkpoint. Nothing of it is used before every hash has been compared."""
     with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()

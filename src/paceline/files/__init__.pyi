@@ -35,7 +35,7 @@ from paceline.files.safetensors import LENGTH_BYTES as LENGTH_BYTES
 from paceline.files.safetensors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from paceline.files.safetensors import FilePlan as FilePlan
 from paceline.files.safetensors import Header as Header
-from paceline.files.safetensors import Place as Place
+from paceline.files.safetensors import TensorPlace as TensorPlace
 from paceline.files.safetensors import as_plain as as_plain
 from paceline.files.safetensors import dtype_name as dtype_name
 from paceline.files.safetensors import is_storable as is_storable

@@ -63,7 +63,7 @@ _VIEW_BY_DTYPE = {"complex32": "float16", "complex128": "float64", "float4_e2m1f
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where one tensor lies: bytes [begin, end) behind the header, and how to read them."""
 
     dtype: str
@@ -80,7 +80,7 @@ class Place:
 class Header:
     """What a file holds: places by name in the order of their bytes, and free text."""
 
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     metadata: dict[str, str]
 
     @property
@@ -108,12 +108,12 @@ def plan_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
     text = {**(metadata or {}), **({VIEWS: json.dumps(views)} if views else {})}
     plain = {name: _as_view(tensor.detach()) for name, tensor in tensors.items()}
     types = {name: _NAME_BY_DTYPE[dtype_name(tensor)] for name, tensor in plain.items()}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     begin = 0
     for name in sorted(plain, key=lambda name: (-_TYPES[types[name]][1], name)):
         shape = tuple(plain[name].shape)
         end = begin + math.prod(shape) * _TYPES[types[name]][1]
-        places[name] = Place(types[name], shape, begin, end)
+        places[name] = TensorPlace(types[name], shape, begin, end)
         begin = end
     header = Header(places, text)
     return FilePlan(_write_header(header), header, [plain[name] for name in places])
@@ -251,7 +251,7 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     return Header(places, metadata)
 
 
-def _place(name: str, entry: Any) -> Place:
+def _place(name: str, entry: Any) -> TensorPlace:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
@@ -268,7 +268,7 @@ def _place(name: str, entry: Any) -> Place:
             f"{name[:80]!r} is {dtype} of shape {str(shape)[:80]}, which does not take the "
             f"{end - begin:,} bytes given to it"
         )
-    return Place(dtype, tuple(shape), begin, end)
+    return TensorPlace(dtype, tuple(shape), begin, end)
 
 
 def _is_shape(extents: list[Any]) -> bool:
@@ -280,7 +280,7 @@ def _is_shape(extents: list[Any]) -> bool:
     )
 
 
-def _read_one(file: BufferedIOBase, place: Place, digest: _Hash | None) -> Tensor:
+def _read_one(file: BufferedIOBase, place: TensorPlace, digest: _Hash | None) -> Tensor:
     """Read the next bytes of a file into a new tensor."""
     import torch
 

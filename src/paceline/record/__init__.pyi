@@ -13,12 +13,12 @@ from paceline.record.stages import Answer as Answer
 from paceline.record.stages import Epoch as Epoch
 from paceline.record.stages import Layer as Layer
 from paceline.record.stages import Part as Part
-from paceline.record.stages import Prediction as Prediction
 from paceline.record.stages import Sample as Sample
+from paceline.record.stages import SamplePrediction as SamplePrediction
 from paceline.record.stages import SampleStop as SampleStop
 from paceline.record.stages import Stage as Stage
 from paceline.record.stages import TensorFacts as TensorFacts
 from paceline.record.stages import Trace as Trace
-from paceline.record.stages import Training as Training
+from paceline.record.stages import TrainedEpochs as TrainedEpochs
 from paceline.record.stages import Weight as Weight
 from paceline.record.step import record_step as record_step

@@ -149,7 +149,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainedEpochs:
     """The epochs after the recorded step, and what they say together."""
 
     epochs: list[Epoch] = field(default_factory=list)
@@ -180,7 +180,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class SamplePrediction:
     """One sample through every layer."""
 
     index: int
@@ -227,6 +227,6 @@ class Trace:
     sample: Sample | None = None
     weight: Weight | None = None
     check: Check | None = None
-    training: Training | None = None
-    prediction: Prediction | None = None
+    training: TrainedEpochs | None = None
+    prediction: SamplePrediction | None = None
     schema: int = 1

@@ -22,7 +22,7 @@ from paceline.transport.interface import Flat, Reduction
 from paceline.transport.segment import COPIED, Hosts, Segment
 from paceline.transport.shared_buckets import (
     WORDS_EVERY_S,
-    Channel,
+    HostChannel,
     Peers,
     SharedBuckets,
     SharedSum,
@@ -125,7 +125,7 @@ class BridgedBuckets(SharedBuckets):
 class BetweenHosts(SharedMemory):
     """Ranks on several hosts, at least two of them on one."""
 
-    def __init__(self, hosts: Hosts, peers: Peers, channel: Channel, name: str) -> None:
+    def __init__(self, hosts: Hosts, peers: Peers, channel: HostChannel, name: str) -> None:
         super().__init__(hosts, peers, channel)
         group = self.group
         count = len(hosts.ranks_by_host)

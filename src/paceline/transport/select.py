@@ -27,7 +27,7 @@ from paceline.transport.between_hosts import BetweenHosts
 from paceline.transport.c10d import C10d
 from paceline.transport.interface import Transport, check_methods, describe
 from paceline.transport.segment import Hosts, share_segment
-from paceline.transport.shared_buckets import SLOT_BYTES, SLOTS, Channel, Peers
+from paceline.transport.shared_buckets import SLOT_BYTES, SLOTS, HostChannel, Peers
 from paceline.transport.shared_memory import SharedMemory
 
 Kind = Literal["auto", "shared_memory", "c10d"]
@@ -133,7 +133,7 @@ def _try_to_share(group: Group, everyone: Sequence[list[str]]) -> tuple[Transpor
         return None, problem
     ranks = hosts.neighbours
     peers = Peers(group, ranks, [int(everyone[rank][1]) for rank in ranks])
-    channel = Channel(segment, peers)
+    channel = HostChannel(segment, peers)
     if len(hosts.ranks_by_host) == 1:
         return SharedMemory(hosts, peers, channel), ""
     name = everyone[0][3]  # another one for every model

@@ -280,7 +280,7 @@ class SharedSum:
             self._private = None
 
 
-class Channel(SharedBuckets):
+class HostChannel(SharedBuckets):
     """Copies tensors from one rank to the others of its host, through two slots of each rank.
 
     The root writes a piece into its slot and continues; it waits only when both slots are still
@@ -352,7 +352,7 @@ class Channel(SharedBuckets):
         self.wait(is_done, late, what)
 
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_channels: weakref.WeakSet[HostChannel] = weakref.WeakSet()
 """All of this process: a model has one, and ranks can be threads."""
 _lock = threading.Lock()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.transport.c10d import C10d
 from paceline.transport.interface import Buckets, Flat, Reduction, Scattered
 from paceline.transport.segment import Hosts, Segment, share_memory, share_segment
-from paceline.transport.shared_buckets import Channel, Peers, SharedBuckets
+from paceline.transport.shared_buckets import HostChannel, Peers, SharedBuckets
 
 log = logging.getLogger("paceline.transport")
 
@@ -27,7 +27,7 @@ class SharedMemory:
 
     has_cheap_messages = True
 
-    def __init__(self, hosts: Hosts, peers: Peers, channel: Channel) -> None:
+    def __init__(self, hosts: Hosts, peers: Peers, channel: HostChannel) -> None:
         self.group = peers.group
         self.description = f"shared memory between the {self.group.size()} ranks of this host"
         self.hosts = hosts

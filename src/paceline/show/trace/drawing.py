@@ -15,7 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from paceline.record import Part, Prediction, Sample, Stage, TensorFacts, Trace, Training, Weight
+from paceline.record import (
+    Part,
+    Sample,
+    SamplePrediction,
+    Stage,
+    TensorFacts,
+    Trace,
+    TrainedEpochs,
+    Weight,
+)
 from paceline.telemetry import (
     bytes_text,
     count_text,
@@ -271,7 +280,7 @@ def _conclusions(trace: Trace, width: int) -> Iterator[str]:
         yield from _marked(marks[check.is_equal_on_all], said, width)
 
 
-def training_lines(training: Training, width: int) -> Iterator[str]:
+def training_lines(training: TrainedEpochs, width: int) -> Iterator[str]:
     """The table of epochs, the loss as a bar, an observation beside each, and one below."""
     rows = [["epoch", "loss", "", "accuracy", "unseen", "time"]]
     known = [each.loss for each in training.epochs if math.isfinite(each.loss)]
@@ -292,7 +301,7 @@ def training_lines(training: Training, width: int) -> Iterator[str]:
     yield from wrap(training.observation, width, "  ")
 
 
-def _prediction(prediction: Prediction, width: int) -> Iterator[str]:
+def _prediction(prediction: SamplePrediction, width: int) -> Iterator[str]:
     """One sample on its way through the layers."""
     layers = [("input", facts) for facts in prediction.input[:1]]
     layers += [(f"{each.name} {each.kind}".strip(), each.output) for each in prediction.layers]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.ddp import Wrapper, bare
 from paceline.errors import UsageError
 from paceline.group import find_tensors
-from paceline.record import Answer, Epoch, Layer, Prediction, Training, tree_facts
+from paceline.record import Answer, Epoch, Layer, SamplePrediction, TrainedEpochs, tree_facts
 
 FLAT = 0.02
 """A change of the loss by less than this share is none."""
@@ -26,13 +26,13 @@ Kind = Literal["classes", "binary", "value"]
 """What an output means: a score for each class, one score for yes or no, or the value itself."""
 
 
-def observe(epochs: Sequence[Epoch]) -> Training:
+def observe(epochs: Sequence[Epoch]) -> TrainedEpochs:
     """The same epochs with an observation each, and one for all of them."""
     told = [
         replace(epoch, observation=_describe_epoch(epochs[:number], epoch))
         for number, epoch in enumerate(epochs)
     ]
-    return Training(epochs=told, observation=_describe_training(epochs))
+    return TrainedEpochs(epochs=told, observation=_describe_training(epochs))
 
 
 def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:
@@ -101,7 +101,7 @@ def trace_prediction(
     expected: float | None = None,
     kind: Kind = "value",
     values: bool = False,
-) -> Prediction:
+) -> SamplePrediction:
     """Run one sample, a batch of one row, through the model and note what every layer makes of it.
 
     Layers are the modules inside which no other one is called, in the order of their calls: those
@@ -148,7 +148,7 @@ def trace_prediction(
     if layers[-1].output.shape != list(found.shape):
         (kept,) = tree_facts("output", found, values=values)
         layers.append(Layer(name="", kind=type(inner).__name__, output=kept))
-    return Prediction(
+    return SamplePrediction(
         index=index,
         input=tree_facts("input", args, values=values),
         layers=layers,

@@ -28,7 +28,7 @@ from paceline.group import all_reduce, find_tensors, init_process_group, map_ten
 from paceline.launcher import launch
 from paceline.record import (
     Epoch,
-    Prediction,
+    SamplePrediction,
     Stage,
     StepRecording,
     Trace,
@@ -290,7 +290,7 @@ class _Loop:
         self.model.train()
         return self._means(sums)
 
-    def _predict(self) -> Prediction:
+    def _predict(self) -> SamplePrediction:
         index = self.options.predict
         inputs, targets = self._load([index])
         expected = next(find_tensors(targets), None)
