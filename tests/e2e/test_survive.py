@@ -244,6 +244,59 @@ for step in run:
 """
 
 
+@pytest.mark.parametrize("late", [1, 2])
+def test_the_last_save_is_done_again_by_all_though_one_heard_its_end_and_another_did_not(
+    late: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOST_IN_THE_LAST_SAVE)
+    done = paceline_run(tmp_path, "--workers", 3, script, late)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run/checkpoints").glob("step-00000004.*"))
+    assert done.stdout.count("trained") == 2
+
+
+LOST_IN_THE_LAST_SAVE = """
+import os, pathlib, signal, sys, time
+import torch, paceline
+from paceline.errors import PeerError
+from paceline.run import exchanges
+
+here, rank, late = pathlib.Path(__file__).parent, int(os.environ["RANK"]), int(sys.argv[1])
+(here / f"pid{rank}").write_text(str(os.getpid()))
+exchange = exchanges.exchange
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+def exchange_last(group, value, device, what):
+    found = exchange(group, value, device, what)
+    if what == "Adding up the epoch so far" and run.step == 4 and group.size() == 3:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while is_alive((here / "pid0").read_text()):
+            time.sleep(0.001)
+        if rank == late:  # it has not heard the end of it
+            raise PeerError("rank 0 is gone")
+    return found
+
+exchanges.exchange = exchange_last
+net = torch.nn.Linear(3, 1)
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(24, 3),
+                   global_batch=6, epochs=1, folder=here / "run",
+                   options=paceline.RunOptions(progress="quiet"))
+for step in run:
+    with step:
+        for x in step.batches():
+            step.backward(run.model(x).square().mean())
+torch.distributed.barrier()
+print("trained")
+"""
+
+
 def test_a_step_that_kills_whoever_computes_it_is_a_bug_and_stops_the_run(tmp_path: Path) -> None:
     plan = [(rank, 4, "forward", "always SIGSEGV") for rank in range(3)]
     done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan))

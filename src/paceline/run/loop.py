@@ -203,7 +203,7 @@ class Run:
         if self._open is not None and self._open.is_applied:
             self._reports.tell(self._open)
         self._save()
-        if not self._is_running and (lost := self._find_lost()):
+        if not self._is_running and (lost := self._find_lost()[0]):
             raise _not_saved(f"over, but {lost}")
         if not self._is_running:
             env.note_unsaved(False)
@@ -345,30 +345,40 @@ class Run:
         died with it, so that there are steps to do again.
         """
         parts, saving = self._parts, self._parts.outlets.saving
-        recovery = parts.recovery
-        lost, generation = "", -1
-        while generation != self.membership.generation:
+        recovery, is_saved, lost = parts.recovery, False, ""
+        while recovery.must_go_back or not is_saved:
             if recovery.must_go_back:
                 if not 0 < parts.progress.stopping < stop.BY_SCRIPT:
                     return None
                 recovery.attempt(self._next_portion)  # a signal ends the run at what is saved
-            generation = self.membership.generation
-            if recovery.is_on and saving.is_on and saving.saved_step != self.step:
+            if not self._is_saved():
                 self._save()
-            lost = self._find_lost()
+            lost, is_saved = self._find_lost()
         is_complete = parts.progress.stopping in (0, stop.BY_RATING)
         recovery.end(is_saved=is_complete and saving.is_on and not lost)
         return lost
 
-    def _find_lost(self) -> str:
-        """What to say of steps that no checkpoint holds, when all are written that can be."""
+    def _is_saved(self) -> bool:
+        """Whether this worker knows of a save of the last step, where others may have to do it."""
+        saving = self._parts.outlets.saving
+        return not (self._parts.recovery.is_on and saving.is_on) or saving.saved_step == self.step
+
+    def _find_lost(self) -> tuple[str, bool]:
+        """What to say of steps that no checkpoint holds, when all are written that can be; and
+        whether every worker knows of a save of the last step.
+
+        Whoever writes may have died: those who have regrouped since forget that save, and those who
+        took part in it only afterwards do not. So all of them save again, or nobody does.
+        """
         saving = self._parts.outlets.saving
         self._parts.outlets.report_checkpoints(wait=True)
-        find = partial(saving.find_lost, self.step)
-        lost: str = self._parts.exchanges.exchange(find, "Asking what is saved")[0]
-        if lost:
+        told = self._parts.exchanges.exchange(
+            lambda: [saving.find_lost(self.step), self._is_saved()], "Asking what is saved"
+        )
+        lost, is_saved = told[0][0], all(each for _, each in told)
+        if lost or not is_saved:
             saving.saved_step = None  # so that another save tries again
-        return lost
+        return lost, is_saved
 
     def _on_failure(self, step: Step) -> None:
         """An error leaves the block: say how, while it is there."""
