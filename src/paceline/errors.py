@@ -13,6 +13,7 @@
     │   └── WeightsError         the weights in a file do not fit the model
     ├── NotFiniteError           a loss or a gradient is NaN or infinite
     ├── PeerError                another rank died, left, or did not arrive in time
+    ├── AuditError               this rank computed other bits than two others of the same shard
     ├── WorkerError              a worker process of ours failed; carries its traceback
     └── WireError                bytes from a file, pipe or store are malformed
 
@@ -99,6 +100,20 @@ class NotFiniteError(PacelineError, ArithmeticError):
 
 class PeerError(PacelineError, RuntimeError):
     """Another rank died, left, or did not arrive in time."""
+
+
+class AuditError(PacelineError, ArithmeticError):
+    """Workers that computed the same shard have different bits; the parameters have not seen them.
+
+    Raised on the one that is wrong, which another may replace. Where it stays open which one that
+    is, on all: none of them may train on.
+    """
+
+    def __init__(
+        self, what: str, where: str = "", advice: str = "", *, ends_run: bool = False
+    ) -> None:
+        super().__init__(what, where, advice)
+        self.ends_run = ends_run
 
 
 class WorkerError(PacelineError, RuntimeError):

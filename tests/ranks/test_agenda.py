@@ -133,6 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saving": ({}, {"checkpoint_every": 2, "clip_norm": 1.0, "ema": 0.9}),
     "shared out": ({}, {"update": "sharded", "checkpoint_every": 3, "trace_step": 4}),
     "recorded": ({}, {"trace_step": 4, "noise_every": 2}),
+    "audited": ({}, {"same_bits": True, "audit": 0.5, "trace_step": 4}),
     "stopped early": ({}, {"best_metric": "loss", "better": "lower", "patience": 1}),
     "everything": (
         {"loader_workers": 1},

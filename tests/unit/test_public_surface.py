@@ -117,6 +117,7 @@ NAMES_BY_MODULE = {
     ],
 }
 ERRORS = [
+    "AuditError",
     "CheckpointError",
     "DesyncError",
     "DeviceError",

@@ -1,4 +1,5 @@
 from paceline.ddp import compress as compress
+from paceline.ddp.audit import Audit as Audit
 from paceline.ddp.buffer import Bucket as Bucket
 from paceline.ddp.buffer import geometry as geometry
 from paceline.ddp.checks import broadcast_tensors as broadcast_tensors

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.ddp.audit import Audit
 from paceline.ddp.naive import NaiveEngine
 from paceline.errors import UsageError
 from paceline.group import Membership, all_gather, all_reduce, word_device
@@ -94,12 +95,17 @@ class OrderedEngine(NaiveEngine):
     """
 
     def __init__(
-        self, module: nn.Module, membership: Membership, shards: int, transport: Any = "auto"
+        self,
+        module: nn.Module,
+        membership: Membership,
+        shards: int,
+        transport: Any = "auto",
+        audit: Audit | None = None,
     ) -> None:
         super().__init__(module, membership)
         devices = sorted({param.device for param in module.parameters()}, key=str)
         # Not as attributes of the module inside, which names set from here on would be.
-        self._sums = OrderedSums(module, membership, shards, devices, transport)
+        self._sums = OrderedSums(module, membership, shards, devices, transport, audit)
         membership.follow(self.on_generation)
 
     @property
@@ -121,11 +127,17 @@ class OrderedEngine(NaiveEngine):
         """The next backward is that of this shard, whose loss has this weight."""
         self._sums.begin_shard(shard, of_shard)
 
+    def weigh_again(self, shard: int, of_shard: float) -> None:
+        """The next backward is that of a shard which another worker computes: to be compared."""
+        self._sums.begin_shard(shard, of_shard, is_second=True)
+
     def take_part(self) -> None:
         self.has_news = self._sums.finish(has_news=self.has_news)
 
     def on_generation(self) -> None:
         self._sums.buckets = None
+        if (audit := self._sums.audit) is not None:
+            audit.forget()
 
 
 class OrderedSums:
@@ -138,8 +150,12 @@ class OrderedSums:
         shards: int,
         devices: Sequence[torch.device],
         transport: Any,
+        audit: Audit | None = None,
     ) -> None:
         self.module, self.membership, self.shards = module, membership, shards
+        self.audit = audit
+        self._second: tuple[int, float] | None = None
+        """The shard of the next backward, and its weight, if another worker computes it, too."""
         self.buckets: Buckets | None = None
         """Where two workers' branches are added, found anew in every generation."""
         self._step = 0
@@ -152,21 +168,27 @@ class OrderedSums:
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._have, self._weights, self._mine = {}, {}, []
+        self._have, self._weights, self._mine, self._second = {}, {}, [], None
+        if self.audit is not None:
+            self.audit.begin(step)
         if self._layout is not None:
             self._layout.has_grad = [False] * len(self._layout.params)
             trained = [param for param in self.module.parameters() if param.requires_grad]
             if list(map(id, trained)) != list(map(id, self._layout.params)):  # some were unfrozen
                 self._layout, self._spare, self.buckets = None, [], None
 
-    def begin_shard(self, number: int, weight: float) -> None:
+    def begin_shard(self, number: int, weight: float, *, is_second: bool = False) -> None:
+        if is_second:
+            self._second = number, weight
+            return
         self._mine.append(number)
         self._weights[number] = weight
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Take the gradients of a shard away, and add them to their neighbours in the tree."""
-        if not self._mine:
+        second, self._second = self._second, None
+        if not self._mine and second is None:
             raise UsageError(
                 "A backward of the run's model ended outside of a step; with same_bits only "
                 "step.backward() says which shard its gradients belong to.",
@@ -174,6 +196,14 @@ class OrderedSums:
                 "run.model.module.",
             )
         layout = self._layout = self._layout or _Layout(self.module)
+        if self.audit is not None:
+            number, weight = second or (self._mine[-1], self._weights[self._mine[-1]])
+            whole = [param.grad for param in layout.params]
+            self.audit.note(number, second is not None, weight, whole)
+        if second is not None:
+            for param in layout.params:
+                param.grad = None
+            return
         flats = self._spare.pop() if self._spare else layout.make()
         taken: Sum = []
         for part, flat in zip(layout.parts, flats, strict=True):
@@ -231,12 +261,19 @@ class OrderedSums:
         layout = self._layout = self._layout or _Layout(self.module)
         members, what = self.membership, f"Step {self._step}: the sum of gradients"
         weights = [self._weights.get(shard, 0.0) for shard in range(self.shards)]
-        told = torch.tensor([*weights, has_news, *layout.has_grad], dtype=torch.float64)
+        audited = [] if self.audit is None else self.audit.words()
+        told = torch.tensor([*weights, has_news, *layout.has_grad, *audited], dtype=torch.float64)
         if members.size > 1:
             told = told.to(word_device(members.group, layout.flats[0].device))
             all_reduce(members.group, told, f"Step {self._step}: agreeing on weights")
         words = told.tolist()
         weights, news, users = words[: self.shards], words[self.shards], words[self.shards + 1 :]
+        users, audited = users[: len(layout.params)], users[len(layout.params) :]
+        if self.audit is not None:
+            self.audit.names = layout.names
+            self.audit.settle(audited, members, layout.flats[0].device)
+            if self.audit.is_disputed:
+                return False
         mine = [
             self._fold_own(each) for each in branches_of(members.rank, members.size, self.shards)
         ]
@@ -336,7 +373,8 @@ class _Layout:
     """How the gradients of a model lie in flat buffers: the same at any number of workers."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.params = [param for param in module.parameters() if param.requires_grad]
+        named = [each for each in module.named_parameters() if each[1].requires_grad]
+        self.names, self.params = [name for name, _ in named], [param for _, param in named]
         self.has_grad = [False] * len(self.params)
         self.parts: list[_Part] = []
         by_kind: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}

@@ -350,12 +350,15 @@ def _names(error: BaseException) -> set[str]:
 
 
 def is_accident(error: BaseException) -> bool:
-    """Whether an error says that a device has failed, or that a loader's process was killed.
+    """Whether an error says that a device has failed or computes wrong, or that a loader's process
+    was killed.
 
     A device-side assert is the script's own: it has asked for an element that is not there.
     """
     if "torch.AcceleratorError" in _names(error):
         return "device-side assert" not in str(error)
+    if "paceline.errors.AuditError" in _names(error):
+        return not getattr(error, "ends_run", False)
     return isinstance(error, RuntimeError) and bool(_LOADER_WORDS.search(str(error)))
 
 

@@ -39,6 +39,12 @@ STEP = (
         ),
         "in every step; the order of buckets and their memory in the first of a generation",
     ),
+    Entry(
+        "audit",
+        ("ddp.audit",),
+        "in steps of which two workers have different bits of a shard, said with the gradients, "
+        "and once more when such a step was done again",
+    ),
     Entry("pace", ("telemetry.stragglers",), "by its cadence: steps 7, 12, ... of a generation"),
     Entry("vote", ("run.stop",), "by its cadence: the first step of a generation, then about 10/s"),
     Entry(

@@ -19,6 +19,7 @@ from torch import nn
 from paceline import env
 from paceline.data import Files, Generators
 from paceline.ddp import (
+    Audit,
     DDPOptions,
     DistributedDataParallel,
     Engine,
@@ -129,7 +130,8 @@ def build_run(config: RunConfig) -> RunParts:
     check_batch(config.global_batch, shards)
     if isinstance(config.dataset, Files) and not is_replacement:
         _count_together(config.dataset, members)
-    plan = make_plan(config, shards, known.get("order"))
+    audit = Audit(share=options.audit, seed=config.seed, shards=shards, replaces=link is not None)
+    plan = make_plan(config, shards, known.get("order"), audit.seconds_of)
     workers = known["workers"] if is_replacement else world.size
     _check_batch_norm(model, workers, shards, plan)
     facts = config.facts(module, plan, shards=shards, workers=workers)
@@ -149,7 +151,7 @@ def build_run(config: RunConfig) -> RunParts:
     with ExitStack() as undo:
         undo.callback(watching.end)
         watching.start_timeline(world.rank)
-        engine = _make_engine(model, config, place, shards)
+        engine = _make_engine(model, config, place, shards, audit)
         watching.note_engine(engine)
         shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
         if shares_out and link is not None:
@@ -176,6 +178,7 @@ def build_run(config: RunConfig) -> RunParts:
         Generators(device),
         rating,
         state,
+        audit,
     )
     training.generators.seed(config.seed, "between", position.step)
     signals = LoaderSignals()
@@ -371,14 +374,18 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _make_engine(model: nn.Module, config: RunConfig, place: Place, shards: int) -> Engine:
+def _make_engine(
+    model: nn.Module, config: RunConfig, place: Place, shards: int, audit: Audit
+) -> Engine:
     """What keeps the model equal; one that is wrapped keeps its wrapper and options."""
     members = place.membership
     if config.options.same_bits or config.engine is not None:
         note_waits(members, place.device)
     if config.options.same_bits:
         transport = config.ddp.transport if config.ddp is not None else "auto"
-        return OrderedEngine(bare(model), members, shards, transport)
+        return OrderedEngine(
+            bare(model), members, shards, transport, audit if audit.share else None
+        )
     if config.engine is not None:
         return check_engine(config.engine(model, place.world))
     if not isinstance(model, DistributedDataParallel):

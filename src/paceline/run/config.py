@@ -49,6 +49,7 @@ _AGREED_OPTIONS = (
     "check_finite",
     "update",
     "noise_every",
+    "audit",
     "checkpoint_every",
     "best_metric",
     "better",
@@ -130,6 +131,10 @@ class RunOptions:
     resumes: each worker computes with one thread, by deterministic algorithms, and gradients are
     added in an order of their own. `here` continues with a run of another processor or another
     version of torch. See docs/same_bits.md."""
+    audit: float = 0.0
+    """The share of shards that a second worker computes as well, from 0 to 1. Where their bits
+    differ, the step is not applied, and the worker that is wrong is named and replaced. Needs
+    `same_bits`. See docs/same_bits.md."""
     noise_every: int = 0
     """Measure the gradient noise scale in every so many steps; 0 means never."""
     trace_step: int = 0
@@ -174,6 +179,17 @@ class RunOptions:
                 advice="Pass a number between 0 and 1, such as 0.999, or None.",
             )
         check_choice("same_bits", self.same_bits, (False, True, "here"))
+        if not (isinstance(self.audit, int | float) and 0 <= self.audit <= 1):
+            raise UsageError(
+                f"audit is {self.audit!r}, which is the share of shards that two workers compute.",
+                advice="Pass a number from 0 to 1, such as 0.01.",
+            )
+        if self.audit and not self.same_bits:
+            raise UsageError(
+                f"audit is {self.audit}, and without same_bits two workers may compute different "
+                "bits of the same shard without being wrong.",
+                advice="Pass same_bits=True as well.",
+            )
         check_choice("precision", self.precision, tuple(DTYPE_BY_PRECISION))
 
 

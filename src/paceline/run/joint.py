@@ -96,12 +96,12 @@ class JointLoss:
         return value
 
 
-def refuse_noise() -> NoReturn:
-    """Raise in a run that measures the gradient noise scale."""
+def refuse_with_joint(option: str) -> NoReturn:
+    """Raise in a run that measures the gradient noise scale, or audits shards."""
     raise UsageError(
-        "step.joint() was called in a run with noise_every: shards of a loss over the whole batch "
-        "are not independent, so no noise can be measured in them.",
-        advice="Leave noise_every out of RunOptions.",
+        f"step.joint() was called in a run with {option}: shards of a loss over the whole batch "
+        "are not independent, so one alone cannot be measured or computed again.",
+        advice=f"Leave {option} out of RunOptions.",
     )
 
 

@@ -57,7 +57,7 @@ class MapLoader:
         portions = self._plan.portions(done.step, members.rank, members.size)
         # The loader runs ahead of the steps, by as much as its processes prefetch.
         ahead, now = tee(portions)
-        shards = (shard for portion in ahead for shard in portion.shards)
+        shards = (shard for portion in ahead for shard in (*portion.audited, *portion.shards))
         loading, plan = self._loading, self._plan
         if plan.lanes is not None:
             mine = len(shards_of(members.rank, members.size, plan.shards))

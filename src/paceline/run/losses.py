@@ -94,3 +94,14 @@ def read_items(step: int, items: float | Tensor) -> float:
             advice="Pass the number of samples or tokens, from 0 up.",
         )
     return number
+
+
+# Note [Weights]
+# Gradients are summed over the workers and divided by the sum of all weights, which costs a pass
+# over them unless that quotient is one. Usually the items are samples, and everybody knows how
+# many the global batch has: so losses are multiplied by size / samples beforehand, and the plain
+# average over the workers is right. A worker without a shard weighs nothing, because it cannot know
+# whether the others weigh items; then the one that has shard 0 brings all the weight there is,
+# `size`, so that nothing is left to divide. Where items are given they are scaled alike, and the
+# quotient corrects for the difference. In 16 bits the factor of a loss decides how its gradients
+# are rounded, and whether they overflow; so there it does not depend on the number of workers.

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import env
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import AuditError, PacelineError, PeerError
 from paceline.group import (
     MEETINGS,
     Connections,
@@ -139,7 +139,7 @@ class Member:
 
     def explains(self, error: BaseException) -> bool:
         """Whether an error only says that another worker is gone."""
-        if isinstance(error, PacelineError) and error.ends_run:
+        if isinstance(error, AuditError) or (isinstance(error, PacelineError) and error.ends_run):
             return False
         if isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and "gloo" in str(error)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from paceline.data import Generators
-from paceline.ddp import Engine
+from paceline.ddp import Audit, Engine
 from paceline.files import RunInfo
 from paceline.group import Membership, World, map_tensors, word_device
 from paceline.policy import NoiseMeter
@@ -72,6 +72,7 @@ class Training:
     generators: Generators
     rating: Rating
     state: RunState
+    audit: Audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,11 @@ class Dealing:
         self.generation = self._membership.generation
         self.portions = self._loader.portions(self._progress.position)
 
+    def again(self) -> Portion:
+        """The first step that is not applied, once more."""
+        self.deal()
+        return next(self.portions)
+
 
 @dataclass
 class RunParts:
@@ -195,6 +201,7 @@ class RunParts:
     def _count_passes(self) -> None:
         size, feed = self.progress.size, self.feed
         is_each = self.config.passes(feed.shards, size) == size <= feed.shortest_batch
+        is_each = is_each and not self.training.audit.share
         self.progress.is_one_each = is_each
 
     def recover_with(self, recovery: Recovery) -> None:

@@ -12,9 +12,9 @@ very samples that `DistributedSampler` with the same seed deals it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -45,6 +45,8 @@ class Shard:
     """Which shard; with `merge_shards` the first of several."""
     indices: list[int]
     """Its samples; where the dataset is a stream, nobody knows more than how many."""
+    is_second: bool = False
+    """Whether another worker computes it, and this one as well; see `ddp.audit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Portion:
     ends_epoch: bool
     busy: int | None = None
     """How many shards of it have samples, on all workers; None: as many as there can be."""
+    audited: list[Shard] = field(default_factory=list)
+    """Shards of other workers that this one computes as well, before its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Plan:
     """Whether a worker's shards go through the model as one."""
     in_tree_order: bool = False
     """Whether shards whose gradients are added first come one after the other."""
+    audits: Callable[[int, int, int], list[int]] | None = None
+    """Of step, rank and size: the shards that a rank computes besides its own."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -130,17 +136,35 @@ class Plan:
             epoch, batch = (step - 1) // per_epoch, self.batch(step)
             if epoch != order_of:
                 order, order_of = self._order(epoch), epoch
-            shards = []
-            for number in mine:
-                if places := batch[number :: self.shards]:
-                    indices = list(places)
-                    if order is not None:
-                        indices = order[places.start : places.stop : places.step].tolist()
-                    shards.append(Shard(step, epoch, number, indices))
+            shards = self._cut(step, batch, order, mine)
+            audited = []
+            if self.audits is not None:
+                seconds = self.audits(step, rank, size)
+                audited = self._cut(step, batch, order, seconds, is_second=True)
             if self.merge_shards and len(shards) > 1:
                 together = [index for shard in shards for index in shard.indices]
                 shards = [Shard(step, epoch, shards[0].number, together)]
-            yield Portion(step, epoch, len(batch), shards, step % per_epoch == 0)
+            is_last = step % per_epoch == 0
+            yield Portion(step, epoch, len(batch), shards, is_last, audited=audited)
+
+    def _cut(
+        self,
+        step: int,
+        batch: range,
+        order: Any,
+        numbers: Sequence[int],
+        *,
+        is_second: bool = False,
+    ) -> list[Shard]:
+        """Shards of a batch, without those that have no samples."""
+        shards, epoch = [], (step - 1) // self.steps_per_epoch
+        for number in numbers:
+            if places := batch[number :: self.shards]:
+                indices = list(places)
+                if order is not None:
+                    indices = order[places.start : places.stop : places.step].tolist()
+                shards.append(Shard(step, epoch, number, indices, is_second))
+        return shards
 
     def _order(self, epoch: int) -> Tensor | KeyedOrder | EpochOfFiles | None:
         """The order of the samples in an epoch; None: as they stand."""
@@ -149,7 +173,12 @@ class Plan:
         return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
 
 
-def make_plan(config: RunConfig, shards: int, order: OrderName | None = None) -> Plan | None:
+def make_plan(
+    config: RunConfig,
+    shards: int,
+    order: OrderName | None = None,
+    audits: Callable[[int, int, int], list[int]] | None = None,
+) -> Plan | None:
     """Which samples form which step; None where samples cannot be asked for by number.
 
     `order` is the one that the run began with, if it began before.
@@ -202,6 +231,7 @@ def make_plan(config: RunConfig, shards: int, order: OrderName | None = None) ->
         drop_last=options.drop_last,
         merge_shards=options.merge_shards,
         in_tree_order=bool(options.same_bits),
+        audits=audits if options.audit else None,
     )
 
 

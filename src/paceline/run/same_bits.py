@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+from paceline.data import Files
 from paceline.errors import UsageError
 
 EVERY = 100
@@ -27,7 +29,14 @@ THREADS = 1
 
 def check_same_bits(config: Any) -> None:
     """Refuse what would make bits depend on the number of workers."""
-    options = config.options
+    options, dataset = config.options, config.dataset
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if options.audit and (is_stream or isinstance(dataset, Files)):
+        raise UsageError(
+            f"audit was asked for together with a dataset of the type {type(dataset).__name__}, "
+            "whose samples cannot be read by number, so that no second worker can read a shard.",
+            advice="Leave audit out, or use a dataset with __len__ and __getitem__.",
+        )
     compression = getattr(config.ddp, "compression", None)
     causes = {
         "merge_shards": (options.merge_shards, "which cuts the batch by the workers"),

@@ -22,10 +22,10 @@ from torch import Tensor
 from paceline.errors import PeerError, UsageError
 from paceline.record import StepRecording
 from paceline.run import losses
-from paceline.run.joint import JointLoss, refuse_noise, say_not_recorded
+from paceline.run.joint import JointLoss, refuse_with_joint, say_not_recorded
 from paceline.run.parts import Outcome, RunParts
 from paceline.run.plan import Portion, Position, Shard
-from paceline.telemetry import Phase
+from paceline.telemetry import Message, Phase
 from paceline.torch_private import count_collectives
 from paceline.transport import mean_factor
 from paceline.update import Loss
@@ -65,6 +65,7 @@ class Step:
         self._feed, self._outlets, self._metrics = parts.feed, parts.outlets, parts.outlets.metrics
         self._progress, self._recovery, self._vote = parts.progress, parts.recovery, parts.vote
         self._exchanges, self._stop, self._note = parts.exchanges, parts.stop, parts.step_note
+        self._dealing, self._audit = parts.dealing, parts.training.audit
         self._around, self._on_fail = ExitStack(), on_fail
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
@@ -87,10 +88,12 @@ class Step:
     def _deal(self, portion: Portion) -> None:
         """These shards of the batch are this worker's; none of them is computed yet."""
         self._busy = portion.busy or min(self._feed.shards, portion.samples)
-        self._shards = portion.shards
+        self._shards, self._audited = portion.shards, portion.audited
+        self._last = portion.shards[-1] if portion.shards else None
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
         """How many of the samples this worker computes."""
         self._shard: Shard | None = None
+        self._computed: Shard | None = None
         self._losses: list[Loss] = []
         self._items = 0.0
         self._has_items: bool | None = None
@@ -134,9 +137,8 @@ class Step:
 
     def _begin_recording(self) -> None:
         indices = [index for shard in self._shards for index in shard.indices]
-        recording = self._outlets.watching.recording(
-            self.number, self._training.engine, indices, self._outlets.sinks
-        )
+        record, sinks = self._outlets.watching.recording, self._outlets.sinks
+        recording = record(self.number, self._training.engine, indices, sinks)
         self._recording = self._around.enter_context(recording)
 
     def _drop_recording(self, cause: BaseException) -> None:
@@ -152,7 +154,8 @@ class Step:
         """
         self._refuse_second_loop("batches")
         while True:
-            self._passes = passes = self._batches(map(self._load, self._shards))
+            shards = [*self._audited, *self._shards]
+            self._passes = passes = self._batches(shards, map(self._load, shards))
             yield from passes
             if self._sum_up() or not self._recover():
                 return
@@ -168,8 +171,8 @@ class Step:
         """
         self._refuse_second_loop("joint")
         training, seed = self._training, self._config.seed
-        if training.noise is not None:
-            refuse_noise()
+        if training.noise is not None or self._audit.share:
+            refuse_with_joint("audit" if self._audit.share else "noise_every")
         while True:
             if self._recording is not None:  # begun again where the step is dealt anew
                 self._drop_recording(say_not_recorded(self._outlets.sinks, self.number))
@@ -184,7 +187,7 @@ class Step:
             self.state = Outcome.LOST
             if self._recovery.holds(partial(whole.compute, seed, self.number)):
                 self.state = Outcome.OPEN
-                self._passes = passes = self._batches(loaded)
+                self._passes = passes = self._batches(self._shards, loaded)
                 for number, batch in enumerate(passes):
                     shard = self._shards[number]
                     part, count = whole.part_of(shard, encode(batch)), len(shard.indices)
@@ -193,7 +196,7 @@ class Step:
                 return
 
     def _refuse_second_loop(self, what: str) -> None:
-        if self.state is not Outcome.OPEN or self._shard is not None or self._losses:
+        if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
 
     def _load(self, shard: Shard) -> Any:
@@ -212,20 +215,21 @@ class Step:
         self._lap(Phase.DATA)
         return batch
 
-    def _batches(self, loaded: Iterable[Any]) -> Generator[Any]:
+    def _batches(self, shards: list[Shard], loaded: Iterable[Any]) -> Generator[Any]:
         training = self._training
         self._note_talks()
-        for shard, batch in zip(self._shards, loaded, strict=True):
+        for shard, batch in zip(shards, loaded, strict=True):
             training.generators.seed(self._config.seed, "model", self.number, shard.number)
             if training.buffers is not None:
                 training.buffers.begin_shard()
             self._shard = shard
-            with training.precision.forward:
-                if shard is self._shards[-1]:
-                    yield batch
-                else:
-                    with training.engine.no_sync():
-                        yield batch
+            with ExitStack() as inside:
+                inside.enter_context(training.precision.forward)
+                if shard is not self._last:
+                    inside.enter_context(training.engine.no_sync())
+                if shard.is_second:  # what it logs is logged by the other worker
+                    inside.callback(self._metrics.take_back, self._metrics.put_aside())
+                yield batch
             if self.state is Outcome.LOST:
                 return
             self._end_shard()
@@ -236,14 +240,17 @@ class Step:
             return False
         votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
         meets = votes or not self._shards or self._training.buffers is not None
+        meets = meets and not self._audit.is_disputed
         holds = not meets or self._recovery.holds(partial(self._meet, votes))
         self.state = Outcome.SUMMED if holds else Outcome.LOST
-        return holds
+        return holds and not self._audit.is_disputed
 
     def _meet(self, votes: bool) -> None:
         training = self._training
         if not self._shards:
             training.engine.take_part()
+            if self._audit.is_disputed:
+                return
         if votes:
             self._vote.start(self.number)
         if training.buffers is not None:
@@ -269,9 +276,10 @@ class Step:
         # Those who have applied the step give their picture up, too, when they regroup; whoever is
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
         self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
+        is_disputed = self._audit.is_disputed
         self._undo()
         losses = self._metrics.put_aside()
-        portion = self._recovery.deal_anew(self.number)
+        portion = self._dealing.again() if is_disputed else self._recovery.deal_anew(self.number)
         if portion is None and self._progress.position.step >= self.number:
             self.state, self._progress.scores = Outcome.HEALED, {}
             self._metrics.take_back(losses)
@@ -285,13 +293,15 @@ class Step:
         shard, self._shard = self._shard, None
         if shard is None:
             return
-        if not self._losses or self._losses[-1].shard != shard.number:
+        if self._computed is not shard:
             raise UsageError(
                 f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
                 advice="Call it once per batch; for a batch that should not count, with items=0.",
             )
         self._refuse_talks()
-        if self._training.buffers is not None:
+        if self._training.buffers is not None and shard.is_second:
+            self._training.buffers.restore()
+        elif self._training.buffers is not None:
             self._training.buffers.end_shard(shard.number)
 
     def backward(
@@ -309,11 +319,11 @@ class Step:
         shard, is_mean = self._shard, reduction == "mean"
         if old or reduction not in ("mean", "sum"):
             losses.refuse_arguments(old, reduction)
-        if shard is None or (self._losses and self._losses[-1].shard == shard.number):
+        if shard is None or self._computed is shard:
             losses.refuse_backward(self.number, is_entered=self.state is not Outcome.NEW)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             losses.refuse_loss(self.number, loss)
-        if shard is self._shards[-1]:
+        if shard is self._last:
             self._refuse_talks()  # before the engine's own, which are in this backward
         self._lap(Phase.FORWARD)
         count: float = len(shard.indices)
@@ -329,7 +339,7 @@ class Step:
         self._is_weighted |= self._has_items
         if is_mean and not count:  # a mean over nothing, which torch's losses make NaN
             loss = torch.nan_to_num(loss)
-        if self._recording is not None:
+        if self._recording is not None and not shard.is_second:
             self._recording.note_loss(loss * count if is_mean else loss, weight=count)
         self._add(loss, count, loss.detach(), is_mean=is_mean)
 
@@ -338,15 +348,17 @@ class Step:
         training, shard = self._training, self._shard
         assert shard is not None
         factor = count * self._scale if is_mean else self._scale
-        if self._is_weighted or self._has_idle_worker:
-            # See Note [Weights].
+        if shard.is_second:
+            training.engine.weigh_again(shard.number, count * self._scale)  # type: ignore[attr-defined]
+        elif self._is_weighted or self._has_idle_worker:
+            # See Note [Weights] in losses.
             weight = self._progress.size if self._shards[0].number == 0 else 0.0
             if self._is_weighted:
                 weight = (self._items + count) * self._scale
             training.engine.weigh(weight, shard.number, count * self._scale)
         add = self._metrics.add if is_mean else self._metrics.add_sum
         add("loss", value, count)
-        if shard is self._shards[-1]:
+        if shard is self._last:
             self._recovery.write_ledger(is_applied=False)
             if training.buffers is not None:
                 training.engine.has_news = training.buffers.has_news(shard.number)
@@ -354,9 +366,11 @@ class Step:
             if not self._recovery.holds(partial(training.update.backward, loss, factor)):
                 self.state = Outcome.LOST
                 return
-        self._losses.append(Loss(value, shard.number, shard.indices))
-        self._items += count
-        if shard is self._shards[-1]:
+        self._computed = shard
+        if not shard.is_second:
+            self._losses.append(Loss(value, shard.number, shard.indices))
+            self._items += count
+        if shard is self._last:
             self._note_talks()
         if training.noise is not None:
             training.noise.add(count)
@@ -406,6 +420,9 @@ class Step:
         if self.state is Outcome.FAILED:
             self._on_fail(self)
             self._stop.ignore()  # the error may end the program, which is not ours then
+        if (found := self._audit.take_finding()) is not None:
+            told = Message(found.text, "warning", "audit", found.facts)
+            self._outlets.sinks.tell("message", told)
         if self._exchanges.asked and (self.is_applied or self.state is Outcome.FAILED):
             self._exchanges.begin_step()
         self.seconds = time.perf_counter() - self._begin_s
@@ -481,14 +498,3 @@ class Step:
         now_s = time.perf_counter()
         self.phases[phase] = self.phases.get(phase, 0.0) + now_s - self._clock_s
         self._clock_s = now_s
-
-
-# Note [Weights]
-# Gradients are summed over the workers and divided by the sum of all weights, which costs a pass
-# over them unless that quotient is one. Usually the items are samples, and everybody knows how
-# many the global batch has: so losses are multiplied by size / samples beforehand, and the plain
-# average over the workers is right. A worker without a shard weighs nothing, because it cannot know
-# whether the others weigh items; then the one that has shard 0 brings all the weight there is,
-# `size`, so that nothing is left to divide. Where items are given they are scaled alike, and the
-# quotient corrects for the difference. In 16 bits the factor of a loss decides how its gradients
-# are rounded, and whether they overflow; so there it does not depend on the number of workers.
