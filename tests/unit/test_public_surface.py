@@ -59,7 +59,6 @@ NAMES_BY_MODULE = {
     ],
     "paceline.ddp.compress": [
         "Compression",
-        "check_compression",
         "hook",
     ],
     "paceline.dp": ["DPOptions", "DataParallel"],
