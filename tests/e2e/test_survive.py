@@ -297,6 +297,34 @@ print("trained")
 """
 
 
+def test_a_worker_that_is_added_to_one_measures_what_that_one_does(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(GROWS)
+    done = paceline_run(tmp_path, "--workers", 1, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained by 2") == 2
+
+
+GROWS = """
+import os, signal, time
+import torch, paceline
+
+net = torch.nn.Linear(3, 1)
+options = paceline.RunOptions(progress="quiet", merge_shards=True, noise_every=2)
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.ones(24, 3),
+                   global_batch=4, epochs=2, shards=4, options=options)
+for step in run:
+    with step:
+        for x in step.batches():
+            step.backward(run.model(x).square().mean())
+    if step.number == 3:
+        os.kill(os.getppid(), signal.SIGUSR1)
+        while not run._parts.recovery.is_due():
+            time.sleep(0.01)
+print("trained by", run.membership.size)
+"""
+
+
 def test_a_step_that_kills_whoever_computes_it_is_a_bug_and_stops_the_run(tmp_path: Path) -> None:
     plan = [(rank, 4, "forward", "always SIGSEGV") for rank in range(3)]
     done = paceline_run(tmp_path, "--workers", 3, prepare(tmp_path, plan))

@@ -163,7 +163,7 @@ def build_run(config: RunConfig) -> RunParts:
     if repeated:
         position, sums = replace(position, step_of_epoch=0), {}
     noise = None
-    if options.noise_every and config.passes(shards, world.size) > 1:
+    if options.noise_every and config.passes(shards, workers) > 1:
         noise = NoiseMeter(module.parameters(), every=options.noise_every)
     has_buffers = next(module.buffers(), None) is not None
     training = Training(
