@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,6 +104,18 @@ def test_a_run_computes_with_one_thread_until_its_loop_is_over() -> None:
         assert arithmetic() == before
     assert set(inside) == {(1, True, False)}
     torch.set_num_threads(1)
+
+
+def test_a_run_that_is_not_looped_over_says_nothing_when_its_program_ends() -> None:
+    program = """
+import torch, paceline
+net = torch.nn.Linear(3, 1)
+options = paceline.RunOptions(progress="quiet", same_bits=True)
+run = paceline.Run(net, torch.optim.SGD(net.parameters()), torch.ones(8, 3), global_batch=8,
+                   epochs=1, options=options)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stderr == b""
 
 
 def test_a_backward_outside_of_a_step_is_refused() -> None:

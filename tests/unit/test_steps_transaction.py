@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from paceline.errors import NotFiniteError, UsageError
 from paceline.run import Run, RunOptions, Step
 from paceline.run.plan import Position
 from paceline.run.recovery import NoRecovery
+from paceline.run.stop import SIGNALS
 from paceline.testing import seeded
 
 
@@ -217,6 +219,27 @@ def test_schedulers_step_once_per_step() -> None:
     for step in run:
         assert optimizer.param_groups[0]["lr"] == 0.5 ** (step.number - 1)
         advance(run, step)
+
+
+def test_a_loop_that_cannot_begin_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    net = mlp()
+    run = make(net, options=RunOptions(progress="quiet"))
+
+    def fail(*_: object) -> None:
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.run.loader.make_loader", fail)
+        with pytest.raises(OSError, match="no more processes"):
+            next(iter(run))
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    torch.optim.SGD(net.parameters(), lr=0.1).step()  # nobody's business again
+    for step in run:
+        advance(run, step)
+    assert run.step == run.steps
 
 
 def test_metrics_of_a_failed_step_are_forgotten() -> None:

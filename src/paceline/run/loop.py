@@ -223,24 +223,24 @@ class Run:
         outlets.saving.begin()
         parts.training.state.begin()
         self._is_running = True
-        if self.options.same_bits:
-            self._around.enter_context(fixed_arithmetic())
-        self._reports.begin()
-        if self.options.handle_signals:
-            parts.stop.listen()
-            parts.feed.signals.hold()
-        is_first = not parts.place.is_replacement
-        if is_first:
-            outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
-        outlets.watching.begin(outlets.sinks)
-        recovery.begin()
-        parts.dealing.deal()
-        if not is_first:  # now it knows the step
-            outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
-            self._reports.go_back()
-        if parts.training.rating.is_over:  # it was when the last start ended
-            progress.stopping = stop.BY_RATING
         try:
+            if self.options.same_bits:
+                self._around.enter_context(fixed_arithmetic())
+            self._reports.begin()
+            if self.options.handle_signals:
+                parts.stop.listen()
+                parts.feed.signals.hold()
+            is_first = not parts.place.is_replacement
+            if is_first:
+                outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
+            outlets.watching.begin(outlets.sinks)
+            recovery.begin()
+            parts.dealing.deal()
+            if not is_first:  # now it knows the step
+                outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
+                self._reports.go_back()
+            if parts.training.rating.is_over:  # it was when the last start ended
+                progress.stopping = stop.BY_RATING
             if is_first and recovery.is_on and parts.training.shares_out:
                 self._save()  # something to go back to
                 self._find_lost()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -73,7 +74,7 @@ def fixed_arithmetic() -> Iterator[None]:
     finally:
         with _lock:
             before = _inside.pop()
-            if not _inside:
+            if not _inside and not sys.is_finalizing():
                 _apply_settings(before)
 
 
