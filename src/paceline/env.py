@@ -141,10 +141,31 @@ def take_survival() -> dict[str, Any] | None:
     return given
 
 
-def joins_running() -> bool:
-    """Whether this worker replaces one of a training that is under way."""
-    given = read_survival()
-    return given is not None and bool(given["is_replacement"])
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What the launcher of this process has told it, read at one time."""
+
+    place: Placement | None
+    """None where there is no launcher."""
+    attempt: int
+    """How often the workers were started again."""
+    survives: bool
+    """Whether workers that die are replaced, ..."""
+    joins_running: bool
+    """... and this one replaces one of a training that is under way."""
+    hears_of_failures: bool
+    """Whether this worker is told when another one has failed."""
+
+
+def read_launched(environ: Mapping[str, str] = os.environ) -> Launched:
+    survival = read_survival(environ)
+    return Launched(
+        place=read_placement(environ),
+        attempt=read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        survives=survival is not None,
+        joins_running=survival is not None and bool(survival["is_replacement"]),
+        hears_of_failures=FAILURE_VARIABLE in environ,
+    )
 
 
 def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
@@ -259,13 +280,6 @@ def first_host(text: str) -> str:
     return first
 
 
-def read_data_home(environ: Mapping[str, str] = os.environ) -> str:
-    """Where programs of this user keep what they remember: XDG_DATA_HOME, or ~/.local/share."""
-    given = environ.get("XDG_DATA_HOME", "")
-    # A relative path is to be ignored, says the specification.
-    return given if os.path.isabs(given) else os.path.expanduser("~/.local/share")
-
-
 def note_unsaved(is_unsaved: bool) -> None:
     """Have this process end with a code that is not 0; or no longer.
 
@@ -365,11 +379,6 @@ def find_announced(path: str) -> str:
     return ""
 
 
-def hears_of_failures(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher of ours tells this worker when another one has failed."""
-    return FAILURE_VARIABLE in environ
-
-
 def has_failed_peer(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher ends this worker because another one has failed."""
     return os.path.exists(environ.get(FAILURE_VARIABLE, ""))
@@ -439,16 +448,9 @@ def may_share_gpu(environ: Mapping[str, str] = os.environ) -> bool:
     return "NCCL_HOSTID" in environ or environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def read_attempt(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher has started the workers again; 0 without one."""
-    return read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
-
-
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has told glibc how to treat freed memory."""
-    return bool(
-        {"GLIBC_TUNABLES"} & environ.keys() or re.search("^MALLOC_", "\n".join(environ), re.M)
-    )
+    return any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,8 +474,7 @@ STALL_WINDOWS = 10
 
 
 def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
-    """Read PACELINE_TIMELINE, PACELINE_STALL_S, PACELINE_STALL_END_S, PACELINE_BLAME and
-    PACELINE_TRACE_STEP."""
+    """Read PACELINE_TIMELINE, _STALL_S, _STALL_END_S, _BLAME and _TRACE_STEP."""
     stall_s = _read_seconds(environ, "PACELINE_STALL_S", 0.0)
     end_s = _read_seconds(environ, "PACELINE_STALL_END_S", STALL_WINDOWS * stall_s)
     blame = environ.get("PACELINE_BLAME", "1")

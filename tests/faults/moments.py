@@ -213,7 +213,7 @@ class Moments:
             file = os.open(self._folder / f"{STRUCK}{number}", flags, 0o600)
         except FileExistsError:
             return
-        facts = {"worker": self._worker, "step": self.step, "attempt": env.read_attempt()}
+        facts = {"worker": self._worker, "step": self.step, "attempt": env.read_launched().attempt}
         said = {**facts, "generation": self._generation, "time_s": time.monotonic()}
         os.write(file, json.dumps(said).encode())
         os.close(file)
@@ -297,7 +297,7 @@ class Moments:
         record = {
             "kind": kind,
             "time_s": time.monotonic(),
-            "attempt": env.read_attempt(),
+            "attempt": env.read_launched().attempt,
             "generation": self._generation,
             "step": step,
             **more,

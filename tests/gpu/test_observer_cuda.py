@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import DistributedDataParallel, World, init_process_group
+from paceline import DistributedDataParallel, World, env, init_process_group
 from paceline.group.membership import Membership
 from paceline.telemetry import spans, timeline
 from paceline.telemetry.phases import Phase
@@ -102,7 +102,7 @@ def compare_alone(world: World) -> list[float]:
     """NCCL, whose tensors lie on the device: results are read in the next exchange."""
     device = torch.device("cuda", 0)
     membership = Membership(world.group)
-    observer = Observer(membership, device)
+    observer = Observer(membership, device, env.read_observation())
     watch = observer.watch
     detector = watch.detector = StragglerDetector(watch, membership)
     for _ in range(30):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from updates import update
 
-from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline import DistributedDataParallel, SyncBatchNorm, env
 from paceline.group.membership import Membership
 from paceline.group.world import World
 from paceline.telemetry import stopwatch
@@ -165,7 +165,7 @@ class Trainer:
         self.clock = HandClock()
         self.watch = Stopwatch(self.clock)
         self.detector = self.watch.detector = StragglerDetector(self.watch, membership)
-        self.observer = Observer(membership, CPU)
+        self.observer = Observer(membership, CPU, env.read_observation())
         self.observer.watch = self.watch
         self.told: list[tuple[int, Blame]] = []
         self.detector.tell = self.tell

@@ -142,8 +142,9 @@ def init_process_group(
     if dist.is_initialized():
         return current_world()
     _check_backend(backend)
-    place = env.read_placement()
-    if env.joins_running():
+    launched = env.read_launched()
+    place = launched.place
+    if launched.joins_running:
         return _stand_apart(place, device_id)
     explicit = init_method is not None or store is not None
     if not explicit and (world_size, rank) != (-1, -1):
@@ -165,7 +166,7 @@ def init_process_group(
         source = "alone"
     else:
         # A launcher's store outlives groups and attempts: what an earlier one left there is stale.
-        prefix = f"paceline/{env.read_attempt()}/{next(_groups)}"
+        prefix = f"paceline/{launched.attempt}/{next(_groups)}"
         met = PrefixStore(prefix, connect(place, timeout))
         CONNECTIONS.kept_port = place.master_port
         options |= {"store": met, "world_size": place.size, "rank": place.rank}
@@ -176,7 +177,7 @@ def init_process_group(
         env.bind_gloo(interface_towards(place.master_addr))
     with CONNECTIONS.recorded():
         dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
-    return replace(current_world(), device=device, source=source, owns_group=True)
+    return replace(_describe(place), device=device, source=source, owns_group=True)
 
 
 def init_as_torch(*args: Any, **kwargs: Any) -> None:
@@ -185,12 +186,12 @@ def init_as_torch(*args: Any, **kwargs: Any) -> None:
     The launcher's store then still has the addresses of the first group, which is gone: to join
     that one would take for ever.
     """
-    place = env.read_placement()
-    if env.joins_running():
-        _stand_apart(place, kwargs.get("device_id"))
+    launched = env.read_launched()
+    if launched.joins_running:
+        _stand_apart(launched.place, kwargs.get("device_id"))
         return
-    if place is not None:
-        CONNECTIONS.kept_port = place.master_port
+    if launched.place is not None:
+        CONNECTIONS.kept_port = launched.place.master_port
     with CONNECTIONS.recorded():
         dist.init_process_group(*args, **kwargs)
 
@@ -204,7 +205,7 @@ def _stand_apart(place: Placement | None, device_id: torch.device | int | None) 
     with env.gloo_on_loopback():  # whatever has become of the way to other machines
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     _apart.add(dist.group.WORLD)
-    return replace(current_world(), device=device, source=place.source, owns_group=True)
+    return replace(_describe(place), device=device, source=place.source, owns_group=True)
 
 
 def _check_backend(backend: object) -> None:
@@ -227,8 +228,11 @@ _groups = count()
 
 def current_world() -> World:
     """Describe the default process group that is already there, whoever made it."""
+    return _describe(env.read_placement())
+
+
+def _describe(place: Placement | None) -> World:
     group = default_group()
-    place = env.read_placement()
     if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
     else:

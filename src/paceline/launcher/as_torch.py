@@ -87,7 +87,7 @@ def prepare_torch(store_port: int, as_torch: bool) -> None:
 
     if torch.distributed.is_available():
         serve_other_stores(store_port)
-        if env.read_survival() is not None:
+        if env.read_launched().survives:
             swap(torch.distributed, "init_process_group", join_group)
     if as_torch:
         swap_classes()

@@ -28,6 +28,7 @@ from paceline.ddp import (
     bare,
     check_engine,
 )
+from paceline.env import Launched
 from paceline.errors import DesyncError, UsageError
 from paceline.files import RunFolder, RunInfo, last_recorded_step
 from paceline.group import (
@@ -104,11 +105,12 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 def build_run(config: RunConfig) -> RunParts:
     """Check the arguments, find a checkpoint, wrap the model and load."""
     options = config.options
-    world = config.world or find_world()
+    launched = env.read_launched()
+    world = config.world or find_world(launched)
     members = Membership.of(world.group)
     if config.loader is not None:
         _take_loader(config, world)
-    link, shares_out, can_survive = _find_link(config, members)
+    link, shares_out, can_survive = _find_link(config, members, launched)
     is_replacement = link is not None and link.is_replacement
     if is_replacement:
         members.leave()
@@ -196,7 +198,7 @@ def build_run(config: RunConfig) -> RunParts:
     if repeated:
         count = count_text((before or {})["workers"], "worker")
         lines.append(_REPEATED.format(position.epoch + 1, count, repeated))
-    lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step)]
+    lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step, launched)]
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
     metrics = Metrics(sinks.tell_step)
@@ -204,7 +206,7 @@ def build_run(config: RunConfig) -> RunParts:
         metrics.epoch = sums
     outlets = Outlets(sinks, metrics, saving, watching, info, lines)
     stop = StopRequest(sinks.say)
-    stop.hears_of_failures = world.size == 1 or env.hears_of_failures()
+    stop.hears_of_failures = world.size == 1 or launched.hears_of_failures
     vote = Vote(members, stop)
     vote.is_asked_to_record = watching.is_asked
     progress = RunProgress(position, members.size)
@@ -223,7 +225,7 @@ def build_run(config: RunConfig) -> RunParts:
         step_note=env.open_step_note(),
     )
     if link is not None:
-        parts.recover_with(Survival(link, _make_groups(link), parts))
+        parts.recover_with(Survival(link, _make_groups(link, launched), parts))
     return parts
 
 
@@ -235,13 +237,15 @@ def _take_loader(config: RunConfig, world: World) -> None:
     config.global_batch = config.global_batch or find_global_batch(config.loader, world.size)
 
 
-def _find_link(config: RunConfig, members: Membership) -> tuple[Link | None, bool, bool]:
+def _find_link(
+    config: RunConfig, members: Membership, launched: Launched
+) -> tuple[Link | None, bool, bool]:
     """The line to a launcher that keeps the run alive; whether the update is shared out; and
     whether the run could outlive a worker."""
     is_formed_anew = members.group is dist.group.WORLD and can_form_anew(dist.get_backend())
     can_survive = (
         is_formed_anew
-        and env.read_survival() is not None
+        and launched.survives
         and not _has_sync_batch_norm(config.model)
         and config.loader is None  # which cannot be dealt anew
     )
@@ -258,11 +262,10 @@ def _find_link(config: RunConfig, members: Membership) -> tuple[Link | None, boo
     return link, shares_out, can_survive
 
 
-def _make_groups(link: Link) -> Groups:
+def _make_groups(link: Link, launched: Launched) -> Groups:
     """What makes torch's default group anew for every generation."""
-    placement = env.read_placement()
-    assert placement is not None
-    store, backend = connect(placement, None), link.backend or dist.get_backend()
+    assert launched.place is not None
+    store, backend = connect(launched.place, None), link.backend or dist.get_backend()
     groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
     refuse_aborted(lambda: groups.is_broken)
     return groups
@@ -345,14 +348,14 @@ def _make_sinks(
     return Sinks(sinks, terminal)
 
 
-def find_world() -> World:
+def find_world(launched: Launched) -> World:
     """torch's default group if there is one, else what a launcher says, else this one process."""
     if dist.is_available() and dist.is_initialized():
         return current_world()
-    if env.read_placement() is None:
+    if launched.place is None:
         # A group of its own, so that being alone leaves no trace in torch.
         return World(rank=0, size=1, group=dist.ProcessGroup(HashStore(), 0, 1))
-    if env.read_survival() is not None:
+    if launched.survives:
         env.leave_nccl_to_us()
     world = init_process_group()
     atexit.register(world.close)
@@ -409,14 +412,14 @@ def _make_engine(
     return model
 
 
-def _lines_on_repeated_steps(folder: RunFolder | None, step: int) -> list[str]:
+def _lines_on_repeated_steps(folder: RunFolder | None, step: int, launched: Launched) -> list[str]:
     """Which steps are done again, because the run ended before they were in a checkpoint."""
     last = 0 if folder is None else last_recorded_step(folder)
     if last > step:
         they = "it was" if last == step + 1 else "they were"
         which = name_steps(step + 1, last).capitalize()
         return [f"{which} done again: the last start ended before {they} saved."]
-    if folder is None and env.read_attempt() > 0:
+    if folder is None and launched.attempt > 0:
         return ["All steps are done again: without a folder nothing was saved before the restart."]
     return []
 

@@ -484,7 +484,7 @@ class Step:
             self._talks = count_collectives(self._place.membership.group)
 
     def _refuse_talks(self) -> None:
-        """Raise if the pass of a shard talked to other workers: they compute other ones, or none.
+        """Raise if the passes of shards talked to other workers: they compute other ones, or none.
 
         The engine talks in the last backward only, and the run before and after the passes.
         """

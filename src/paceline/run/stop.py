@@ -75,7 +75,7 @@ def describe_end(error: BaseException | None, rank: int, step: int) -> End:
 def record_error_at_exit(folder: str | os.PathLike[str] | None, rank: int, step: int) -> None:
     """If an exception ends this program, have the run folder say so: a loop that is left does not
     know. A launcher of ours does that for its workers."""
-    if folder is not None and not env.hears_of_failures():
+    if folder is not None and not env.read_launched().hears_of_failures:
         atexit.register(_record_error, RunFolder(folder), rank, step, os.getpid())
 
 

@@ -242,8 +242,11 @@ class Observer:
     may have `is_completed()` and `missing()` too.
     """
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(
+        self, membership: Membership, device: torch.device, wishes: env.Observation
+    ) -> None:
         self.watch = of(membership, device)
+        self._wishes = wishes
         self._membership = membership
         self._device = device
         self._began_ns: list[int] = []
@@ -261,7 +264,7 @@ class Observer:
         Whoever was alone before, and had nothing to compare, does so from the same step on as those
         it joins.
         """
-        wishes, watch = env.read_observation(), self.watch
+        wishes, watch = self._wishes, self.watch
         if self._membership.size == 1:
             return
         # These two look at stopwatches, so they import this module.
@@ -385,7 +388,7 @@ def begin_observing(membership: Membership, device: torch.device) -> Observer | 
     recorder = spans.current
     if recorder is None and (size == 1 or not (wishes.blames or wishes.stall_s)):
         return None
-    observer = Observer(membership, device)
+    observer = Observer(membership, device, wishes)
     if recorder is not None:
         threads = torch.get_num_threads()
         recorder.tell({"size": size, "device": str(device), "threads": threads})

@@ -68,7 +68,7 @@ class Memory:
     """The file, what is in it, and what there is to say about it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or Path(env.read_data_home(), "paceline", "learn.json")
+        self.path = path or Path(_data_home(), "paceline", "learn.json")
         self.remark = ""
         self.done = self._read()
 
@@ -108,3 +108,10 @@ class Memory:
         self.done = Done()
         with suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def _data_home() -> str:
+    """Where programs of this user keep what they remember: XDG_DATA_HOME, or ~/.local/share."""
+    given = env.read("XDG_DATA_HOME")
+    # A relative path is to be ignored, says the specification.
+    return given if os.path.isabs(given) else os.path.expanduser("~/.local/share")
