@@ -149,7 +149,7 @@ def test_the_number_of_workers_changes_no_bit_of_metrics_and_evaluations() -> No
     def body(world: Any) -> list[Any]:
         told, net = Told(), normed()
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        how = RunOptions(progress="quiet", same_bits=True, clip_norm=0.3, ema=0.9)
+        how = RunOptions(progress="quiet", same_bits=True, clip_norm=0.3, ema=0.9, noise_every=1)
         run = Run(net, sgd, Rows(47), global_batch=24, epochs=3, shards=8, world=world, options=how,
                   sinks=[told])  # fmt: skip
         found: list[Any] = []
@@ -165,12 +165,13 @@ def test_the_number_of_workers_changes_no_bit_of_metrics_and_evaluations() -> No
             if step.ends_epoch:
                 found += [run.evaluate(score), run.evaluate(score, Rows(31), batch=4, ema=True)]
         found.append(run.evaluate(score))
-        return [*found, *(each.metrics for each in told.of("epoch"))]
+        noise = [each.facts for each in told.of("message") if each.kind == "noise"]
+        return [*noise[-1:], *found, *(each.metrics for each in told.of("epoch"))]
 
     expected = body(None)
     assert expected[-1].keys() == {"loss", "a third", "grad_norm"}
     for size in SIZES:
-        assert run_ranks(size, body)[0] == expected
+        assert run_ranks(size, body)[0] == expected, size
 
 
 def test_a_sum_is_the_same_in_any_order() -> None:
@@ -201,7 +202,7 @@ def test_no_bit_depends_on_how_short_the_last_batch_is() -> None:
     "cause",
     [
         {"options": {"merge_shards": True}},
-        {"options": {"noise_every": 2}},
+        {"options": {"noise_every": 2, "audit": 0.5}},
         {"options": {"update": "sharded"}},
         {"engine": NaiveEngine},
         {"ddp": DDPOptions(compression="bf16")},
@@ -212,7 +213,7 @@ def test_no_bit_depends_on_how_short_the_last_batch_is() -> None:
 def test_what_cannot_be_kept_is_refused(cause: dict[str, Any]) -> None:
     cause = dict(cause)
     options = cause.pop("options", {})
-    with pytest.raises(UsageError, match="same_bits"):
+    with pytest.raises(UsageError, match=r"same_bits|audit"):
         same(None, cause.pop("build", mlp), options, **cause)
 
 

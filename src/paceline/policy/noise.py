@@ -166,7 +166,7 @@ class NoiseMeter:
         norms = [*self._norms, *_norms(self._small)]
         self._norms, self._small, self._seen = [], [], set()
         if norms and rows > 0:
-            self._squares.append(_squared(norms) * (rows if is_mean else 1 / rows))
+            self._squares.append(_rounded(_squared(norms) * (rows if is_mean else 1 / rows)))
             self._rows += rows
 
     @torch.no_grad()
@@ -181,7 +181,7 @@ class NoiseMeter:
         self.cancel()
         if not grads or not is_usable:
             return
-        whole = _squared(_norms(grads))
+        whole = _rounded(_squared(_norms(grads)))
         # Built on the device: a copy from the host would wait for everything before it.
         zero = torch.zeros_like(whole)
         weighted = sum((squared.to(whole.device) for squared in squares), zero) / scale**2
@@ -226,6 +226,11 @@ def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     wide = [value.float() if value.dtype in _NARROW else value for value in values]
     return list(foreach_norm(wide)) if wide else []
+
+
+def _rounded(number: Tensor) -> Tensor:
+    """In half of its digits, so that a sum of many is exact, whichever rank adds which."""
+    return number.float().double()
 
 
 def _squared(norms: Sequence[Tensor]) -> Tensor:

@@ -38,10 +38,15 @@ def check_same_bits(config: Any) -> None:
             "whose samples cannot be read by number, so that no second worker can read a shard.",
             advice="Leave audit out, or use a dataset with __len__ and __getitem__.",
         )
+    if options.audit and options.noise_every:
+        raise UsageError(
+            "audit was asked for together with noise_every, which would count the shards twice "
+            "that are computed twice.",
+            advice="Leave one of them out: audit or noise_every.",
+        )
     compression = getattr(config.ddp, "compression", None)
     causes = {
         "merge_shards": (options.merge_shards, "which cuts the batch by the workers"),
-        "noise_every": (options.noise_every, "which measures how gradients of workers differ"),
         "loader": (config.loader is not None, "whose batches are cut by the workers"),
         "engine": (config.engine is not None, "which adds gradients in an order of its own"),
         "compression": (compression is not None, "which rounds what workers have added"),

@@ -1,4 +1,4 @@
-"""The demo's three trainings: on several workers, resumed on others, and alone to compare."""
+"""The demo's trainings: on several workers, resumed on others, on one, and in plain torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ from paceline.data import DistributedSampler
 from paceline.files import RunFolder, read_events
 from paceline.group import init_process_group
 from paceline.launcher import launch
-from paceline.run import Run, RunOptions
+from paceline.run import Run, RunOptions, hash_state
 from paceline.show import report
 from paceline.show.demo import BATCH_ROWS, DemoOptions, DemoOutcome
 from paceline.show.trace.task import Task, built_in
+from paceline.telemetry import count_text
 
 
 def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     """Train on several workers, continue from their checkpoint with others, compare, report."""
     # The first optimizer imports half of torch: once here, not once per worker.
     alone = train_alone(task, options)
-    run, copy = RunFolder(folder / "demo"), RunFolder(folder / "resumed")
-    states = launch(train_on_worker, options, str(run.path), workers=options.workers, label=False)
+    on_one = train_run(options, str(folder / "on-one"), same_bits=True)
+    run, exact, copy = (RunFolder(folder / name) for name in ("demo", "same-bits", "resumed"))
+    ends = launch(
+        train_on_worker,
+        *(options, str(run.path), str(exact.path)),
+        workers=options.workers,
+        label=False,
+    )
+    states = [usual for usual, _ in ends]
     events: dict[str, list[Any]] = {}
     for event in read_events(run):
         events.setdefault(event["kind"], []).append(event)
@@ -34,9 +42,9 @@ def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     # Begin another run with one checkpoint of this one, as if it had stopped there.
     name = name_by_step[options.checkpoint_step]
     copy.create()
-    shutil.copytree(run.checkpoints / name, copy.checkpoints / name)
+    shutil.copytree(exact.checkpoints / name, copy.checkpoints / name)
     later = launch(
-        train_on_worker, options, str(copy.path), workers=options.other_workers, label=False
+        train_on_worker, options, None, str(copy.path), workers=options.other_workers, label=False
     )
     return DemoOutcome(
         epochs=[
@@ -49,11 +57,15 @@ def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
         ],
         is_bit_equal=are_bit_equal(states),
         difference=largest_difference(states[0], alone),
+        hashes={
+            "1 worker": hash_state(on_one)["all"],
+            count_text(options.workers, "worker"): hash_state(ends[0][1])["all"],
+            count_text(options.other_workers, "worker"): hash_state(later[0][1])["all"],
+        },
         resumed={
             "workers": options.other_workers,
             "step": options.checkpoint_step,
             "steps": sum((e["kind"], e["rank"]) == ("step", 0) for e in read_events(copy)),
-            "difference": largest_difference(states[0], later[0]),
         },
         checkpoints=len(name_by_step),
         noise=events["noise"][-1]["advice"],
@@ -62,43 +74,52 @@ def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     )
 
 
-def train_on_worker(options: DemoOptions, folder: str) -> dict[str, Tensor]:
-    """What each worker does: its shards of every batch, in step with the others."""
+def train_on_worker(
+    options: DemoOptions, folder: str | None, exact: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What each worker does, as a process of its own: train, and train to the last bit."""
     with init_process_group(device_id=torch.device("cpu")):
-        task = built_in(options.seed)
-        run = Run(
-            task.model,
-            task.optimizer(task.model.parameters()),
-            task.dataset,
-            global_batch=BATCH_ROWS,
-            epochs=options.epochs,
-            seed=options.seed,
-            folder=folder,
-            shards=options.shards,
-            options=RunOptions(
-                checkpoint_every=options.checkpoint_step,
-                keep=2 * options.epochs + 2,
-                noise_every=1,
-                trace_step=3,
-                timeline=True,
-                progress="quiet",
-                policy=[options.policy],
-            ),
-        )
+        usual = {} if folder is None else train_run(options, folder)
+        return usual, train_run(options, exact, same_bits=True)
 
-        def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-            x, y = batch
-            scores = run.model(x)
-            accuracy = ((scores > 0) == (y > 0)).float().mean()
-            return {"loss": task.loss_fn(scores, y), "accuracy": accuracy}
 
-        for step in run:
-            with step:
-                for x, y in step.batches():
-                    step.backward(task.loss_fn(run.model(x), y))
-            if step.ends_epoch:
-                run.evaluate(score, task.evaluation)
-        return task.model.state_dict()
+def train_run(options: DemoOptions, folder: str, *, same_bits: bool = False) -> dict[str, Tensor]:
+    """This worker's shards of every batch, in step with the others if there are any."""
+    task = built_in(options.seed)
+    run = Run(
+        task.model,
+        task.optimizer(task.model.parameters()),
+        task.dataset,
+        global_batch=BATCH_ROWS,
+        epochs=options.epochs,
+        seed=options.seed,
+        folder=folder,
+        shards=options.shards,
+        options=RunOptions(
+            checkpoint_every=options.checkpoint_step,
+            keep=2 * options.epochs + 2,
+            noise_every=0 if same_bits else 1,
+            trace_step=0 if same_bits else 3,
+            timeline=not same_bits,
+            same_bits=same_bits,
+            progress="quiet",
+            policy=[options.policy],
+        ),
+    )
+
+    def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        scores = run.model(x)
+        accuracy = ((scores > 0) == (y > 0)).float().mean()
+        return {"loss": task.loss_fn(scores, y), "accuracy": accuracy}
+
+    for step in run:
+        with step:
+            for x, y in step.batches():
+                step.backward(task.loss_fn(run.model(x), y))
+        if step.ends_epoch:
+            run.evaluate(score, task.evaluation)
+    return task.model.state_dict()
 
 
 def train_alone(task: Task, options: DemoOptions) -> dict[str, Tensor]:
