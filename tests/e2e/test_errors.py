@@ -16,6 +16,7 @@ import pytest
 from sentences import says
 
 from paceline.files import RunFolder, read_events, read_info
+from paceline.run.stop import LEFT
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -126,6 +127,7 @@ def test_an_exception_ends_the_run_with_one_traceback_and_one_reason(
     when = step or "after its training was over"
     assert f"paceline: worker {victim} failed {when}:\n" in done.stdout
     assert not re.search(r"\d continues?\b", done.stdout)
+    assert LEFT.reason not in done.stdout
     assert_reason(tmp_path, "failed", f"worker {victim} failed {when}: {LABEL}", victim)
 
 
@@ -142,13 +144,16 @@ def test_a_loss_that_is_not_finite_says_its_sentence_once(
     assert says(info.reason, "failed in step 6: NotFiniteError: Step 6", "on rank 1, is nan")
 
 
-@pytest.mark.parametrize("where", ["step", "between"])
-def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [("step", "in step 6"), ("between", "in step 5"), ("after", "after its training was over")],
+)
+def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str, when: str) -> None:
     done = start(tmp_path, [sys.executable], "raise", where, 0)
     assert done.returncode == 1
     assert_traceback(tmp_path, done.stdout, LABEL)
-    step = 6 if where == "step" else 5
-    assert_reason(tmp_path, "failed", f"worker 0 failed in step {step}: {LABEL}", 0)
+    assert LEFT.reason not in done.stdout
+    assert_reason(tmp_path, "failed", f"worker 0 failed {when}: {LABEL}", 0)
 
 
 def test_under_torchrun_the_worker_that_failed_says_why(tmp_path: Path) -> None:

@@ -89,6 +89,16 @@ def subsets(world: World) -> DataLoader[Any]:
     return shuffled(Subset(TensorDataset(ROWS), mine), world.rank)
 
 
+def beside_another_loader(world: World) -> Iterator[tuple[Tensor]]:
+    """Somebody else shuffles for itself, and has begun, as evaluations and libraries do."""
+    others = iter(same_dataset(world))
+    next(others)
+    for step, batch in enumerate(dealt(world)):
+        if step in INPUT_STEPS:
+            next(others)
+        yield batch
+
+
 def slices(world: World) -> DataLoader[Any]:
     return shuffled(TensorDataset(ROWS[world.rank :: world.size]), world.rank)
 
@@ -112,7 +122,10 @@ def test_ranks_with_the_same_rows_are_warned_by_one_of_them(
 
 @pytest.mark.parametrize(
     "loading",
-    [dealt, one_batch_again_and_again, alike_in_one_step_only, parts, subsets, slices],
+    [
+        *(dealt, one_batch_again_and_again, alike_in_one_step_only),
+        *(parts, subsets, slices, beside_another_loader),
+    ],
 )
 def test_ranks_with_rows_of_their_own_or_one_batch_for_ever_are_not_warned(
     loading: Loading,

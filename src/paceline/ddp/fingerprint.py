@@ -11,9 +11,10 @@ If all ranks sent the same, rank 0 warns, once.
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from paceline.ddp.buffer import ParamRef
 from paceline.ddp.checks import checksum
 from paceline.group import find_tensors
-from paceline.torch_private import BatchIterator
+from paceline.torch_private import follow_batches
 
 EVERY, TURNS = 4, 24
 """A fingerprint is sent every so many steps; after so many, all parameters have been in one."""
@@ -156,10 +157,18 @@ class InputCheck:
         self._hash: Tensor | None = None
         self._seen: set[Sequence[float]] = set()
         """The digits of steps in which all ranks had the same inputs."""
+        self._dataset: int | None = None
+        """Hash of the dataset that the batch of `DATASET_STEP` is from, if a loader shuffles it."""
+        if not _waiting:
+            follow_batches(_note)
+        _waiting.add(self)
 
     @torch.no_grad()
     def see(self, step: int, inputs: Any) -> None:
         """A forward pass that will have a backward begins; there may be several in a step."""
+        dataset = _take_shuffled()
+        if step == DATASET_STEP and dataset is not None:
+            self._dataset = _hash_dataset(dataset)
         if step not in INPUT_STEPS:
             return
         for tensor in find_tensors(inputs):
@@ -174,8 +183,10 @@ class InputCheck:
     def words(self, step: int, device: torch.device) -> Tensor | None:
         """What goes into the trailer of this step."""
         found, self._hash = self._hash, None
-        if step == DATASET_STEP and (number := _hash_dataset(_find_shuffled())) is not None:
-            found = torch.tensor(number)
+        if step == DATASET_STEP:
+            _waiting.discard(self)
+            if self._dataset is not None:
+                found = torch.tensor(self._dataset)
         return None if found is None else spread((found ^ (found >> 32)).to(device))
 
     def read(self, step: int, sums: Sequence[float], size: int, *, warns: bool) -> None:
@@ -207,18 +218,27 @@ def _warn(size: int, *, is_alike: bool) -> None:
     )
 
 
-def _find_shuffled() -> Any:
-    """The dataset that a `DataLoader(shuffle=True)` is going through now; None if there is none."""
-    # Who refers to their classes, and not all objects there are: a list of these would hold the
-    # gradients of a rank that is another thread, which then takes them for somebody else's.
-    for each in gc.get_referrers(*BatchIterator.__subclasses__()):
-        if issubclass(type(each), BatchIterator):
-            sampler = getattr(each, "_index_sampler", None)
-            if type(sampler) is BatchSampler:
-                sampler = sampler.sampler
-            if type(sampler) is RandomSampler and not sampler.replacement:
-                return each._dataset
-    return None
+_waiting: weakref.WeakSet[InputCheck] = weakref.WeakSet()
+"""Those that have not come to `DATASET_STEP` yet."""
+_newest = threading.local()
+
+
+def _note(batches: Any) -> bool:
+    """This thread has got a batch; whether somebody still wants to know."""
+    _newest.batches = weakref.ref(batches)
+    return bool(_waiting)
+
+
+def _take_shuffled() -> Any:
+    """The dataset of the batch that this thread has got last and not asked about yet, if it is from
+    a `DataLoader(shuffle=True)`; else None."""
+    batches: Any = getattr(_newest, "batches", lambda: None)()
+    _newest.batches = lambda: None
+    sampler = getattr(batches, "_index_sampler", None)
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    is_shuffled = type(sampler) is RandomSampler and not sampler.replacement
+    return batches._dataset if is_shuffled else None
 
 
 def _hash_dataset(dataset: Any) -> int | None:

@@ -321,8 +321,8 @@ class Generations(Workers):
         if self._died_s:
             ms = 1000 * (time.monotonic() - self._died_s)
             self._died_s = 0.0
-            how = ", from the newest checkpoint" if loses else "; no step was lost"
-            self.say(f"the others continue after {ms:.0f} ms{how}.")
+            how = "a share of the state is lost" if loses else "no step was lost"
+            self.say(f"the others continue after {ms:.0f} ms; {how}.")
         elif number and size == self.roster.size > self._training:
             self.say(f"all {size} workers train again.")
         self._training = size

@@ -214,7 +214,7 @@ class LocalRun:
                     self.console.tell("nothing was trained yet; all start again.")
                 else:
                     self.console.tell(
-                        "nobody can continue; starting again from the newest checkpoint."
+                        "nobody can continue; all start again, from a checkpoint if there is one."
                     )
                 continue
             if attempt >= restarts:

@@ -160,6 +160,7 @@ class Worker:
 
                 error.add_note(describe_gpu_memory())
             self.record(_without_launcher_frames(error))
+            sys.last_value = error  # as Python sets it before it calls the hook
             sys.excepthook(type(error), error, error.__traceback__)
             return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         return 0

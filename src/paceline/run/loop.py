@@ -286,23 +286,26 @@ class Run:
         except GeneratorExit:
             end = self._failure
             if self._open is None or self._open.state is not Outcome.FAILED:
-                end = stop.LEFT
+                thrown = stop.find_thrown(sys._getframe(1))
+                end = self._describe(thrown, self.step)
                 if self._open is not None and self._open.is_applied:
                     self._reports.tell_step(self._open)
-                self._say_what_is_not_saved()
+                if thrown is None:
+                    self._say_what_is_not_saved()
                 recovery.end(is_left=True)
-            number = self.step if self._open is None else self._open.number
-            stop.record_error_at_exit(parts.config.folder, self.world.rank, number)
             raise
         except BaseException as error:
             end = self._describe(error, self.step)
             raise
         finally:
+            at = self.step if self._open is None else self._open.number
             self._is_running, self._open = False, None
             progress.stopping, parts.stop.is_asked = 0, False
             if not sys.is_finalizing():  # a loop that outlives the program has nothing to say
                 if recovery.ended:
                     end = End("failed", recovery.ended)
+                where = parts.config.folder, self.world.rank, at
+                stop.record_error_at_exit(*where, is_late=is_complete)
                 self._end(end, is_complete=is_complete)
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)

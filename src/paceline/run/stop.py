@@ -11,6 +11,7 @@ of a fast training.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -20,10 +21,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_byte
+from dis import opname
 from functools import partial
+from inspect import CO_GENERATOR
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,32 +61,58 @@ class End(NamedTuple):
 
 
 LEFT = End("stopped", "the loop was left")
+UNKNOWN = BaseException("an exception left the loop")
 
 
-def describe_end(error: BaseException | None, rank: int, step: int) -> End:
+def describe_end(
+    error: BaseException | None, rank: int, step: int, *, is_late: bool = False
+) -> End:
     """The end of a loop that an error has left."""
     match error:
         case None | SystemExit(code=None | 0):
             return LEFT
+        case _ if error is UNKNOWN:
+            return End("stopped", str(UNKNOWN))
         case KeyboardInterrupt():
             return End("stopped", f"stopped by {name_signal(signal.SIGINT)}")
         case SystemExit():
             return End("failed", f"worker {rank} ended with exit code {error.code} in step {step}")
-    return End("failed", describe_failure(rank, summarize(error), step))
+    return End("failed", describe_failure(rank, summarize(error), step, is_late=is_late))
 
 
-def record_error_at_exit(folder: str | os.PathLike[str] | None, rank: int, step: int) -> None:
-    """If an exception ends this program, have the run folder say so: a loop that is left does not
-    know. A launcher of ours does that for its workers."""
+def find_thrown(frame: FrameType | None) -> BaseException | None:
+    """The exception that leaves `frame`, in which a generator is closed; None at a `break`.
+
+    Python tells a generator nothing of the exception that closes it. But the frame has executed
+    nothing since, and the traceback refers to it, and to the traceback the exception: from Python
+    3.12 on. Before, `UNKNOWN` stands for it.
+    """
+    while frame is not None and opname[frame.f_code.co_code[frame.f_lasti]] != "POP_TOP":
+        traces = [each for each in gc.get_referrers(frame) if type(each) is TracebackType]
+        if traces and not frame.f_code.co_flags & CO_GENERATOR:
+            found = [e for e in gc.get_referrers(*traces) if issubclass(type(e), BaseException)]
+            return next((e for e in found if e.__traceback__ in traces), UNKNOWN)
+        frame = frame.f_back if traces else None  # out of the generator of a progress bar
+    return None
+
+
+def record_error_at_exit(
+    folder: str | os.PathLike[str] | None, rank: int, step: int, *, is_late: bool
+) -> None:
+    """If an exception ends this program, have the folder of its newest run say so: a loop that is
+    over does not know. A launcher of ours does that for its workers."""
+    atexit.unregister(_record_error)
     if folder is not None and not env.read_launched().hears_of_failures:
-        atexit.register(_record_error, RunFolder(folder), rank, step, os.getpid())
+        atexit.register(_record_error, RunFolder(folder), rank, step, os.getpid(), is_late)
 
 
-def _record_error(folder: RunFolder, rank: int, step: int, pid: int) -> None:
+def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bool) -> None:
     error = getattr(sys, "last_value", None)
     if error is None or isinstance(error, PeerError) or os.getpid() != pid:
         return
-    end, found = describe_end(error, rank, step), find_info(folder)
+    if hasattr(sys, "ps1"):  # of an interactive session this is the last error, and not the end
+        return
+    end, found = describe_end(error, rank, step, is_late=is_late), find_info(folder)
     if end.status == "failed" and found is not None and found.failed_worker is None:
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):

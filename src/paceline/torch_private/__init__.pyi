@@ -38,10 +38,10 @@ from paceline.torch_private.compiling import outside_graphs as outside_graphs
 from paceline.torch_private.lookup import NEWEST as NEWEST
 from paceline.torch_private.lookup import OLDEST as OLDEST
 from paceline.torch_private.modules import PREFETCHING as PREFETCHING
-from paceline.torch_private.modules import BatchIterator as BatchIterator
 from paceline.torch_private.modules import BatchNorm as BatchNorm
 from paceline.torch_private.modules import NormBase as NormBase
 from paceline.torch_private.modules import find_queue as find_queue
+from paceline.torch_private.modules import follow_batches as follow_batches
 from paceline.torch_private.modules import has_loading_code as has_loading_code
 from paceline.torch_private.modules import has_loading_hooks as has_loading_hooks
 from paceline.torch_private.modules import step_without_hooks as step_without_hooks

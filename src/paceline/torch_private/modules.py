@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -47,8 +47,21 @@ PREFETCHING: CodeType = find(
 ).__code__
 """The code that fills the queues of a loader's processes, before anyone has got a batch."""
 
-BatchIterator: type = find("torch.utils.data.dataloader._BaseDataLoaderIter")
+BatchIterator: Any = find("torch.utils.data.dataloader._BaseDataLoaderIter")
 """What goes through a loader; it has `_dataset` and `_index_sampler`."""
+
+
+def follow_batches(note: Callable[[Any], bool]) -> None:
+    """Tell `note` which `BatchIterator` has given a batch, until it does not want to know."""
+    give = BatchIterator.__next__
+
+    def give_and_tell(batches: Any) -> Any:
+        batch = give(batches)
+        if not note(batches):
+            BatchIterator.__next__ = give
+        return batch
+
+    BatchIterator.__next__ = give_and_tell
 
 
 def find_queue(batches: Iterator[Any]) -> Any:
