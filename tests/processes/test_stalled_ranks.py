@@ -18,11 +18,11 @@ from paceline import DDPOptions, DistributedDataParallel
 from paceline import group as comm
 from paceline.group.membership import Membership
 from paceline.group.world import World
-from paceline.telemetry import stall, stopwatch
+from paceline.telemetry import stopwatch, stragglers
 from paceline.telemetry.phases import Phase
 from paceline.testing import run_processes
 
-stall.LEAST_SILENCE_S = 1.0  # here and in the processes, which import this module
+stragglers.LEAST_SILENCE_S = 1.0  # here and in the processes, which import this module
 
 
 def stop_one(world: World, culprit: int) -> list[str]:
@@ -37,7 +37,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
     membership = Membership(world.group)
     watch = stopwatch.of(membership)
-    stall.begin(watch, 0.5, hear)
+    stragglers.begin_stall_watch(watch, 0.5, hear)
     if world.rank == culprit:
         world.group.get_group_store().wait(["paceline/pulse/2"])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -71,7 +71,7 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
 
     membership = Membership(world.group)
     watch = stopwatch.of(membership)
-    stall.begin(watch, 0.5, hear)
+    stragglers.begin_stall_watch(watch, 0.5, hear)
     if world.rank == culprit:
         threading.Thread(target=look_up, daemon=True).start()
         watch.enter(Phase.DATA)

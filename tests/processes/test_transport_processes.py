@@ -122,6 +122,12 @@ def test_without_room_for_a_segment_gradients_go_through_c10d_and_it_is_said_onc
     assert results[1][2] == expected[0][2] == []
 
 
+def named_memory() -> set[str]:
+    """What lies in /dev/shm, without what other programs on this machine put there meanwhile:
+    semaphores of Python's multiprocessing, tensors that torch shares."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "torch_"))}
+
+
 def meet_a_fault(world: World, signal_number: int, at_step: int) -> Any:
     """Rank 1 is killed or stopped in a step; what the others say."""
     shared_buckets.STOPPED_PATIENCE_S = 0.5
@@ -146,7 +152,7 @@ def meet_a_fault(world: World, signal_number: int, at_step: int) -> Any:
 def test_a_killed_or_stopped_rank_is_named_before_any_timeout(
     signal_number: int, at_step: int
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     results = run_processes(
         *(3, meet_a_fault, int(signal_number), at_step), timeout_s=3600, return_exceptions=True
     )
@@ -154,7 +160,7 @@ def test_a_killed_or_stopped_rank_is_named_before_any_timeout(
         message = results[rank]
         assert "rank 1" in message.lower()
         assert f"Step {at_step}" in message or "Copying buffers" in message
-    assert set(os.listdir("/dev/shm")) == before
+    assert named_memory() <= before
 
 
 def sum_in_a_storm(world: World, rounds: int) -> Any:
@@ -194,14 +200,14 @@ def sum_in_a_storm(world: World, rounds: int) -> Any:
 
 
 def test_two_hundred_rounds_of_stress_and_a_killed_peer_leave_nothing() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     results = run_processes(3, sum_in_a_storm, 200, return_exceptions=True)
     for rank in (0, 1):
         turn, message, early, late = results[rank]
         assert turn == 199, message
         assert "rank 2" in message.lower()
         assert late <= early
-    assert set(os.listdir("/dev/shm")) == before
+    assert named_memory() <= before
 
 
 def look_at_the_mapping(world: World) -> list[str]:

@@ -16,7 +16,7 @@ from paceline.errors import NotFiniteError, UsageError
 from paceline.group import Membership, NoGroup, broadcast
 from paceline.testing import gradients, run_ranks, seeded
 from paceline.testing.ranks import gloo_group
-from paceline.transport.c10d import C10d
+from paceline.transport.interface import C10d
 from paceline.update import FiniteCheck, Loss
 
 ROWS = torch.randn(24, 5, generator=torch.Generator().manual_seed(2))

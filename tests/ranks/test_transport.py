@@ -14,8 +14,7 @@ from paceline.errors import DesyncError, PeerError, UsageError
 from paceline.group import Membership
 from paceline.testing import gradients, run_ranks
 from paceline.transport import Transport, TransportChoice, place
-from paceline.transport.c10d import C10d
-from paceline.transport.interface import Flat, slices
+from paceline.transport.interface import C10d, Flat, slices
 
 CPU = torch.device("cpu")
 SHARED = DDPOptions(transport="shared_memory")

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 
 from paceline.group.membership import Membership
 from paceline.telemetry.phases import Phase
-from paceline.telemetry.stall import StallWatch, Status, accuse, line_of, say, status_of
 from paceline.telemetry.stopwatch import Awaited, Stopwatch
+from paceline.telemetry.stragglers import StallWatch, Status, accuse, line_of, say, status_of
 
 SECOND = 10**9
 

@@ -267,13 +267,13 @@ class Observer:
         wishes, watch = self._wishes, self.watch
         if self._membership.size == 1:
             return
-        # These two look at stopwatches, so they import this module.
-        from paceline.telemetry import stall, stragglers
+        # It looks at stopwatches, so it imports this module.
+        from paceline.telemetry import stragglers
 
         if wishes.blames and watch.detector is None:
             watch.detector = stragglers.StragglerDetector(watch, self._membership)
         if wishes.stall_s and watch.stalls is None:
-            stall.begin(watch, wishes.stall_s)
+            stragglers.begin_stall_watch(watch, wishes.stall_s)
 
     def forward_begins(self) -> None:
         """In evaluation it is the user's own business."""

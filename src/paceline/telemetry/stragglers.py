@@ -1,26 +1,43 @@
-"""Comparing the pace of the ranks while they train; `blame` says what makes one slow.
+"""Watching the ranks while they train: which of them is slow, and which makes no progress.
 
 Every few steps all ranks exchange a handful of numbers, so seldom that it takes about two
-thousandths of the time; a rank that becomes slow is named within some hundred steps.
+thousandths of the time; a rank that becomes slow is named within some hundred steps. `blame` says
+what makes it slow.
+
+A thread of every rank writes into the group's store, again and again, where the rank is: its pulse.
+When the rank has stood still for too long, the thread prints step, bucket and the line of Python
+it is at. If it waits for a sum, it reads the pulses of the others: those that do not wait are the
+cause, and one whose pulse has stopped is stopped itself, or gone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import linecache
 import math
+import os
+import re
 import sys
+import sysconfig
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from paceline.errors import PeerError
+from paceline.errors import PeerError, WireError, name_ranks
+from paceline.files import parse_json
 from paceline.group import Cadence, Membership, all_gather, word_device
 from paceline.telemetry import spans, stopwatch
 from paceline.telemetry.blame import WINDOWS, Blame, OwnWork, find_slow, has_lead, summarise
-from paceline.telemetry.stopwatch import StepTimes, Stopwatch
+from paceline.telemetry.phases import Phase
+from paceline.telemetry.stopwatch import Awaited, StepTimes, Stopwatch
 
 WARM_UP_STEPS = 2
 """The first steps allocate memory and learn the order of gradients; they compare with nothing."""
@@ -125,10 +142,240 @@ class StragglerDetector:
 
 
 def print_to_stderr(step: int, blame: Blame) -> None:
-    print(f"paceline: step {step}: {blame}", file=sys.stderr, flush=True)
+    _say_on_stderr(f"step {step}: {blame}")
 
 
 def find_detector(group: Any) -> StragglerDetector | None:
     """The detector of this rank in `group`, if it takes part in comparisons."""
     watch = stopwatch.find_stopwatch(group)
     return None if watch is None else watch.detector
+
+
+LEAST_SILENCE_S = 2.0
+"""A busy machine may delay a pulse that is to come more often than this."""
+_KEY = "paceline/pulse/{rank}"
+_STATUS_LIMIT_BYTES = 4096
+_LINE_LIMIT_CHARS = 120
+
+
+class Status(NamedTuple):
+    """Where a rank says it is."""
+
+    rank: int
+    step: int
+    phase: str
+    what: str = ""
+    """What it waits for, in words."""
+    line: str = ""
+    """The line of Python it is at."""
+    beat: int = 0
+    """Another number every time."""
+
+    @property
+    def waits(self) -> bool:
+        return self.phase == Phase.WAIT
+
+    @property
+    def place(self) -> str:
+        return "in its own code" if self.phase == Phase.OTHER else f"in {self.phase}"
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Status | None:
+        """What another rank left in the store; nothing if that makes no sense."""
+        try:
+            status = cls(**parse_json(data[:_STATUS_LIMIT_BYTES], "A pulse"))
+        except (WireError, TypeError):
+            return None
+        kinds = [int, int, str, str, str, int]
+        return status if [type(value) for value in status] == kinds else None
+
+
+def say(status: Status, seconds: float) -> str:
+    """What a rank that stands still prints about itself."""
+    doing = f"waiting for {status.what or 'the other ranks'}" if status.waits else status.place
+    where = f" It is at {status.line}" if status.line else ""
+    return (
+        f"Rank {status.rank} has made no progress for {seconds:.0f} s: it is at step "
+        f"{status.step}, {doing}.{where}"
+    )
+
+
+def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
+    """Whom the ranks that wait are waiting for, as far as what they say tells."""
+    waiting = [status.rank for status in said if status.waits]
+    absent = sorted(set(range(size)) - {status.rank for status in said} - set(silent))
+    causes = [
+        f"rank {status.rank}, which is {status.place}, at {status.line or 'no line'}"
+        for status in said
+        if not status.waits
+    ]
+    if silent:
+        says = "says" if len(silent) == 1 else "say"
+        causes.append(f"{name_ranks(list(silent))}, which {says} nothing any more: stopped or gone")
+    if absent:
+        has = "has" if len(absent) == 1 else "have"
+        causes.append(f"{name_ranks(absent)}, which {has} not come this far")
+    if not causes:
+        return f"All {size} ranks wait for each other: they are not at the same sum."
+    verb = "waits" if len(waiting) == 1 else "wait"
+    who = name_ranks(waiting)
+    return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line that is the user's own: not torch's, Python's or ours."""
+    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
+    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
+        folders.append(os.path.dirname(torch.__file__))
+    innermost = ""
+    while frame is not None:
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
+        line = f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+        # Generated code, as dataclasses have, is in no file; a notebook's cell has its lines.
+        if not path.startswith(tuple(folders)) and (source or not path.startswith("<")):
+            return line
+        innermost = innermost or line
+        frame = frame.f_back
+    return innermost
+
+
+class StallWatch:
+    """Looks after one stopwatch, from two threads: one to speak, one for the store.
+
+        quiet --(nothing for timeout_s)--> said --(progress)--> quiet, and says so
+
+    A store that is served by a stopped rank never answers; that must not keep a rank from
+    speaking. Holds the stopwatch weakly: a group that is done with ends the watching.
+    """
+
+    def __init__(
+        self,
+        watch: Stopwatch,
+        timeout_s: float,
+        *,
+        print_line: Callable[[str], None] | None = None,
+        clock: Callable[[], int] = spans.now_ns,
+    ) -> None:
+        self.watch = weakref.ref(watch)
+        self.timeout_s = timeout_s
+        self._print = print_line or _say_on_stderr
+        self.keep: Callable[[str], None] | None = None
+        """Told what is printed, from another thread: a run keeps it for whoever looks at it."""
+        self._clock = clock
+        self._said_at_ns: int | None = None
+        self._answered_ns = clock()
+        """When the store answered last."""
+        self._beats: dict[int, int] = {}
+        """By rank, its pulse halfway through the time after which this rank speaks."""
+        self._accused_since_ns: int | None = None
+        self._speaks_after_s = max(timeout_s, timeout_s / 2 + LEAST_SILENCE_S)
+
+    def start(self) -> None:
+        for target in (self._speak, self._beat):
+            threading.Thread(target=target, name="paceline stalls", daemon=True).start()
+
+    def _speak(self) -> None:
+        pause = threading.Event()
+        while self.watch() is not None:
+            self.look()
+            pause.wait(min(1.0, max(0.02, self.timeout_s / 8)))
+
+    def _beat(self) -> None:
+        pause, beat, store, generation = threading.Event(), 0, None, -1
+        while (watch := self.watch()) is not None:
+            beat += 1
+            if (membership := watch.membership()) is not None:
+                # The store is gone with the process that served it; a sum will fail soon.
+                with contextlib.suppress(Exception):
+                    if store is None or generation != membership.generation:
+                        # The training thread may be holding the other connection in a wait.
+                        store = membership.group.get_group_store().clone()
+                        generation = membership.generation
+                    self.exchange(store, status_of(watch, membership.rank, beat), membership.size)
+            left_s = self._speaks_after_s - (self._clock() - watch.since_ns) / 1e9
+            del watch, membership  # whose end would not be noticed while this thread pauses
+            period_s = self.timeout_s / 8
+            pause.wait(left_s if 0 < left_s < period_s else period_s)
+
+    def _say(self, line: str) -> None:
+        self._print(line)
+        if self.keep is not None:
+            with contextlib.suppress(Exception):
+                self.keep(line)
+
+    def look(self) -> None:
+        """Speak if there has been no progress, or if there is some again."""
+        watch = self.watch()
+        membership = watch.membership() if watch is not None else None
+        if watch is None or membership is None:
+            return
+        since, now = watch.since_ns, self._clock()
+        if self._said_at_ns is not None and since > self._said_at_ns:
+            self._said_at_ns = None
+            self._say(f"Rank {membership.rank} continues, at step {watch.step}.")
+        if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
+            self._said_at_ns = now
+            self._say(say(status_of(watch, membership.rank), (now - since) / 1e9))
+            if now - self._answered_ns > self.timeout_s * 1e9 / 2:
+                self._say(
+                    "The store of the group does not answer: the process that serves it, usually "
+                    "rank 0, is stopped or gone."
+                )
+
+    def exchange(self, store: Any, mine: Status, size: int) -> None:
+        """Say where this rank is, and, when it has waited for too long, who is the cause."""
+        store.set(_KEY.format(rank=mine.rank), json.dumps(mine._asdict()))
+        self._answered_ns = self._clock()
+        watch = self.watch()
+        since = self._clock() if watch is None else watch.since_ns
+        stands_s = (self._clock() - since) / 1e9
+        if since == self._accused_since_ns or not mine.waits or stands_s < self.timeout_s / 2:
+            self._beats.clear()
+            return
+        said = [mine]
+        for rank in sorted(set(range(size)) - {mine.rank}):
+            key = _KEY.format(rank=rank)
+            status = Status.from_json(store.get(key)) if store.check([key]) else None
+            if status is not None and status.rank == rank:
+                said.append(status)
+        if not self._beats:
+            self._beats = {status.rank: status.beat for status in said}
+        elif stands_s >= self._speaks_after_s:
+            self._accused_since_ns = since
+            silent = [s.rank for s in said if self._beats.get(s.rank) == s.beat]
+            alive = sorted(status for status in said if status.rank not in silent)
+            # One of those that wait is enough.
+            if mine.rank == min(status.rank for status in alive if status.waits):
+                self._say(accuse(alive, silent, size))
+
+
+def status_of(watch: Stopwatch, rank: int, beat: int = 0) -> Status:
+    """Where the rank of a stopwatch is now."""
+    what = ""
+    if watch.awaited is not None:
+        with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
+            what = _describe(watch.awaited, rank)
+    line = line_of(sys._current_frames().get(watch.thread))
+    return Status(rank, watch.step, watch.phase, what, line, beat)
+
+
+def _describe(awaited: Awaited, rank: int) -> str:
+    what = re.sub(r"^Step \d+: ", "", awaited.describe(awaited.bucket))
+    missing: list[int] = getattr(awaited.reduction, "missing", list)()
+    if rank in missing:  # nobody lacks oneself: this host's part is complete
+        return f"{what}, which lacks other hosts"
+    return f"{what}, which lacks {name_ranks(missing)}" if missing else what
+
+
+def begin_stall_watch(
+    watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
+) -> None:
+    """Look after a stopwatch from now on, on threads that end with it."""
+    if watch.stalls is None:
+        watch.stalls = StallWatch(watch, timeout_s, print_line=print_line)
+        watch.stalls.start()
+
+
+def _say_on_stderr(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)

@@ -32,9 +32,6 @@ from paceline.torch_private.c10d import set_group_timeout as set_group_timeout
 from paceline.torch_private.c10d import start_averaging as start_averaging
 from paceline.torch_private.c10d import unregistered_gloo_group as unregistered_gloo_group
 from paceline.torch_private.c10d import wrap_store_creation as wrap_store_creation
-from paceline.torch_private.compiling import keep_out_of_graphs as keep_out_of_graphs
-from paceline.torch_private.compiling import never_compiled as never_compiled
-from paceline.torch_private.compiling import outside_graphs as outside_graphs
 from paceline.torch_private.lookup import NEWEST as NEWEST
 from paceline.torch_private.lookup import OLDEST as OLDEST
 from paceline.torch_private.modules import PREFETCHING as PREFETCHING
@@ -44,6 +41,9 @@ from paceline.torch_private.modules import find_queue as find_queue
 from paceline.torch_private.modules import follow_batches as follow_batches
 from paceline.torch_private.modules import has_loading_code as has_loading_code
 from paceline.torch_private.modules import has_loading_hooks as has_loading_hooks
+from paceline.torch_private.modules import keep_out_of_graphs as keep_out_of_graphs
+from paceline.torch_private.modules import never_compiled as never_compiled
+from paceline.torch_private.modules import outside_graphs as outside_graphs
 from paceline.torch_private.modules import step_without_hooks as step_without_hooks
 from paceline.torch_private.numa import bind_to_numa_node as bind_to_numa_node
 from paceline.torch_private.preload import HEAVY_MODULES as HEAVY_MODULES

@@ -1,10 +1,13 @@
-"""What modules, optimizers and data loaders do not tell of themselves."""
+"""What modules, optimizers, data loaders and the compiler do not tell of themselves.
+
+`torch.compiler.disable` keeps functions out of graphs too, but imports the compiler: seconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -71,3 +74,32 @@ def find_queue(batches: Iterator[Any]) -> Any:
         return None if queue is None or queue.qsize() is None else queue
     except NotImplementedError:  # as on macOS
         return None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_eval_frame: Any = find("torch._C._dynamo.eval_frame")
+_skip: Any = find("torch._C._dynamo.eval_frame._FrameAction").SKIP
+_strategy: Any = find("torch._C._dynamo.eval_frame._FrameExecStrategy")(_skip, _skip)
+find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+
+
+def keep_out_of_graphs(function: Callable[..., Any]) -> None:
+    """Have the compiler run this function, and all that it calls, as they are.
+
+    Inside a compiled function autograd calls hooks where the compiler takes every call for a part
+    of the program.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _strategy)
+
+
+def never_compiled(function: F) -> F:
+    """A method that a graph breaks at; the compiler asks for the mark when it meets the call."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def outside_graphs(function: F) -> F:
+    """As `torch.compiler.disable`: a graph breaks at the call, and nothing inside is compiled."""
+    keep_out_of_graphs(function)
+    return never_compiled(function)

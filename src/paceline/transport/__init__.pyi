@@ -1,3 +1,4 @@
+from paceline.transport.hosts import SharedMemory as SharedMemory
 from paceline.transport.interface import ALIGNMENT as ALIGNMENT
 from paceline.transport.interface import Buckets as Buckets
 from paceline.transport.interface import Flat as Flat
@@ -13,4 +14,3 @@ from paceline.transport.select import Kind as Kind
 from paceline.transport.select import TransportChoice as TransportChoice
 from paceline.transport.select import check_transport as check_transport
 from paceline.transport.shared_buckets import SharedBuckets as SharedBuckets
-from paceline.transport.shared_memory import SharedMemory as SharedMemory

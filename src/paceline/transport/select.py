@@ -23,12 +23,10 @@ import torch
 from paceline import env
 from paceline.errors import UsageError
 from paceline.group import Group, Membership, exchange
-from paceline.transport.between_hosts import BetweenHosts
-from paceline.transport.c10d import C10d
-from paceline.transport.interface import Transport, check_methods, describe
+from paceline.transport.hosts import BetweenHosts, SharedMemory
+from paceline.transport.interface import C10d, Transport, check_methods, describe
 from paceline.transport.segment import Hosts, share_segment
 from paceline.transport.shared_buckets import SLOT_BYTES, SLOTS, HostChannel, Peers
-from paceline.transport.shared_memory import SharedMemory
 
 Kind = Literal["auto", "shared_memory", "c10d"]
 
