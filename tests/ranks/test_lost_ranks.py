@@ -15,6 +15,8 @@ from paceline.errors import PeerError
 from paceline.group import collectives
 from paceline.group.world import World
 from paceline.testing import run_ranks
+from paceline.transport import Flat, place
+from paceline.transport.select import choose_transport
 
 
 def explain(world: World, words_by_rank: dict[int, tuple[str, str]]) -> str:
@@ -135,3 +137,32 @@ def test_a_sum_that_never_ends_is_waited_for_as_long_as_its_group_lives(
     (alone, said), (_, _) = run_ranks(2, add_up)
     assert alone == 2.0
     assert "A lost sum failed on rank 0, one of 2: it was aborted" in said
+
+
+def test_a_wait_in_shared_memory_ends_with_its_group_though_all_of_its_ranks_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that is late may have left the group already, and waits for this one elsewhere."""
+    aborted, has_begun, has_ended = [False], threading.Event(), threading.Event()
+    monkeypatch.setattr(collectives, "_is_aborted", [lambda: aborted[0]])
+
+    def add_up(world: World) -> None:
+        cpu = torch.device("cpu")
+        transport = choose_transport(world.group, [cpu], "shared_memory")
+        buckets = place(transport, [Flat(8, torch.float32, cpu)], "Placing")
+        if world.rank == 1:
+            assert has_begun.wait(60)
+            aborted[0] = True
+            assert has_ended.wait(60)
+            return
+        home = buckets.homes[0]
+        assert home is not None
+        pending = buckets.start(0, home, 1.0, "A sum")
+        has_begun.set()
+        try:
+            with pytest.raises(PeerError, match="the group is given up"):
+                pending.wait()
+        finally:
+            has_ended.set()
+
+    run_ranks(2, add_up)

@@ -11,6 +11,7 @@ from paceline.group.collectives import gather_bytes as gather_bytes
 from paceline.group.collectives import gloo_subgroup as gloo_subgroup
 from paceline.group.collectives import have_ended as have_ended
 from paceline.group.collectives import have_left as have_left
+from paceline.group.collectives import is_aborted as is_aborted
 from paceline.group.collectives import post_last_words as post_last_words
 from paceline.group.collectives import refuse_aborted as refuse_aborted
 from paceline.group.collectives import start_all_reduce as start_all_reduce

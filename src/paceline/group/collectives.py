@@ -112,6 +112,11 @@ def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
     _is_aborted[0] = is_aborted
 
 
+def is_aborted() -> bool:
+    """Whether the group of this process was aborted, so that others have left it or will."""
+    return (look := _is_aborted[0]) is not None and look()
+
+
 def have_ended() -> bool:
     """Forget what was started in an aborted group; False if some of it has not even ended now."""
     deadline_s = time.monotonic() + _END_S

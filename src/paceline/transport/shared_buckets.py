@@ -32,7 +32,14 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, PeerError
-from paceline.group import Group, explain_failure, have_left, waiting, world_ranks
+from paceline.group import (
+    Group,
+    explain_failure,
+    have_left,
+    is_aborted,
+    waiting,
+    world_ranks,
+)
 from paceline.torch_private import group_timeout_s
 from paceline.transport.interface import Flat, Reduction, mean_factor, slices
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
@@ -414,6 +421,8 @@ class Peers:
             late = missing()
             stopped_s = stopped_s + LOOK_EVERY_S if self._is_any_stopped(late) else 0.0
             reason = self._why_gone(late, has_left)
+            if not reason and is_aborted():  # those who are late may wait for this one elsewhere
+                reason = "the group is given up"
             if not reason and stopped_s > STOPPED_PATIENCE_S:
                 reason = f"a process was stopped for {STOPPED_PATIENCE_S:g} s"
             if not reason and waited_s > self._timeout_s:
