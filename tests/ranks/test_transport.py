@@ -243,7 +243,7 @@ def test_an_object_with_the_four_methods_carries_the_gradients(size: int) -> Non
             with model.weighted(2):
                 model(torch.full((2, 7), world.rank + 1.0)).sum().backward()
         assert mine.calls == ["copy", "sum", "sum"]
-        assert model.ddp_options is options
+        assert model._ddp_options is options
         return list(gradients(model).values()), model.transport
 
     for (weight, bias), told in run_ranks(size, body):

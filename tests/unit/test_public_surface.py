@@ -136,7 +136,7 @@ ERRORS = [
 # Beyond what torch's classes and torch.nn.Module have.
 OWN_METHODS = {
     DistributedDataParallel: {
-        *("check_in_sync", "compression", "ddp_options", "process_group", "transport", "weighted"),
+        *("check_in_sync", "compression", "process_group", "transport", "weighted"),
         # Of `Engine`.
         *("begin_step", "has_news", "identity", "on_generation", "take_part", "weigh"),
     },

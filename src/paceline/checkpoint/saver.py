@@ -193,7 +193,6 @@ class Checkpoints:
         cost_s: float,
     ) -> None:
         """What the thread does. Whatever fails here must not end the training."""
-        begin = time.perf_counter()
         if sys.platform == "linux":  # where a thread has a priority of its own: training is first
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -204,9 +203,8 @@ class Checkpoints:
         except Exception as error:
             self._note_failure(step, error)
             return
-        size, spent_s = manifest.total_bytes, time.perf_counter() - begin
-        better = self._kept["better"]
-        self._finished.append(Written(step, entry.name, size, cost_s, spent_s, metric, better))
+        size, better = manifest.total_bytes, self._kept["better"]
+        self._finished.append(Written(step, entry.name, size, cost_s, metric, better))
         self.problem, self.saved_step, self._loss = None, step, ""
         try:
             found = directory.list_manifests(self.folder)

@@ -269,12 +269,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         membership: Membership = self.__dict__["membership"]
         return membership.group
 
-    @property
-    def ddp_options(self) -> DDPOptions:
-        """The options that this model was wrapped with."""
-        options: DDPOptions = self.__dict__["_ddp_options"]
-        return options
-
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:  # the module has new parameters now, and they need hooks

@@ -65,8 +65,6 @@ class Written:
     bytes: int
     seconds: float
     """What it cost training: the wait for the save before, and the copy into memory."""
-    background_seconds: float
-    """How long the writing took beside training."""
     metric: float | None
     better: Literal["lower", "higher"]
     """Which metric is better."""

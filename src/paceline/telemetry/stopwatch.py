@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 from paceline import env
 from paceline.group import Membership, find_tensors, tell_of_waiting
 from paceline.telemetry import spans
-from paceline.telemetry.phases import MEASURED, OWN, Phase
+from paceline.telemetry.phases import MEASURED, Phase
 from paceline.torch_private import at_backward_end
 
 KEPT_STEPS = 1000
@@ -52,10 +52,6 @@ class StepTimes(NamedTuple):
 
     step: int
     ns_by_phase: dict[Phase, int]
-
-    @property
-    def own_ns(self) -> int:
-        return sum(self.ns_by_phase[phase] for phase in OWN)
 
 
 class Awaited(NamedTuple):
