@@ -10,6 +10,7 @@ from paceline.dp import DataParallel as DataParallel
 from paceline.dp import DPOptions as DPOptions
 from paceline.group import World as World
 from paceline.group import init_process_group as init_process_group
+from paceline.islands import Islands as Islands
 from paceline.launcher import enable as enable
 from paceline.launcher import launch as launch
 from paceline.record import record_step as record_step

@@ -17,6 +17,7 @@ from paceline.launcher import run
 SURFACE = {
     "run": {
         "--nproc-per-node --nproc_per_node --workers",
+        "--island",
         "--threads",
         "--as-torch --as_torch",
         "--stall-end --stall_end",

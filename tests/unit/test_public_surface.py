@@ -32,6 +32,7 @@ NAMES_BY_MODULE = {
         "DistributedDataParallel",
         "DistributedSampler",
         "EpochNotSetWarning",
+        "Islands",
         "Run",
         "RunOptions",
         "RunView",

@@ -31,7 +31,7 @@ PRIVATE_TO_TORCH = re.compile(
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 # Several machines meet at an address. Where a machine knows its own only as loopback, nothing but
 # every interface would let the others in.
-LISTENS_TO_OTHER_MACHINES = {"launcher/nodes.py"}
+LISTENS_TO_OTHER_MACHINES = {"launcher/nodes.py", "launcher/islands.py"}
 EVERY_INTERFACE = {"0.0.0.0", "::", "[::]"}
 
 

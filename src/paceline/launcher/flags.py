@@ -202,6 +202,11 @@ class LaunchOptions:
         default="1",
         group="workers",
     )
+    island: str = flag(
+        "--island host|N",
+        "form islands, which average rarely, of each machine or of N workers: for Run with islands",
+        matching("|host|[1-9][0-9]{0,3}", "Use host, or a number of workers from 1 to 9999."),
+    )
     threads: int | None = flag(
         "--threads N",
         "CPU threads per worker; by default OMP_NUM_THREADS, else the cores divided among them",
@@ -229,10 +234,8 @@ class LaunchOptions:
         ),
     )
     role: str = flag("--role NAME", "a name for the workers", default="default", tells="ROLE_NAME")
-
     module: bool = flag("--module -m", "run a module, as `python -m` does", group="program")
     no_python: bool = flag("--no-python", "run a program that is not a Python script")
-
     nnodes: tuple[int, int] = flag(
         "--nnodes N",
         "how many machines take part, or MIN:MAX",
@@ -279,7 +282,6 @@ class LaunchOptions:
         default="15",
     )
     standalone: bool = flag("--standalone", "a single machine, whatever is said about others")
-
     max_restarts: int | None = flag(
         "--max-restarts N",
         "replace workers of a run, or restart all workers of another script, up to N times; by "
@@ -316,7 +318,6 @@ class LaunchOptions:
         signals,
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
-
     no_label: bool = flag("--no-label", "do not put `[rank N]` before each line", group="output")
     quiet: bool = flag(
         "--quiet",
@@ -358,7 +359,6 @@ class LaunchOptions:
     duplicate_stderr_filters: tuple[str, ...] = flag(
         "--duplicate-stderr-filters WORDS", "the same for stderr, filtered_stderr.log", words
     )
-
     timeline: str = flag(
         "--timeline FOLDER",
         "record what every worker does when, for `paceline timeline FOLDER`",

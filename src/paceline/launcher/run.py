@@ -86,7 +86,17 @@ def main(args: argparse.Namespace) -> int:
     options = read_options(given, os.environ, args.script, tuple(args.script_args))
     check_program(options)
     with ExitStack() as stack:
+        islands: dict[str, str] = {}
+        if options.island:
+            from paceline.launcher.islands import as_host, check_island, run_islands
+
+            check_island(options)
+            if options.island != "host":
+                return run_islands(options, given)
+            if not options.is_single_node:
+                options = stack.enter_context(as_host(options, islands))
         run = LocalRun(options, stack)
+        run.environ |= islands
         if options.is_single_node:
             return run.run_alone(stack)
         from paceline.launcher.nodes import run_with_others

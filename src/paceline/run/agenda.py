@@ -26,6 +26,7 @@ BEGIN = (
     Entry("comparing arguments", ("run.build", "run.state"), "when a run begins"),
     Entry("wrapping", ("ddp.checks", "ddp.naive", "update.sharded"), "when a run begins"),
     Entry("healing", ("run.healing",), "when a generation begins"),
+    Entry("joining islands", ("run.islands",), "before the first step, and after a missed round"),
 )
 STEP = (
     Entry("reading", ("run.loader", "run.user_loader"), "in every step, of data without a length"),
@@ -58,6 +59,7 @@ STEP = (
         ("update.whole", "update.shares", "update.sharded"),
         "in every step that is shared out; where a gradient is not finite, which all see alike",
     ),
+    Entry("round", ("run.islands",), "by number: every so many steps, and after the last one"),
     Entry("recording", ("record.step",), "in steps to be recorded, agreed on by number or by vote"),
 )
 BETWEEN_STEPS = (

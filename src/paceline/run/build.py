@@ -45,6 +45,7 @@ from paceline.group import (
     word_device,
 )
 from paceline.policy import NoiseMeter
+from paceline.run import islands
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
@@ -84,7 +85,6 @@ from paceline.update import (
     FiniteCheck,
     Update,
     WeightAverage,
-    WholeUpdate,
     can_be_kept,
     describe_sharing,
     is_worth_gathering,
@@ -110,6 +110,7 @@ def build_run(config: RunConfig) -> RunParts:
     members = Membership.of(world.group)
     if config.loader is not None:
         _take_loader(config, world)
+    island = islands.find_own(config)
     link, shares_out, can_survive = _find_link(config, members, launched)
     is_replacement = link is not None and link.is_replacement
     if is_replacement:
@@ -121,7 +122,8 @@ def build_run(config: RunConfig) -> RunParts:
     members.word_device = word_device(world.group, device)
     precision = Precision(options.precision, device, list(module.parameters()))
     average = None if options.ema is None else WeightAverage(module, options.ema)
-    update = _make_update(config, module, precision, members, average)
+    make_update = islands.choose_update(module, options.islands, island)
+    update = _make_update(config, module, precision, members, average, make_update)
     rating = Rating(options, config.scheduler, update)
     state = RunState(module, update, rating, config.state or {})
     folder = config.open_folder(world.rank)
@@ -134,9 +136,11 @@ def build_run(config: RunConfig) -> RunParts:
         _count_together(config.dataset, members)
     audit = Audit(share=options.audit, seed=config.seed, shards=shards, replaces=link is not None)
     plan = make_plan(config, shards, known.get("order"), audit.seconds_of)
+    plan = islands.deal(plan, island)
     workers = known["workers"] if is_replacement else world.size
     _check_batch_norm(model, workers, shards, plan)
     facts = config.facts(module, plan, shards=shards, workers=workers)
+    config.seed = islands.note(island, facts, config.seed)
     saving.identify(facts, before)
     watching = Watching(config, folder, members)
     agreed = {**facts, **config.to_agree_on(), "trace_step": watching.trace_step}
@@ -198,6 +202,7 @@ def build_run(config: RunConfig) -> RunParts:
     if repeated:
         count = count_text((before or {})["workers"], "worker")
         lines.append(_REPEATED.format(position.epoch + 1, count, repeated))
+    lines += islands.describe(island, options.islands, before)
     lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step, launched)]
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
@@ -226,6 +231,7 @@ def build_run(config: RunConfig) -> RunParts:
     )
     if link is not None:
         parts.recover_with(Survival(link, _make_groups(link, launched), parts))
+    islands.attach(parts, plan)
     return parts
 
 
@@ -277,6 +283,7 @@ def _make_update(
     precision: Precision,
     members: Membership,
     average: WeightAverage | None,
+    make: Callable[..., Update],
 ) -> Update:
     options, wanted = config.options, config.options.update
     if not isinstance(wanted, str):
@@ -285,7 +292,7 @@ def _make_update(
     if options.check_finite != "off":
         named, is_complete = list(module.named_parameters()), options.check_finite == "all"
         finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
-    return WholeUpdate(
+    return make(
         list(module.parameters()),
         config.optimizer,
         scheduler=config.scheduler,

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from paceline.errors import (
 )
 from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World
+from paceline.islands import Islands
 from paceline.run.plan import Plan, Position
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
@@ -135,6 +136,8 @@ class RunOptions:
     """The share of shards that a second worker computes as well, from 0 to 1. Where their bits
     differ, the step is not applied, and the worker that is wrong is named and replaced. Needs
     `same_bits`. See docs/same_bits.md."""
+    islands: Islands | None = None
+    """Train on islands, of `paceline run --island`, that average rarely. See docs/islands.md."""
     noise_every: int = 0
     """Measure the gradient noise scale in every so many steps; 0 means never."""
     trace_step: int = 0
@@ -347,6 +350,7 @@ class RunConfig:
             "the scaler": None if self.scaler is None else type(self.scaler).__name__,
             "settings of the optimizer": settings,
             "names in state": sorted(self.state or {}),
+            "islands=": repr(self.options.islands and replace(self.options.islands, at="")),
         }
 
     def describe(
@@ -389,7 +393,7 @@ class RunConfig:
             value = getattr(self.options, option.name)
             if value != option.default and option.name != "policy":
                 found[option.name] = value
-        kinds = (str, int, float, tuple)
+        kinds = (str, int, float, tuple, Islands)
         shown = {
             k: str(value)[:_WIDTH_SHOWN] for k, value in found.items() if isinstance(value, kinds)
         }

@@ -22,7 +22,7 @@ from paceline import env
 from paceline.ddp import DDPOptions, Engine
 from paceline.errors import CheckpointError, UsageError, refuse_unknown_arguments
 from paceline.group import World
-from paceline.run import stop
+from paceline.run import islands, stop
 from paceline.run.build import build_run
 from paceline.run.callback import Callback
 from paceline.run.config import RunConfig, RunOptions
@@ -316,7 +316,7 @@ class Run:
         """This worker's part of the next step; None after the last."""
         if self._parts.recovery.must_go_back:
             self._parts.recovery.go_back()
-        return next(self._parts.dealing.portions, None)
+        return next(self._parts.dealing.portions, None) if islands.tend(self._parts) else None
 
     def _why_over(self) -> tuple[End, int]:
         """How the loop has come to its end, and the signal, if it was one."""

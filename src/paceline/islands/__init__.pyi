@@ -1,0 +1,11 @@
+from paceline.islands.client import IslandsError as IslandsError
+from paceline.islands.client import Presence as Presence
+from paceline.islands.client import Request as Request
+from paceline.islands.options import Islands as Islands
+from paceline.islands.outer import Outer as Outer
+from paceline.islands.outer import Shift as Shift
+from paceline.islands.place import ISLAND_VARIABLE as ISLAND_VARIABLE
+from paceline.islands.place import IslandPlace as IslandPlace
+from paceline.islands.place import find_place as find_place
+from paceline.islands.server import RoundServer as RoundServer
+from paceline.islands.wire import island_key as island_key

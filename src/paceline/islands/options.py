@@ -1,0 +1,121 @@
+"""How islands train: the options, and which step exchanges what, as arithmetic.
+
+    every 30, fragments 3:    step 10  20  30  40 ...      fragment 0 1 2 0 ...
+    delay 4:                  what begins after step 10 lands after step 14
+    last step:                whatever is on its way lands; then everything is exchanged
+
+It is a function of the step's number alone, so all workers of all islands agree on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
+
+MOMENTUM_BY_OUTER = {"nesterov": 0.5, "sgd": 0.0}
+
+
+@refuse_unknown_arguments()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Islands:
+    """Train on islands that average rarely: another algorithm than one training on all workers.
+
+    `paceline run --island` says which workers form an island; without it all of them are one.
+    """
+
+    every: int = 30
+    """How many steps an island trains by itself between two rounds."""
+    outer: Literal["nesterov", "sgd"] = "nesterov"
+    """How the averaged difference since the last round becomes the next common parameters."""
+    lr: float = 1.0
+    """The outer learning rate; 1 without momentum assigns the average itself."""
+    momentum: float | None = None
+    """The outer momentum; None: 0.5 for `nesterov`, none for `sgd`. Long trainings want more."""
+    fragments: int = 1
+    """In how many parts the parameters are exchanged, one after the other, within `every` steps."""
+    delay: int = 0
+    """So many steps after it has begun an exchange lands: it overlaps with computing."""
+    bits: Literal[32, 16, 8] = 32
+    """How differences travel; 32: as they are. What rounding leaves out is sent the next time."""
+    timeout_s: float = 60.0
+    """How long a round waits for an island after the first one has arrived."""
+    at: str = ""
+    """Which island this is and where they meet, such as "0/2@host:29500", for a launcher of your
+    own; `paceline run --island` says it otherwise."""
+
+    def __post_init__(self) -> None:
+        check_whole("every", self.every)
+        check_whole("fragments", self.fragments)
+        check_whole("delay", self.delay, 0)
+        check_choice("outer", self.outer, tuple(MOMENTUM_BY_OUTER))
+        check_choice("bits", self.bits, (32, 16, 8))
+        _check_number("lr", self.lr, 0.0, math.inf, "Pass a number above 0; 1 is usual.")
+        _check_number("timeout_s", self.timeout_s, 0.0, math.inf, "Pass a number of seconds.")
+        if self.momentum is not None and self.momentum != 0:
+            advice = "Pass a number from 0 up and below 1, or None."
+            _check_number("momentum", self.momentum, 0.0, 1.0, advice)
+        if self.every % self.fragments:
+            raise UsageError(
+                f"{self.fragments} fragments do not divide {self.every} steps between two rounds.",
+                advice=f"Use a number of fragments that divides every={self.every}.",
+            )
+        if self.delay >= self.period:
+            raise UsageError(
+                f"delay is {self.delay}, and the next exchange begins after {self.period} steps.",
+                advice=f"Use a delay below every / fragments = {self.period}.",
+            )
+
+    @property
+    def period(self) -> int:
+        """Steps from the exchange of one fragment to that of the next."""
+        return self.every // self.fragments
+
+    @property
+    def inertia(self) -> float:
+        """The momentum as a number."""
+        return MOMENTUM_BY_OUTER[self.outer] if self.momentum is None else float(self.momentum)
+
+    @property
+    def assigns_average(self) -> bool:
+        """Whether the average itself becomes the next parameters."""
+        return self.lr == 1 and self.inertia == 0
+
+    def starts(self, step: int, last: int) -> tuple[int, ...]:
+        """The fragments whose exchange begins after `step`; `last` is the run's last step."""
+        if step == last:
+            return tuple(range(self.fragments))
+        if step % self.period:
+            return ()
+        return ((step // self.period - 1) % self.fragments,)
+
+    def start_landing(self, step: int, last: int) -> int | None:
+        """The step after which the exchange began that lands after `step`, if one does.
+
+        Only one that was on its way for a while: without a delay, and at the last step, an exchange
+        lands where it begins.
+        """
+        if not self.delay:
+            return None
+        began = step - self.delay
+        if step == last:  # the newest one, if it is still on its way
+            began = (last - 1) // self.period * self.period
+            return began if began > 0 and began + self.delay >= last else None
+        return began if began > 0 and self.starts(began, last) else None
+
+    def is_busy(self, step: int, last: int) -> bool:
+        """Whether anything begins or lands after `step`."""
+        return bool(self.starts(step, last)) or self.start_landing(step, last) is not None
+
+    def start_before(self, fragment: int, step: int) -> int:
+        """The step of the exchange of a fragment before that of `step`; 0 before the first."""
+        turn = (fragment + 1) * self.period
+        return max(0, (step - 1 - turn) // self.every * self.every + turn)
+
+
+def _check_number(name: str, value: object, low: float, high: float, advice: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low < value < high:  # type: ignore[operator]
+        raise UsageError(f"{name} is {value!r}.", advice=advice)

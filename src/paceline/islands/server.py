@@ -1,0 +1,297 @@
+"""Where islands meet: it hands what each of them sends in a round to the others, and adds nothing.
+
+    join    an island tells its step and what it was given; all begin with the state of the one
+            furthest on. One that comes later waits for the next round, and gets the state after it.
+    round   every island sends, and gets what all have sent. After a deadline the round goes on
+            without those that have not; they are behind then, and have to join again.
+    state   of an island that is asked for it, for those who wait to join
+    be      a connection that each worker keeps open: an island without one is gone at once
+
+Requests wait on their connection for the answer, one thread each: a few per island and round.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.islands.wire import admit, keep_alive, receive, send
+
+START_S = 600.0
+"""How long the first island waits for the others to begin."""
+_PROOF_S = 5.0
+_KEPT_ROUNDS = 2
+
+Answer = tuple[Any, ...]
+"""A head, and bodies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How far an island that wants to join is."""
+
+    step: int
+    anchor: str
+    """A short name for the parameters that it has in common with others."""
+    ticket: object
+    """Which of its requests counts."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What islands have sent after one step."""
+
+    deadline_s: float
+    sent: dict[int, tuple[list[float], bytearray]] = field(default_factory=dict)
+    is_over: bool = False
+
+
+class RoundServer:
+    """The meeting place of `count` islands.
+
+        absent --join--> waiting --(all begin, or it is given a state)--> in --(late)--> out
+           ^________________________(its last worker is gone)_____________|________________|
+
+    Invariant: a round is over for all at once, and everybody in it gets the same bytes.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        count: int,
+        say: Callable[[str], None] = lambda text: None,
+        key: bytes | None = None,
+    ) -> None:
+        """`key` is asked of callers from other machines; a socket in a private folder needs none.
+
+        `listener` is closed with the server.
+        """
+        self._listener, self._count, self._say, self._key = listener, count, say, key
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._workers: dict[int, int] = {}
+        """By island, how many of its workers are there."""
+        self._members: set[int] = set()
+        """The islands that are in."""
+        self._joining: dict[int, Arrival] = {}
+        """By island that waits to join."""
+        self._answers: dict[int, Answer] = {}
+        """By island that has waited, what it is told."""
+        self._facts: dict[str, Any] = {}
+        """What the first one was given, and all must be."""
+        self._has_begun = self._is_over = False
+        self._begin_by_s: float | None = None
+        self._rounds: dict[int, Round] = {}
+        self._connections: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def wait_until_left(self, timeout_s: float) -> None:
+        """After the last round, wait until every worker has heard of it and left."""
+        with self._changed:
+            if self._is_over:
+                self._changed.wait_for(lambda: not any(self._workers.values()), timeout_s)
+
+    def close(self) -> None:
+        """End all connections, and wait for their threads."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            for connection in [self._listener, *self._connections]:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=args, name="paceline-islands", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._is_closed:  # such as too many open files
+                    time.sleep(0.1)
+                continue
+            with self._changed:
+                self._connections.add(connection)
+                self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            if self._key is not None:
+                keep_alive(connection)
+                connection.settimeout(_PROOF_S)
+                if not admit(connection, self._key):
+                    return
+                connection.settimeout(None)
+            self._answer(connection, *receive(connection))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # the caller is gone, or is none of ours
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, connection: socket.socket, head: dict[str, Any], body: bytearray) -> None:
+        island = int(head["island"])
+        match head["ask"]:
+            case "be":
+                self._be(connection, island)
+            case "join":
+                send(connection, *self._join(island, head))
+            case "round":
+                send(connection, *self._meet(island, head, body))
+            case "state":
+                self._give(island, head, body)
+                send(connection, {})
+
+    def _be(self, connection: socket.socket, island: int) -> None:
+        with self._changed:
+            self._workers[island] = self._workers.get(island, 0) + 1
+        try:
+            send(connection, {})
+            while connection.recv(1):
+                pass
+        finally:
+            with self._changed:
+                self._workers[island] -= 1
+                if not self._workers[island]:
+                    self._lose(island)
+
+    def _lose(self, island: int) -> None:
+        """The last worker of an island is gone."""
+        if island in self._members and not self._is_over and not self._is_closed:
+            self._say(f"island {island} is gone; {self._count_rest(island)}.")
+        self._members.discard(island)
+        self._joining.pop(island, None)
+        self._answers.pop(island, None)
+        self._after_loss()
+
+    def _count_rest(self, island: int) -> str:
+        left = len(self._members - {island})
+        return "1 other continues" if left == 1 else f"{left} others continue"
+
+    def _after_loss(self) -> None:
+        if not self._members:  # who waits to join begins anew, with whoever comes
+            self._has_begun, self._begin_by_s = False, None
+        for round_ in self._rounds.values():
+            self._end_if_complete(round_)
+        self._changed.notify_all()
+
+    def _join(self, island: int, head: dict[str, Any]) -> Answer:
+        """Wait until this island can begin: what it is told, with a state if it is behind."""
+        facts: dict[str, Any] = head["facts"]
+        arrival = Arrival(int(head["step"]), str(head["anchor"]), object())
+        with self._changed:
+            self._facts = self._facts or facts
+            for key in (key for key in self._facts if self._facts[key] != facts.get(key)):
+                return ({"differs": [key, self._facts[key], facts.get(key)]},)
+            self._members.discard(island)
+            self._answers.pop(island, None)
+            self._joining[island] = arrival
+            self._after_loss()
+            while not self._is_closed:
+                if self._joining.get(island) is not arrival:
+                    # Answered; or the island is gone, or asks once more.
+                    return self._answers.pop(island, ({"gone": True},))
+                if self._is_over and not self._members:
+                    del self._joining[island]
+                    return ({"over": True},)
+                left_s = self._try_to_begin(float(head["timeout_s"]))
+                if self._joining.get(island) is arrival:
+                    self._changed.wait(left_s)
+        return ({"gone": True},)
+
+    def _try_to_begin(self, timeout_s: float) -> float | None:
+        """Begin if all are there, or enough time has passed; how long to wait otherwise."""
+        if self._has_begun:
+            return None
+        now_s = time.monotonic()
+        if self._begin_by_s is None:
+            self._begin_by_s = now_s + (timeout_s if self._rounds else START_S)
+        if len(self._joining) < self._count and now_s < self._begin_by_s:
+            return self._begin_by_s - now_s
+        best = max(each.step for each in self._joining.values())
+        first = min(island for island, each in self._joining.items() if each.step == best)
+        same = (best, self._joining[first].anchor)
+        ready = [n for n, each in self._joining.items() if (each.step, each.anchor) == same]
+        self._has_begun = True
+        for island in ready:
+            del self._joining[island]
+        for island in ready:
+            gives = island == first and bool(self._joining)
+            self._answers[island] = ({"step": best, "gives": gives},)
+        self._members.update(ready)
+        missing = self._count - len(ready) - len(self._joining)
+        if missing:
+            self._say(f"{missing} of {self._count} islands did not come; the others begin.")
+        self._changed.notify_all()
+        return None
+
+    def _meet(self, island: int, head: dict[str, Any], body: bytearray) -> Answer:
+        """Add what an island sends; what all have sent, once the round is over."""
+        step, timeout_s = int(head["step"]), float(head["timeout_s"])
+        with self._changed:
+            if island not in self._members:
+                return ({"is_late": True},)
+            found = self._rounds.get(step)
+            if found is None:
+                found = self._rounds[step] = Round(time.monotonic() + timeout_s)
+            if not found.is_over:
+                found.sent[island] = [float(weight) for weight in head["weights"]], body
+                self._end_if_complete(found)
+            while not found.is_over and not self._is_closed:
+                left_s = found.deadline_s - time.monotonic()
+                if left_s <= 0:
+                    self._end_without(found, timeout_s)
+                else:
+                    self._changed.wait(left_s)
+            if island not in found.sent or not found.is_over:
+                return ({"is_late": True},)
+            self._is_over = self._is_over or bool(head["is_last"])
+            for old in sorted(self._rounds)[:-_KEPT_ROUNDS]:
+                del self._rounds[old]
+            islands = sorted(found.sent)
+            gives = bool(self._joining) and island == min(self._members & set(islands), default=-1)
+            told = {
+                "islands": islands,
+                "weights": [found.sent[each][0] for each in islands],
+                "gives": gives,
+            }
+            return (told, *(found.sent[each][1] for each in islands))
+
+    def _end_if_complete(self, round_: Round) -> None:
+        if not round_.is_over and round_.sent and self._members <= round_.sent.keys():
+            round_.is_over = True
+            self._changed.notify_all()
+
+    def _end_without(self, round_: Round, timeout_s: float) -> None:
+        for island in sorted(self._members - round_.sent.keys()):
+            self._say(
+                f"island {island} did not come to a round within {timeout_s:g} s; "
+                f"{self._count_rest(island)}."
+            )
+            self._members.discard(island)
+        self._end_if_complete(round_)
+
+    def _give(self, island: int, head: dict[str, Any], body: bytearray) -> None:
+        """Hand the state of an island to those who wait for one."""
+        with self._changed:
+            for other in list(self._joining) if island in self._members else ():
+                del self._joining[other]
+                self._answers[other] = ({**head, "from": island}, body)
+                self._members.add(other)
+                if self._rounds:
+                    self._say(f"island {other} takes part again, after step {head['step']}.")
+            self._changed.notify_all()

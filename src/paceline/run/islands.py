@@ -1,0 +1,420 @@
+"""Islands in a run: whose samples are whose, rounds as a part of the commit, and joining.
+
+A run on an island is a run like any other: its workers, its generations and its checkpoints are its
+own. It differs in three places. Its batch is every n-th sample of the global one; after a step that
+ends a round, the commit exchanges with the other islands; and before its first step, or when the
+others have gone on without it, it takes over their state.
+
+A round is a part of its step: if a worker of the island dies in it, the step is undone on all of
+them and comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data import Files
+from paceline.errors import DesyncError, UsageError
+from paceline.files import as_plain, decode, encode, memory_of
+from paceline.group import Membership, waiting
+from paceline.islands import IslandPlace, Islands, Outer, Presence, Request, Shift, find_place
+from paceline.run import stop
+from paceline.run.plan import Plan, check_batch
+from paceline.run.state import broadcast_state
+from paceline.telemetry import Message, bytes_text, count_text
+from paceline.update import Loss, WholeUpdate
+
+if TYPE_CHECKING:
+    from paceline.run.config import RunConfig
+    from paceline.run.parts import RunParts
+
+_OWN_FACTS = ("shards", "workers", "versions", "trace_step", "samples", "folder")
+"""What may differ from island to island, or is compared inside of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandPlan(Plan):
+    """The part of the plan that one island computes: every `islands`-th sample of each batch."""
+
+    island: int
+    islands: int
+
+    def batch(self, step: int) -> range:
+        return Plan.batch(self, step)[self.island :: self.islands]
+
+    def count_samples(self, first: int, last: int) -> int:
+        """How many samples the island has in these steps."""
+        return sum(len(self.batch(step)) for step in range(first, last + 1))
+
+
+def find_own(config: RunConfig) -> IslandPlace | None:
+    """The island of this worker, where the run has any; its folder becomes the island's."""
+    islands = config.options.islands
+    if not isinstance(islands, Islands | None):
+        raise UsageError(f"islands is {islands!r:.80}.", advice="Pass paceline.Islands(...).")
+    place = find_place("" if islands is None else islands.at)
+    if islands is None:
+        if place is not None:
+            raise UsageError(
+                f"The launcher was told to form {place.count} islands, and this run has none.",
+                advice="Pass options=RunOptions(islands=Islands(...)), or leave --island out.",
+            )
+        return None
+    _refuse_others(config)
+    if place is None:
+        return IslandPlace(0, 1, "")
+    if config.global_batch % place.count:
+        raise UsageError(
+            f"A global batch of {config.global_batch} gives {place.count} islands unequal samples.",
+            advice=f"Use a multiple of {place.count}.",
+        )
+    if config.folder is not None:
+        config.folder = place.folder(config.folder)
+    return place
+
+
+def _refuse_others(config: RunConfig) -> None:
+    """Refuse what does not go with islands, by name."""
+    options = config.options
+    reasons = {
+        "same_bits": (options.same_bits, "islands average what they have computed apart"),
+        f"update={options.update!r:.40}": (
+            options.update != "whole",
+            "an island steps the whole optimizer on each worker",
+        ),
+        "ema": (options.ema is not None, "it would average what rounds replace"),
+        "patience": (options.patience is not None, "each island would decide by itself"),
+        "loader": (config.loader is not None, "samples are dealt to islands by number"),
+        "Files": (isinstance(config.dataset, Files), "they are not dealt to islands yet"),
+    }
+    for name, (is_there, why) in reasons.items():
+        if is_there:
+            raise UsageError(f"{name} does not go with islands: {why}.", advice="Drop one of them.")
+
+
+def deal(plan: Plan | None, place: IslandPlace | None) -> Plan | None:
+    """The island's part of a plan, where the run has islands."""
+    if place is None:
+        return plan
+    if plan is None:
+        raise UsageError(
+            "The dataset has no length, and samples are dealt to islands by number.",
+            advice="Pass a dataset with __len__ and __getitem__, or leave islands out.",
+        )
+    check_batch(plan.global_batch // place.count, plan.shards)
+    values = {field.name: getattr(plan, field.name) for field in fields(Plan)}
+    mine = IslandPlan(**values, island=place.number, islands=place.count)
+    if plan.shortest_batch < place.count:
+        raise UsageError(
+            f"The last batch of an epoch has {plan.shortest_batch} samples, fewer than the "
+            f"{place.count} islands.",
+            advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
+        )
+    return mine
+
+
+def note(place: IslandPlace | None, facts: dict[str, Any], seed: int) -> int:
+    """Add the number of islands to the facts of a run; the seed of this island's steps."""
+    if place is None:
+        return seed
+    facts["islands"] = place.count
+    return place.seed(seed)
+
+
+def choose_update(
+    module: nn.Module, options: Islands | None, place: IslandPlace | None
+) -> Callable[..., WholeUpdate]:
+    """What makes the update of a run, on an island or not."""
+    if place is None or options is None:
+        return WholeUpdate
+    return partial(OuterUpdate, module, options, place)
+
+
+def describe(place: IslandPlace | None, options: Islands | None, before: Any) -> list[str]:
+    """What is said of it when the loop begins; `before` are the facts of a checkpoint."""
+    lines: list[str] = []
+    if place is None or options is None:
+        return lines
+    if place.count > 1:
+        lines.append(
+            f"Island {place.number} of {place.count}: every {options.every} steps their parameters "
+            "are averaged. This is not the training that one island of all workers would do."
+        )
+    had = (before or {}).get("islands") or place.count
+    if had != place.count:
+        lines.append(
+            f"The checkpoint is of {count_text(had, 'island')}, and now there "
+            f"{'is' if place.count == 1 else 'are'} {place.count}: from here on samples are dealt "
+            f"to {place.count}, and an island without a checkpoint of its own begins with the "
+            "state of the first one."
+        )
+    return lines
+
+
+class OuterUpdate(WholeUpdate):
+    """Steps the optimizer in every step, and exchanges with the other islands where it is due.
+
+    Invariant: common parameters change in a commit, on all workers of an island or on none.
+    """
+
+    parts: dict[str, Any]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Islands,
+        place: IslandPlace,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        super().__init__(*args, **more)
+        trained = [param for param in module.parameters() if param.requires_grad]
+        self._frozen = [
+            (n, param) for n, param in module.named_parameters() if not param.requires_grad
+        ]
+        if not all(param.is_floating_point() for param in trained):
+            raise UsageError(
+                "The model has parameters that are not real floating-point numbers, which islands "
+                "cannot average.",
+                advice="Train it without islands.",
+            )
+        if len(trained) < options.fragments:
+            raise UsageError(
+                f"{count_text(len(trained), 'parameter')} cannot be cut into {options.fragments} "
+                "fragments.",
+                advice="Use fewer fragments.",
+            )
+        kept = module.state_dict(keep_vars=True)  # a buffer that is not saved is a constant
+        buffers = [each for name, each in module.named_buffers() if name in kept]
+        statistics = [each for each in buffers if each.is_floating_point()]
+        self.outer = self.parts["islands"] = Outer(trained, statistics, options)
+        self._module, self._options, self._place = module, options, place
+        self._presence = Presence(place)
+        self._request: Request | None = None
+        self._gives = False
+        """Whether an island waits for the state of this one."""
+        self._copy: dict[str, Any] | None = None
+        self._run: RunParts | None = None
+        self._plan: IslandPlan | None = None
+        self._sent_bytes = self._rounds = 0
+
+    def attach(self, run: RunParts, plan: Plan | None) -> None:
+        """The run that this belongs to is put together; `plan` is that of the island."""
+        assert isinstance(plan, IslandPlan)
+        self._run, self._plan = run, plan
+        if not run.progress.position.step:
+            self.outer.anchor_here()  # the engine has made the workers' parameters equal since
+        self.outer.must_join = True  # also after a checkpoint was loaded
+        if self._place.count > 1:
+            self._presence.renew()
+
+    @property
+    def _members(self) -> Membership:
+        assert self._run is not None
+        return self._run.place.membership
+
+    def commit(self, losses: Sequence[Loss]) -> Tensor | None:
+        assert self._run is not None
+        assert self._plan is not None
+        step, last = self._step, self._plan.steps
+        if not self._options.is_busy(step, last):
+            return super().commit(losses)
+        if self._run.recovery.is_on and self._members.size > 1:
+            self._copy = self._copy_state()
+        norm = super().commit(losses)
+        self._exchange(step, last)
+        self._copy = None
+        return norm
+
+    def abandon(self) -> None:
+        super().abandon()
+        if (copy := self._copy) is not None:  # a worker died in a round: undo the inner step too
+            self._copy = None
+            self._module.load_state_dict(copy.pop("model"))
+            for name, state in copy.items():
+                self.parts[name].load_state_dict(state)
+
+    def _copy_state(self) -> dict[str, Any]:
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        return deepcopy({"model": self._module.state_dict(), **states})
+
+    def _exchange(self, step: int, last: int) -> None:
+        options, outer = self._options, self.outer
+        began = options.start_landing(step, last)
+        if began is not None and outer.payload is not None:
+            self._land(began, last)
+        numbers = options.starts(step, last)
+        if not numbers or outer.must_join:
+            return
+        for name, _ in (each for each in self._frozen if each[1].requires_grad):
+            raise UsageError(
+                f"Step {step}: {name} is trained now and was frozen when the run began, so islands "
+                "do not average it.",
+                advice="Begin a run with what is trained; load_weights() takes the weights over.",
+            )
+        outer.begin(step, numbers)
+        if self._place.count == 1:
+            self._tell(outer.finish_alone(numbers), 0, 0.0)
+        elif options.delay and step != last:
+            if self._request is not None:  # of a step that was undone
+                self._request.drop()
+            self._request = self._send(step, last) if self._members.leads else None
+        else:
+            self._land(step, last)
+
+    def _send(self, step: int, last: int) -> Request:
+        """Begin to exchange what began after `step`."""
+        assert self.outer.payload is not None
+        assert self._plan is not None
+        numbers = self._options.starts(step, last)
+        before = (self._options.start_before(number, step) for number in numbers)
+        head = {
+            "ask": "round",
+            "step": step,
+            "is_last": step == last,
+            "weights": [self._plan.count_samples(first + 1, step) for first in before],
+            "timeout_s": self._options.timeout_s,
+        }
+        return Request(self._place, head, bytes(memory_of(self.outer.payload)))
+
+    def _land(self, step: int, last: int) -> None:
+        """Take the step of all islands that began after `step`."""
+        outer, members = self.outer, self._members
+        self._presence.renew()
+        answer: Any = None
+        if members.leads:
+            request, self._request = self._request or self._send(step, last), None
+            head, body = self._wait(request)
+            seconds = request.ended_s - request.began_s
+            data = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0)
+            answer = head, data, seconds
+        answer = broadcast_state(members, answer, 0, "Exchanging with other islands")
+        head, sent, seconds = answer
+        if head.get("is_late"):
+            outer.drop()
+            outer.must_join = True
+            return
+        size, numbers = len(outer.payload), self._options.starts(step, last)  # type: ignore[arg-type]
+        own = head["islands"].index(self._place.number)
+        shift = outer.finish(numbers, head["weights"], sent, own)
+        self._gives = head["gives"]
+        self._tell(shift, size, seconds)
+
+    def _wait(self, request: Request) -> tuple[dict[str, Any], bytearray]:
+        """The answer of the others; ends where the group of this worker is broken."""
+        assert self._run is not None
+        member = getattr(self._run.recovery, "member", None)
+        with waiting(self._members.group):
+            return request.wait(lambda: member is not None and member.is_over)
+
+    def _tell(self, shift: Shift, size: int, seconds: float) -> None:
+        """Log what a round was like; all workers of the island say the same, and count as one."""
+        assert self._run is not None
+        self._rounds, self._sent_bytes = self._rounds + 1, self._sent_bytes + size
+        values = {"island_drift": shift.drift, "island_bytes": size, "island_round_s": seconds}
+        for name, value in values.items() if self._place.count > 1 else ():
+            self._run.outlets.metrics.add(name, value, 1.0 / self._members.size)
+
+    def tend(self) -> None:
+        """Between two steps, on all workers: give the state to who waits for it, or take theirs."""
+        assert self._run is not None
+        while self.outer.must_join:
+            self._join(self._run)
+        if self._gives and self._members.leads:
+            step = self._run.progress.position.step
+            gathered = self._run.training.state.gather(self._run.progress.position, {})
+            head = {"ask": "state", "step": step}
+            self._wait(Request(self._place, head, encode(gathered)))
+        self._gives = False
+        self._sum_up(self._run)
+
+    def _sum_up(self, run: RunParts) -> None:
+        """After the last step, say what all rounds have cost; nothing of one island."""
+        assert self._plan is not None
+        if run.progress.position.step == self._plan.steps and self._sent_bytes:
+            text = f"Island {self._place.number} of {self._place.count} has sent "
+            text += f"{bytes_text(self._sent_bytes)} in {count_text(self._rounds, 'round')}."
+            facts = {"bytes": self._sent_bytes, "rounds": self._rounds}
+            run.outlets.sinks.tell("message", Message(text, "info", "islands", facts))
+            self._sent_bytes = 0
+
+    def _join(self, run: RunParts) -> None:
+        if self._place.count == 1:
+            self.outer.must_join = False
+            return
+        self._presence.renew()
+        members, answer = self._members, None
+        if members.leads:
+            head, body = self._wait(Request(self._place, self._introduce(run)))
+            answer = head, decode(bytes(body)) if body else None
+        head, state = broadcast_state(members, answer, 0, "Joining the other islands")
+        match head:
+            case {"gone": True}:
+                return  # once more
+            case {"over": True}:
+                text = "The other islands have ended the training without this one."
+                run.outlets.sinks.tell("message", Message(text, "warning"))
+                run.progress.stopping = stop.BY_SCRIPT
+            case {"differs": [key, there, here]}:
+                raise DesyncError(
+                    "The islands were started with different arguments.",
+                    f"First difference: {key} is {there!r} on another island, {here!r} on "
+                    f"{self._place.name}.",
+                    "Pass the same to Run on every island.",
+                )
+            case {"step": int()} if state is not None:
+                self._take_over(run, state)
+        self._gives = bool(head.get("gives"))
+        self.outer.must_join = False
+
+    def _introduce(self, run: RunParts) -> dict[str, Any]:
+        """What this island says of itself to the others."""
+        digest = sha256()
+        for plain in [as_plain(fragment.anchor) for fragment in self.outer.fragments]:
+            digest.update(memory_of(plain))
+        facts = {key: repr(v) for key, v in run.agreed.items() if key not in _OWN_FACTS}
+        return {
+            "ask": "join",
+            "step": run.progress.position.step,
+            "anchor": digest.hexdigest()[:16],
+            "facts": facts,
+            "timeout_s": self._options.timeout_s,
+        }
+
+    def _take_over(self, run: RunParts, state: Any) -> None:
+        """Continue where another island is, with its state."""
+        reached, training = run.progress.position.step, run.training
+        training.state.forget()
+        run.progress.position, _ = training.state.load(state)
+        self.outer.forget_rest()
+        position = run.progress.position
+        training.generators.seed(run.config.seed, "between", position.step)
+        run.outlets.metrics.begin_at(position.epoch, {})
+        run.exchanges.begin_step()
+        run.recovery.write_ledger()
+        run.dealing.deal()
+        text = f"{self._place.name.capitalize()} continues after step {position.step} with the "
+        text += f"state of the others; it had come to step {reached} by itself."
+        facts = {"step": position.step, "reached": reached}
+        run.outlets.sinks.tell("message", Message(text, "warning", "joined islands", facts))
+
+
+def attach(run: RunParts, plan: Plan | None) -> None:
+    """The run is put together; `plan` is that of its island, if it has one."""
+    if isinstance(run.training.update, OuterUpdate):
+        run.training.update.attach(run, plan)
+
+
+def tend(run: RunParts) -> bool:
+    """Between two steps, do what islands owe each other; whether this one has steps to do."""
+    if isinstance(run.training.update, OuterUpdate):
+        run.training.update.tend()
+    return not run.progress.stopping

@@ -1,0 +1,74 @@
+"""`paceline run --island`: islands survive the deaths of workers, and of each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = str(Path(__file__).with_name("islands_script.py"))
+
+
+def launch(out: Path, *flags: str, size: int = 4, island: str = "2") -> list[Any]:
+    """Step and weights of both islands."""
+    out.mkdir()
+    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size)]
+    command += ["--island", island, SCRIPT, "--out", str(out), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads((out / f"result.{number}").read_text()) for number in range(2)]
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(one, dtype=torch.float64),
+            torch.tensor(other, dtype=torch.float64),
+            rtol=0,
+            atol=1e-10,
+        )
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_workers_that_die_in_rounds_change_nothing(delay: int, tmp_path: Path) -> None:
+    """The leader of one island and the other worker of the other, each after its inner step."""
+    flags = ["--delay", str(delay)]
+    calm = launch(tmp_path / "calm", *flags)
+    deaths = {"0.0": 8 + delay, "1.1": 16 + delay}
+    got = launch(tmp_path / "deaths", *flags, "--die-in-update", json.dumps(deaths))
+    assert {each.name for each in (tmp_path / "deaths").glob("* died")} == {"0.0 died", "1.1 died"}
+    for (step, weights), (_, expected) in zip(got, calm, strict=True):
+        assert step == 24
+        assert_close(weights, expected)
+    assert got[0] == got[1]
+
+
+def test_an_island_that_dies_as_a_whole_comes_back_with_the_state_of_the_other(
+    tmp_path: Path,
+) -> None:
+    flags = ["--all-die-at", "5", "--every", "1", "--epochs", "50"]
+    first, second = launch(tmp_path / "out", *flags)
+    assert first[0] == 300
+    assert first == second
+    assert (tmp_path / "out" / "island 1 is back").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--workers", "3", "--island", "2"],
+        ["--workers", "2", "--island", "0"],
+        ["--workers", "2", "--island", "1", "--as-torch"],
+        ["--island", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"],
+    ],
+    ids=["unequal", "none", "as torch", "several machines"],
+)
+def test_islands_that_cannot_be_formed_are_refused(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "paceline", "run", *flags, SCRIPT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.count("paceline run: ")) == (2, 1)

@@ -1,0 +1,227 @@
+"""Islands: exact where the mathematics says so, and equal on all workers after every round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from paceline import Islands, Run, RunOptions, World
+from paceline.errors import UsageError
+from paceline.islands import IslandsError
+from paceline.testing import run_ranks, seeded
+from tests.archipelago import run_islands
+from tests.sentences import says
+
+X = torch.randn(53, 6, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long()
+
+
+def train(
+    world: World,
+    islands: Islands | None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    optimizer: str = "SGD",
+    model: nn.Module | None = None,
+    epochs: int = 3,
+    batch: int = 12,
+    stop_after: int = 0,
+    heard: list[str] | None = None,
+    **more: Any,
+) -> list[Tensor]:
+    """The parameters after a short training on this worker."""
+    net = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    seeded(net)
+    net = net.to(dtype)
+    data = TensorDataset(X.to(dtype), Y)
+    made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1)
+    options = RunOptions(progress="quiet", islands=islands, handle_signals=False)
+    run = Run(
+        net,
+        made,
+        data,
+        global_batch=batch,
+        epochs=epochs,
+        seed=3,
+        world=world,
+        options=options,
+        **more,
+    )
+    for step in run:
+        with step:
+            for x, y in step.batches():
+                step.backward(cross_entropy(run.model(x), y))
+        if step.number == stop_after:
+            run.save()
+            break
+    if heard is not None:
+        heard += run._parts.outlets.lines
+    return [value.detach().clone() for value in net.state_dict().values()]
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_a_round_in_every_step_with_plain_sgd_is_the_training_of_all_workers(
+    count: int, size: int, dtype: torch.dtype, close: float
+) -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=1, outer="sgd", at=at), dtype=dtype)
+
+    [whole] = run_ranks(1, lambda world: train(world, None, dtype=dtype))
+    for workers in run_islands(count, size, island):
+        for mine in workers:
+            for got, expected in zip(mine, whole, strict=True):
+                torch.testing.assert_close(got, expected, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_one_island_that_assigns_its_average_has_the_bits_of_a_plain_run(
+    size: int, optimizer: str
+) -> None:
+    islands = Islands(every=4, lr=1, momentum=0)
+
+    def both(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        plain = train(world, None, dtype=torch.float32, optimizer=optimizer)
+        return plain, train(world, islands, dtype=torch.float32, optimizer=optimizer)
+
+    for plain, island in run_ranks(size, both):
+        assert_equal(plain, island)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bits": 16},
+        {"bits": 8},
+        {"outer": "sgd", "momentum": 0.3, "lr": 0.9},
+        {"fragments": 2},
+        {"fragments": 2, "delay": 1, "bits": 16},
+        {"delay": 3, "momentum": 0, "lr": 1},
+    ],
+    ids=str,
+)
+def test_all_workers_of_all_islands_end_with_the_same_bits(options: dict[str, Any]) -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=4, at=at, **options), optimizer="AdamW")
+
+    (first, *others), second = run_islands(2, 2, island)
+    for workers in [*others, *second]:
+        assert_equal(first, workers)
+
+
+def test_statistics_of_batch_norm_are_averaged_too() -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        return train(world, Islands(every=5, at=at), model=model)
+
+    [first], [second] = run_islands(2, 1, island)
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": 8}, {"fragments": 2, "delay": 1, "bits": 16}], ids=str
+)
+@pytest.mark.parametrize("stop_after", [4, 6])
+def test_a_resume_has_the_bits_of_an_undisturbed_run(
+    options: dict[str, Any], stop_after: int, tmp_path: Path
+) -> None:
+    def island(world: World, at: str, stop_after: int, folder: Path | None) -> list[Tensor]:
+        islands = Islands(every=4, at=at, **options)
+        return train(world, islands, optimizer="AdamW", folder=folder, stop_after=stop_after)
+
+    def whole(world: World, at: str) -> list[Tensor]:
+        return island(world, at, 0, None)
+
+    def begin(world: World, at: str) -> list[Tensor]:
+        return island(world, at, stop_after, tmp_path)
+
+    def resume(world: World, at: str) -> list[Tensor]:
+        return island(world, at, 0, tmp_path)
+
+    expected = run_islands(2, 1, whole)
+    run_islands(2, 1, begin)
+    for got, wanted in zip(run_islands(2, 1, resume), expected, strict=True):
+        assert_equal(got[0], wanted[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 1), (1, 2)])
+def test_a_resume_with_another_number_of_islands_says_what_changes(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+
+    def begin(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=4, at=at), folder=tmp_path, stop_after=6)
+
+    def resume(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=4, at=at), folder=tmp_path, heard=heard)
+
+    run_islands(before, 1, begin)
+    (first,), *others = run_islands(after, 1, resume)
+    for [other] in others:
+        assert_equal(first, other)
+    assert any(says(line, before, "island" if before == 1 else "islands", after) for line in heard)
+
+
+def test_an_island_without_islands_in_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ISLAND", "0/2@/nowhere")
+    with pytest.raises(UsageError):
+        run_ranks(1, lambda world: train(world, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({"same_bits": True}, {}),
+        ({"update": "sharded"}, {}),
+        ({"ema": 0.9}, {}),
+        ({"patience": 1, "best_metric": "loss"}, {}),
+        ({}, {"global_batch": 13}),
+        ({}, {"dataset": TensorDataset(X[:49], Y[:49])}),
+    ],
+    ids=["same_bits", "sharded", "ema", "patience", "unequal", "a last batch of one sample"],
+)
+def test_what_does_not_go_with_islands_is_refused(
+    options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    net = nn.Linear(6, 2)
+    values = {"dataset": TensorDataset(X, Y), "global_batch": 12, "epochs": 1, **more}
+    chosen = RunOptions(islands=Islands(at="0/2@/nowhere"), progress="quiet", **options)
+    with pytest.raises(UsageError):
+        Run(net, torch.optim.SGD(net.parameters(), lr=0.1), options=chosen, **values)
+
+
+def test_a_layer_that_is_unfrozen_later_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    net[0].requires_grad_(False)
+    options = RunOptions(islands=Islands(every=3), progress="quiet", handle_signals=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = Run(net, optimizer, TensorDataset(X, Y), global_batch=12, epochs=2, options=options)
+
+    def train_all() -> None:
+        for step in run:
+            with step:
+                net[0].requires_grad_(step.number > 1)
+                for x, y in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+
+    with pytest.raises(UsageError, match=r"0\.weight"):
+        train_all()
+
+
+def test_the_meeting_place_out_of_reach_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.islands.client.LOCAL_REACH_S", 0.3)
+    with pytest.raises(IslandsError, match="/nowhere"):
+        run_ranks(1, lambda world: train(world, Islands(at="0/2@/nowhere")))
