@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -295,6 +298,39 @@ class Interrupting(io.StringIO):
         if speak is not None:
             speak()
         return super().write(text)
+
+
+def test_a_signal_handler_may_speak_while_a_print_waits_for_its_reader() -> None:
+    reader, writer = os.pipe()
+    stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(writer, "w")))
+    progress, read, has_spoken = Progress("plain", stream=stream), bytearray(), threading.Event()
+
+    def speak(*_: object) -> None:
+        if not has_spoken.is_set():
+            progress.message("asked to stop")
+            has_spoken.set()
+
+    def interrupt_and_read() -> None:
+        while select.select([], [writer], [], 0)[1]:
+            pass  # until the pipe is full
+        while not has_spoken.wait(0.02):
+            signal.pthread_kill(main, signal.SIGUSR1)
+        while data := os.read(reader, 2**16):
+            read.extend(data)
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, speak)
+    other = threading.Thread(target=interrupt_and_read)
+    other.start()
+    try:
+        print("x" * 2**20, file=stream, flush=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    progress.message("later")
+    stream.close()
+    other.join()
+    os.close(reader)
+    assert bytes(read).split() == [b"x" * 2**20, b"asked", b"to", b"stop", b"later"]
 
 
 def test_a_signal_handler_may_speak_in_the_middle_of_a_line() -> None:

@@ -287,7 +287,8 @@ class _Turn:
     """One caller draws at a time.
 
     A signal handler may interrupt a drawing of its own thread; waiting for that would be for ever,
-    so its call is made as soon as the interrupted one is over.
+    so its call is made as soon as the interrupted one is over. Or it interrupts a `print` of the
+    script's that waits for its reader, where Python refuses to write: then with the next call.
     """
 
     def __init__(self) -> None:
@@ -300,11 +301,16 @@ class _Turn:
             self._waiting.append(call)
             # The lock lets its own thread in again: busy means that this is a signal handler's.
             while self._waiting and not self._is_busy:
-                self._is_busy = True
+                self._is_busy, next_call = True, self._waiting.popleft()
                 try:
                     # A picture is not worth a training: a terminal that fails is left alone.
                     with contextlib.suppress(OSError, ValueError):
-                        self._waiting.popleft()()
+                        next_call()
+                except RuntimeError as error:
+                    if "reentrant" not in str(error):
+                        raise
+                    self._waiting.appendleft(next_call)
+                    return
                 finally:
                     self._is_busy = False
 
