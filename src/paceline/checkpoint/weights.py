@@ -105,7 +105,9 @@ def load_weights(
     has_own_ways = any(map(_loads_its_own_way, model.modules()))
     if shapes and not has_own_ways:
         raise _explain(model, own, given, plan, shapes)
-    backup = {} if is_fit and not has_own_ways else _copy_of(own)
+    kept = {} if is_fit and not has_own_ways else own
+    tensors = {name: t for name, t in kept.items() if isinstance(t, Tensor) and not is_lazy(t)}
+    backup = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         result = model.load_state_dict(rename(own, given, names), strict=False)
     except Exception as error:
@@ -195,11 +197,6 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     kind = type(module)
     has_own_code = not isinstance(module, Wrapper) and not kind.__module__.startswith("torch.")
     return bool(has_loading_hooks(module) or (has_own_code and has_loading_code(kind)))
-
-
-def _copy_of(own: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    return {name: t.detach().clone() for name, t in tensors.items() if not is_lazy(t)}
 
 
 def _put_back(own: Mapping[str, Any], backup: Mapping[str, Tensor]) -> None:

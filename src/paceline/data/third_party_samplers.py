@@ -85,7 +85,8 @@ def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
     _give_generators(parts, seed + epoch)
-    if all(_draws_only_from_its_generator(part) for part in parts):
+    kinds, plain = [type(part) for part in parts], {list, tuple, range}
+    if all(kind.__module__ == torch_samplers.__name__ or kind in plain for kind in kinds):
         yield from sampler
         return
     shared = Generators()
@@ -113,10 +114,6 @@ def _give_generators(parts: list[Any], seed: int) -> None:
         part.generator = torch.Generator(device).manual_seed(seed)
         # Two samplers in one must not draw the same numbers.
         seed = int(torch.randint(2**63 - 1, (), generator=source, device="cpu"))
-
-
-def _draws_only_from_its_generator(part: Any) -> bool:
-    return type(part).__module__ == torch_samplers.__name__ or type(part) in {list, tuple, range}
 
 
 def _seed_globals(seed: int) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from paceline.ddp.buffer import Bucket, ParamRef
 from paceline.ddp.plan import BucketPlan, default_capacities, plan_buckets
@@ -152,10 +151,7 @@ class BucketLayout:
         if fires is not None:
             self.missing = [sum(max(1, fires[i]) for i in b.indices) for b in self.buckets]
         # The last bucket waits for the end of backward, because its trailer speaks for all.
-        last_by_bucket = {self.bucket_by_id.get(id(p)): id(p) for p in self._seen_params()}
+        seen = (self.params[index].get() for index in (self._seen if self.is_learned else ()))
+        last_by_bucket = {self.bucket_by_id.get(id(p)): id(p) for p in seen if p is not None}
         last_by_bucket.pop(len(self.buckets) - 1, None)
         self.awaited = frozenset(last_by_bucket.values())
-
-    def _seen_params(self) -> list[Parameter]:
-        found = (self.params[index].get() for index in self._seen)
-        return [param for param in found if param is not None and self.is_learned]

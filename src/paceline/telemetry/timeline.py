@@ -109,15 +109,13 @@ def read_events(path: Path) -> Iterator[TraceEvent]:
             if not isinstance(event, dict) or not isinstance(event.get("name"), str):
                 continue
             times = _TIMES_BY_KIND.get(str(event.get("ph")))
-            if times is not None and all(_is_time(event.get(key)) for key in times):
+            given: list[Any] = [event.get(key) for key in times or ()]
+            is_timed = all(type(time) in (int, float) and abs(time) < 2**63 for time in given)
+            if times is not None and is_timed:
                 event.update({key: round(event[key], 3) for key in times})  # whole nanoseconds
                 if not isinstance(event.get("args"), dict):
                     event["args"] = {}
                 yield event
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**63
 
 
 def survey(path: Path, most_events: int | None = None) -> RankRecording:

@@ -79,11 +79,8 @@ class WeightAverage:
         """What is averaged, by name, as it is now: a buffer may be another tensor by then."""
         named: list[tuple[str, Tensor]] = [*self._module.named_parameters()]
         named += self._module.named_buffers()
-        return {name: each for name, each in named if name in self._saved and _is_real(each)}
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+        saved = [(name, each) for name, each in named if name in self._saved]
+        return {n: each for n, each in saved if each.is_floating_point() or each.is_complex()}
 
 
 def _wide(tensor: Tensor) -> Tensor:
