@@ -131,10 +131,10 @@ class WireError(PacelineError, ValueError):
     """Bytes that came from a file, a pipe or a store are malformed."""
 
 
-def name_ranks(ranks: list[int]) -> str:
-    """Ranks as a message names them: `rank 3`, or `ranks 0, 1 and 3`."""
+def name_ranks(ranks: list[int], noun: str = "rank") -> str:
+    """Ranks as a message names them: `rank 3`, or `ranks 0, 1 and 3`; or `worker 3`."""
     *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    return f"{noun}s {', '.join(most)} and {last}" if most else f"{noun} {last}"
 
 
 def describe_failure(worker: int, summary: str, step: int, *, is_late: bool = False) -> str:

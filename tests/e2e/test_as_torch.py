@@ -79,7 +79,7 @@ def test_an_unmodified_script_trains_in_step_on_our_classes(tmp_path: Path) -> N
     done = run(tmp_path, script=SCRIPT, workers=2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] in sync paceline paceline" for rank in range(2)
+        f"[worker {rank}] in sync paceline paceline" for rank in range(2)
     ]
 
 

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ def strike(moment):
     times.touch()
     if what.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, what))
+    if what == "hang":
+        time.sleep(600)
+    if what == "fill":
+        with open("run/filler", "ab", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(1024))
+                except OSError:
+                    break
+        return 1.0
     if what == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
@@ -232,3 +244,63 @@ def test_two_machines_end_with_the_same_words(tmp_path: Path, victim: int) -> No
         assert output.count("Traceback (most") == output.count(LABEL) == 1
         assert f"paceline: worker {victim} failed in step 6:\n" in output
     assert_reason(tmp_path, "failed", f"worker {victim} failed in step 6: {LABEL}", victim)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system that is soon full."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", folder]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "parts"),
+    [
+        ("SIGKILL", [], ("worker 1 was killed by signal 9 (SIGKILL) in step 6",)),
+        ("NaN", [], ("NotFiniteError: Step 6", "on rank 1, is nan. Its samples are")),
+        ("hang", ["--stall-after", 1, "--stall-end", 3], ("worker 1 was hanging", "in step 6")),
+        ("fill", [], ("CheckpointError", "No space left on device")),
+    ],
+    ids=["kill", "NaN", "stall", "full disk"],
+)
+def test_terminal_run_json_report_and_live_page_say_the_same_reason(
+    tmp_path: Path, browser: Any, what: str, flags: list[object], parts: tuple[str, ...]
+) -> None:
+    if what == "fill":
+        with small_disk(tmp_path / "run"):
+            compare_all_that_say_why(tmp_path, browser, what, flags, parts)
+    else:
+        compare_all_that_say_why(tmp_path, browser, what, flags, parts)
+
+
+def compare_all_that_say_why(
+    folder: Path, browser: Any, what: str, flags: list[object], parts: tuple[str, ...]
+) -> None:
+    done = start(folder, [*LAUNCHER, "--workers", 3, "--no-survive", *flags], what, "step", 1)
+    assert done.returncode, done.stdout
+    info = read_info(RunFolder(folder / "run"))
+    assert info is not None
+    assert (info.status, info.failed_worker is not None) == ("failed", True)
+    assert says(info.reason, *parts)
+    for part in info.reason.split(": ", 1):  # an exception stands below its traceback
+        assert part in done.stdout
+    paceline = [sys.executable, "-m", "paceline"]
+    command = [*paceline, "report", "run", "--output", "page.html"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+    command = [*paceline, "watch", "--no-open", "run"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        for address in ((folder / "page.html").as_uri(), server.stdout.readline().split()[-1]):
+            page = browser.new_page()
+            page.set_default_timeout(60_000)
+            page.goto(address)
+            summary = page.locator("#overview", has_text="It failed after")
+            assert info.reason[1:] in summary.inner_text()
+            page.close()
+        server.terminate()

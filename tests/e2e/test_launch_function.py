@@ -106,12 +106,12 @@ def test_output_is_labelled_on_the_streams_of_the_caller(
     paceline.launch(body, workers=2)
     shown = capsys.readouterr()
     assert sorted(shown.out.splitlines()) == [
-        "[rank 0] out",
-        "[rank 0] raw",
-        "[rank 1] out",
-        "[rank 1] raw",
+        "[worker 0] out",
+        "[worker 0] raw",
+        "[worker 1] out",
+        "[worker 1] raw",
     ]
-    assert sorted(shown.err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+    assert sorted(shown.err.splitlines()) == ["[worker 0] err", "[worker 1] err"]
 
 
 def test_a_single_worker_is_not_labelled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,8 +112,8 @@ def test_every_worker_runs_the_script_with_its_arguments_and_labelled_output(
     done = paceline_run(tmp_path, "--workers", 3, script, "--workers", "9", "--", "-x")
     assert done.returncode == 0
     arguments = "['script.py', '--workers', '9', '--', '-x']"
-    assert lines_of(done.stdout) == [f"[rank {r}] {r} 3 {arguments}" for r in range(3)]
-    said = [f"[rank {r}] to stderr" for r in range(3)]
+    assert lines_of(done.stdout) == [f"[worker {r}] {r} 3 {arguments}" for r in range(3)]
+    said = [f"[worker {r}] to stderr" for r in range(3)]
     assert lines_of(done.stderr) == [*said, "paceline: starting 3 workers."]
 
 
@@ -402,7 +402,7 @@ def test_restarts_begin_afresh_and_say_what_was_lost(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stderr.count("ValueError: boom") == 1
     assert "restarting all 2 workers (restart 1 of 2)" in done.stderr
-    assert {"[rank 0] 1 2", "[rank 1] 1 2"} <= set(done.stdout.splitlines())
+    assert {"[worker 0] 1 2", "[worker 1] 1 2"} <= set(done.stdout.splitlines())
 
 
 def test_restarts_run_out(tmp_path: Path) -> None:
@@ -422,9 +422,9 @@ def test_logs_go_where_the_flags_say(tmp_path: Path) -> None:
         script,
     )
     assert done.returncode == 0
-    assert lines_of(done.stdout) == ["[rank 0] apple", "[rank 0] pear"]
-    assert "[rank 0] error" in done.stderr
-    assert "[rank 1]" not in done.stderr
+    assert lines_of(done.stdout) == ["[worker 0] apple", "[worker 0] pear"]
+    assert "[worker 0] error" in done.stderr
+    assert "[worker 1]" not in done.stderr
     (attempt,) = (tmp_path / "logs").glob("job_*/attempt_0")
     assert (attempt / "0" / "stdout.log").read_text() == "apple\npear\n"
     assert (attempt / "1" / "stdout.log").read_text() == "apple\npear\n"
@@ -438,7 +438,10 @@ def test_binary_output_passes_through(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--workers", 2, script), cwd=tmp_path, capture_output=True, timeout=60, check=True
     )
-    assert sorted(done.stdout.splitlines()) == [b"[rank 0] \xff\x00\x80", b"[rank 1] \xff\x00\x80"]
+    assert sorted(done.stdout.splitlines()) == [
+        b"[worker 0] \xff\x00\x80",
+        b"[worker 1] \xff\x00\x80",
+    ]
 
 
 def test_the_end_of_a_reader_ends_the_run(tmp_path: Path) -> None:
@@ -476,7 +479,7 @@ def test_a_reader_that_stops_holds_nobody_up(tmp_path: Path) -> None:
     assert launcher.returncode == 1
     assert "paceline: worker 1 ended with exit code 3." in err
     *lines, _ = out.splitlines()  # the last may be half a line
-    assert lines == [f"[rank 0] {n} {'y' * 1000}" for n in range(len(lines))]
+    assert lines == [f"[worker 0] {n} {'y' * 1000}" for n in range(len(lines))]
     assert len(lines) >= 1000
 
 
@@ -566,9 +569,9 @@ def test_an_unmodified_script_meets_on_loopback_only_and_rank_0_may_finish_first
     done = paceline_run(tmp_path, "--workers", 2, script)
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stdout) == [
-        "[rank 0] listens on {'0100007F'}",
-        "[rank 0] sum 3 torch",
-        "[rank 1] sum 3 torch",
+        "[worker 0] listens on {'0100007F'}",
+        "[worker 0] sum 3 torch",
+        "[worker 1] sum 3 torch",
     ]
     assert "DistributedDataParallel" not in done.stderr, "they do not train alone"
 
@@ -581,7 +584,7 @@ def test_a_program_that_is_not_python_is_told_what_a_script_is_told(tmp_path: Pa
     done = paceline_run(tmp_path, "--workers", 2, "--no-python", "./train.sh", "--lr")
     assert done.returncode == 0, done.stderr
     for rank, line in enumerate(lines_of(done.stdout)):
-        assert re.fullmatch(rf"\[rank {rank}\] {rank} {rank} 2 127\.0\.0\.1 \S+ --lr", line)
+        assert re.fullmatch(rf"\[worker {rank}\] {rank} {rank} 2 127\.0\.0\.1 \S+ --lr", line)
 
 
 @pytest.mark.parametrize("survival", [[], ["--no-survive"]])
@@ -612,7 +615,7 @@ def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(
         assert said.count("ValueError: boom") == 1
     reached = [line for line in (first.stdout + out).splitlines() if "reached" in line]
     (at,) = {line.split()[4] for line in reached}
-    assert sorted(reached) == [f"[rank {r}] reached port {at} as one of 3" for r in range(3)]
+    assert sorted(reached) == [f"[worker {r}] reached port {at} as one of 3" for r in range(3)]
 
 
 def test_errors_recorded_by_torchs_decorator_are_shown_once(tmp_path: Path) -> None:

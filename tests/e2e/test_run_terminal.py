@@ -76,7 +76,7 @@ def is_half(glass: Glass) -> bool:
 
 
 def of_rank(rank: int, lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if line.startswith(f"[rank {rank}] ")]
+    return [line for line in lines if line.startswith(f"[worker {rank}] ")]
 
 
 def plain_output(folder: Path, *arguments: object, **environ: str) -> list[str]:
@@ -106,7 +106,7 @@ def test_there_is_one_bar_with_the_workers_lines_above_it_and_then_the_summary(
 ) -> None:
     with on_terminal(folder, "script.py") as session:
         session.until(lambda glass: is_half(glass) and len(glass.lines) == 4, "the bar")
-        above = ["[rank 0] before", "[rank 1] before", "toy: 2 workers, 1 epoch, 40 steps"]
+        above = ["[worker 0] before", "[worker 1] before", "toy: 2 workers, 1 epoch, 40 steps"]
         assert sorted(session.glass.lines[:3]) == above
         assert "accuracy 90.0%" in session.glass.bottom
         assert "samples/s" in session.glass.bottom
@@ -117,12 +117,12 @@ def test_there_is_one_bar_with_the_workers_lines_above_it_and_then_the_summary(
     assert "%" not in "".join(lines), "the bar is gone"
     assert session.glass.has_cursor
     assert session.glass.bottom == ""
-    own = [line for line in lines if not line.startswith("[rank 1] ")]
-    assert own[:3] == ["toy: 2 workers, 1 epoch, 40 steps", "[rank 0] before", "[rank 0] after"]
+    own = [line for line in lines if not line.startswith("[worker 1] ")]
+    assert own[:3] == ["toy: 2 workers, 1 epoch, 40 steps", "[worker 0] before", "[worker 0] after"]
     assert own[3].startswith("toy finished on 2 workers: 40 steps")
     assert "  epoch     loss   seconds   samples/s" in own
-    assert own[-1] == "[rank 0] the end", "in the order in which rank 0 said it"
-    assert of_rank(1, lines) == ["[rank 1] before", "[rank 1] after", "[rank 1] the end"]
+    assert own[-1] == "[worker 0] the end", "in the order in which rank 0 said it"
+    assert of_rank(1, lines) == ["[worker 1] before", "[worker 1] after", "[worker 1] the end"]
 
 
 def test_a_flood_of_lines_arrives_whole_and_in_order_above_the_bar(folder: Path) -> None:
@@ -146,7 +146,7 @@ with Progress(draws=rank == 0) as progress:
             found = [line.partition("] ")[2] for line in of_rank(rank, lines)]
             assert [line for line in found if int(line.split()[1]) % 2 == odd] == expected
     assert "━" in session.raw, "there was a bar"
-    others = [line for line in lines if not line.startswith("[rank ")]
+    others = [line for line in lines if not line.startswith("[worker ")]
     assert others[0].startswith("flood: ")
     assert " ".join(others[1:]).startswith("flood finished")
     assert len(others) <= 3
@@ -162,7 +162,7 @@ def test_several_runs_one_after_the_other_each_have_their_bar(folder: Path) -> N
         session.until(is_half, "the first bar")
         go(folder, "go1")
         session.until(
-            lambda glass: "[rank 0] between" in glass.lines and not glass.bottom,
+            lambda glass: "[worker 0] between" in glass.lines and not glass.bottom,
             "the time between",
         )
         go(folder)
@@ -352,13 +352,13 @@ def test_redirected_output_is_plain_although_errors_go_to_a_terminal(folder: Pat
 
 def test_quiet_leaves_only_what_the_script_prints(folder: Path) -> None:
     go(folder)
-    expected = ["[rank 0] after", "[rank 0] before", "[rank 0] the end"]
+    expected = ["[worker 0] after", "[worker 0] before", "[worker 0] the end"]
     with on_terminal(folder, "--quiet", "script.py") as session:
         assert session.finish() == 0
-    others = [line for line in session.glass.lines if not line.startswith("[rank 1] ")]
+    others = [line for line in session.glass.lines if not line.startswith("[worker 1] ")]
     assert sorted(others) == expected
     piped = plain_output(folder, "--quiet", "script.py")
-    assert sorted(line for line in piped if not line.startswith("[rank 1] ")) == expected
+    assert sorted(line for line in piped if not line.startswith("[worker 1] ")) == expected
 
 
 def test_json_lines_have_no_label_on_a_terminal_or_in_a_pipe(folder: Path) -> None:
@@ -366,7 +366,7 @@ def test_json_lines_have_no_label_on_a_terminal_or_in_a_pipe(folder: Path) -> No
     with on_terminal(folder, "--json", "script.py", columns=1_000) as session:
         assert session.finish() == 0
     for lines in (session.glass.lines, plain_output(folder, "--json", "script.py")):
-        objects = [json.loads(line) for line in lines if not line.startswith("[rank ")]
+        objects = [json.loads(line) for line in lines if not line.startswith("[worker ")]
         kinds = [found["kind"] for found in objects]
         assert kinds[0] == "start"
         assert kinds[-2:] == ["epoch", "finish"]
@@ -419,11 +419,11 @@ def test_of_two_machines_only_the_first_draws(folder: Path) -> None:
         on_terminal(folder, *flags, "--node-rank", 1, "script.py", workers=1) as second,
     ):
         first.until(is_half, "the bar")
-        second.until(lambda glass: "[rank 1] before" in glass.lines, "the other machine's line")
+        second.until(lambda glass: "[worker 1] before" in glass.lines, "the other machine's line")
         go(folder)
         assert (first.finish(), second.finish()) == (0, 0)
     assert any("toy finished" in line for line in first.glass.lines)
-    assert second.glass.lines == ["[rank 1] before", "[rank 1] after", "[rank 1] the end"]
+    assert second.glass.lines == ["[worker 1] before", "[worker 1] after", "[worker 1] the end"]
     assert "\x1b[J" not in second.raw
 
 
@@ -441,7 +441,9 @@ print(paceline.launch(work, workers=2))
 """
     )
     with Session(folder, "notebook.py", environ={}) as session:
-        session.until(lambda glass: is_half(glass) and "[rank 1] before" in glass.lines, "the bar")
+        session.until(
+            lambda glass: is_half(glass) and "[worker 1] before" in glass.lines, "the bar"
+        )
         go(folder)
         assert session.finish() == 0
         lines = session.glass.lines

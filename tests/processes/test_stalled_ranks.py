@@ -32,7 +32,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
     def hear(line: str) -> None:
         lines.append(line)
-        if f"for rank {culprit}, which says nothing any more" in line:
+        if f"for worker {culprit}, which says nothing any more" in line:
             os.kill(pids[culprit], signal.SIGCONT)
 
     membership = Membership(world.group)
@@ -48,9 +48,11 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
 def test_a_stopped_rank_is_named_by_those_that_wait() -> None:
     first, second, _ = run_processes(3, stop_one, 2)
-    assert "Ranks 0 and 1 wait for rank 2, which says nothing any more: stopped or gone." in first
-    assert any("Rank 0 has made no progress" in line and "waiting for" in line for line in first)
-    assert any("Rank 1 has made no progress" in line for line in second)
+    assert (
+        "Workers 0 and 1 wait for worker 2, which says nothing any more: stopped or gone." in first
+    )
+    assert any("Worker 0 has made no progress" in line and "waiting for" in line for line in first)
+    assert any("Worker 1 has made no progress" in line for line in second)
     assert not any(" wait for " in line for line in second)  # one of them is enough
 
 
@@ -61,7 +63,7 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
 
     def hear(line: str) -> None:
         lines.append(line)
-        if " for rank " in line and world.rank == 0:
+        if " for worker " in line and world.rank == 0:
             world.group.get_group_store().set("told", "yes")
 
     def look_up() -> None:
@@ -84,9 +86,9 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
 def test_a_rank_stuck_in_its_own_code_is_named_with_the_line() -> None:
     first, second = run_processes(2, hang_in_own_code, 1)
     (verdict,) = [line for line in first if " waits for " in line]
-    assert verdict.startswith("Rank 0 waits for rank 1, which is in data, at ")
+    assert verdict.startswith("Worker 0 waits for worker 1, which is in data, at ")
     assert verdict.endswith("in hang_in_own_code: told.wait()  # the line to be named.")
-    assert any(line.startswith("Rank 1 has made no progress") for line in second)
+    assert any(line.startswith("Worker 1 has made no progress") for line in second)
 
 
 class Stuck(nn.Module):
@@ -113,7 +115,9 @@ def stall_a_model(world: World, culprit: int, transport: str, hosts: str = "aaa"
     model = DistributedDataParallel(net, process_group=world.group, options=options)
 
     def release() -> None:
-        while "wait for rank" not in said.getvalue() and "waits for rank" not in said.getvalue():
+        while (
+            "wait for worker" not in said.getvalue() and "waits for worker" not in said.getvalue()
+        ):
             time.sleep(0.02)
         world.group.get_group_store().clone().set("told", "yes")
 
@@ -128,26 +132,26 @@ def stall_a_model(world: World, culprit: int, transport: str, hosts: str = "aaa"
 def test_a_model_that_stalls_names_step_bucket_parameters_and_lines(transport: str) -> None:
     first, _, culprit = run_processes(3, stall_a_model, 2, transport)
     lines = first.splitlines()
-    (mine,) = [line for line in lines if "Rank 0 has made no progress" in line]
+    (mine,) = [line for line in lines if "Worker 0 has made no progress" in line]
     assert says(mine, "at step 2, waiting for", "sum of bucket 0 ('2.bias' to '0.weight')")
-    assert ("which lacks rank 2" in mine) == (transport == "shared_memory")
+    assert ("which lacks worker 2" in mine) == (transport == "shared_memory")
     assert "in stall_a_model: model(torch.ones(2, 3)).sum().backward()" in mine
     (verdict,) = [line for line in lines if " wait for " in line]
-    assert says(verdict, "Ranks 0 and 1 wait for rank 2, which", "in forward, at")
+    assert says(verdict, "Workers 0 and 1 wait for worker 2, which", "in forward, at")
     assert 'in forward: store.wait(["told"])' in verdict
-    assert "Rank 2 has made no progress" in culprit
+    assert "Worker 2 has made no progress" in culprit
 
 
 def test_between_hosts_no_rank_of_the_own_host_is_named_for_another_hosts_lateness() -> None:
     first, second, _ = run_processes(3, stall_a_model, 2, "auto", "aab")
-    (leader,) = [line for line in first.splitlines() if "Rank 0 has made no progress" in line]
+    (leader,) = [line for line in first.splitlines() if "Worker 0 has made no progress" in line]
     assert says(
         leader, "waiting for", "sum of bucket 0 ('2.bias' to '0.weight'), which lacks other"
     )
-    assert "rank 1" not in leader
+    assert "worker 1" not in leader
     (verdict,) = [line for line in first.splitlines() if " wait for " in line]
-    assert says(verdict, "Ranks 0 and 1 wait for rank 2, which", "in forward, at")
-    assert "Rank 1 has made no progress" in second
+    assert says(verdict, "Workers 0 and 1 wait for worker 2, which", "in forward, at")
+    assert "Worker 1 has made no progress" in second
 
 
 def stop_early(world: World, moment: str, transport: str) -> str:
@@ -157,7 +161,7 @@ def stop_early(world: World, moment: str, transport: str) -> str:
     pids = comm.exchange(world.group, os.getpid(), torch.device("cpu"), "pids")
 
     def release() -> None:
-        while "for rank 1" not in said.getvalue():
+        while "for worker 1" not in said.getvalue():
             time.sleep(0.02)
         os.kill(pids[1], signal.SIGCONT)
 
@@ -183,4 +187,4 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(
     moment: str, words: str, transport: str
 ) -> None:
     first, _ = run_processes(2, stop_early, moment, transport)
-    assert f"Rank 0 waits for rank 1, which {words}" in first
+    assert f"Worker 0 waits for worker 1, which {words}" in first

@@ -67,9 +67,9 @@ def test_labels_carry_the_rank_and_colour_only_the_label() -> None:
     console = Console(writes, coloured=frozenset({2}))
     console.show(1, [(3, b"text"), (None, b"bare")])
     console.show(2, [(3, b"text")])
-    assert written[0] == b"[rank 3] text\nbare\n"
+    assert written[0] == b"[worker 3] text\nbare\n"
     assert written[1].startswith(b"\x1b[")
-    assert written[1].endswith(b"[rank 3] \x1b[0mtext\n")
+    assert written[1].endswith(b"[worker 3] \x1b[0mtext\n")
 
 
 @pytest.mark.parametrize("refused", ["log_file", "filtered_file"])
@@ -86,7 +86,10 @@ def test_a_full_disk_under_a_log_file_ends_nobody_and_is_said_once(refused: str)
     stream.close()
     said = [line for line in written if b"/dev/full cannot be written" in line]
     assert len(said) == 1
-    assert [line for line in written if line not in said] == [b"[rank 0] one\n", b"[rank 0] two\n"]
+    assert [line for line in written if line not in said] == [
+        b"[worker 0] one\n",
+        b"[worker 0] two\n",
+    ]
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

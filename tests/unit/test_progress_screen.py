@@ -181,11 +181,11 @@ def test_what_is_written_above_the_line_is_whole_and_in_order(desk: Desk) -> Non
     for number in range(100):
         console.show(1 + number % 2, [(number % 3, b"line %d" % number)])
     *above, line = desk.glass.lines
-    assert above == ["[rank 0] before", *(f"[rank {n % 3}] line {n}" for n in range(100))]
+    assert above == ["[worker 0] before", *(f"[worker {n % 3}] line {n}" for n in range(100))]
     assert line.endswith("loss 0.5000")
     desk.screen.clear()
     console.show(1, [(0, b"after")])
-    assert desk.glass.lines == [*above, "[rank 0] after"]
+    assert desk.glass.lines == [*above, "[worker 0] after"]
 
 
 def test_lines_longer_than_the_terminal_wrap_above_the_line(desk: Desk) -> None:
@@ -204,7 +204,7 @@ def test_a_flood_costs_one_write_for_all_that_comes_at_once(desk: Desk) -> None:
     os.close(writer)
     assert stream.read(0.0)
     assert len(desk.written) == 1
-    assert desk.glass.lines[:-1] == [f"[rank 1] {number}" for number in range(5_000)]
+    assert desk.glass.lines[:-1] == [f"[worker 1] {number}" for number in range(5_000)]
     stream.close()
 
 
@@ -232,7 +232,7 @@ def test_a_stream_that_is_not_on_the_screen_is_left_alone(desk: Desk) -> None:
     desk.screen.show(HALF)
     before = list(desk.written)
     console.show(2, [(0, b"\x1b[2Kto a file")])
-    assert other == [b"[rank 0] \x1b[2Kto a file\n"]
+    assert other == [b"[worker 0] \x1b[2Kto a file\n"]
     assert desk.written == before
 
 
@@ -470,7 +470,13 @@ def test_marked_lines_lose_their_rank_and_end_what_was_not_ended(desk: Desk) -> 
     stream = Stream(reader, 1, desk.console(), rank=0, mark="<mark>")
     os.write(writer, b"one\nhalf<mark>of the run\n<mark>\nthree\n")
     stream.read(0.0)
-    assert desk.glass.lines == ["[rank 0] one", "[rank 0] half", "of the run", "", "[rank 0] three"]
+    assert desk.glass.lines == [
+        "[worker 0] one",
+        "[worker 0] half",
+        "of the run",
+        "",
+        "[worker 0] three",
+    ]
     os.close(writer)
     stream.close()
 

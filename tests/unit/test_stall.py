@@ -35,25 +35,25 @@ def test_a_rank_says_step_bucket_parameters_and_line() -> None:
         what="the sum of bucket 3 ('a.weight' to 'b.bias')",
         line="train.py:57 in main: loss.backward()",
     )
-    assert says(say(status, 120.4), "Rank 1", "120 s", "step 412", status.what, status.line)
+    assert says(say(status, 120.4), "Worker 1", "120 s", "step 412", status.what, status.line)
     assert says(say(busy(0), 5), "step 7", "data", "train.py:12")
 
 
 def test_those_that_wait_name_the_one_that_does_not() -> None:
     said = accuse([waiting(0), busy(1), waiting(2)], [], 3)
-    assert says(said, "Ranks 0 and 2", "rank 1", "data", "train.py:12 in load: sleep()")
+    assert says(said, "Workers 0 and 2", "worker 1", "data", "train.py:12 in load: sleep()")
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
     said = accuse([waiting(0)], [1], 3)
-    assert says(said, "Rank 0", "rank 1", "stopped or gone", "rank 2", "not come")
+    assert says(said, "Worker 0", "worker 1", "stopped or gone", "worker 2", "not come")
     said = accuse([waiting(0), busy(2)], [1], 3)
-    assert says(said, "Rank 0", "rank 2", "data", "train.py:12", "rank 1", "stopped or gone")
+    assert says(said, "Worker 0", "worker 2", "data", "train.py:12", "worker 1", "stopped or gone")
 
 
 def test_ranks_at_different_sums_are_told_so() -> None:
     said = accuse([waiting(0), waiting(1)], [], 2)
-    assert says(said, "All 2 ranks wait for each other", "same sum")
+    assert says(said, "All 2 workers wait for each other", "same sum")
 
 
 def test_only_a_pulse_that_has_stopped_is_silence() -> None:
@@ -73,7 +73,7 @@ def test_only_a_pulse_that_has_stopped_is_silence() -> None:
                 phase = "data" if rank == 2 else "wait"
                 each.exchange(store, Status(rank, 7, phase, "", "a.py:1", seconds), 4)
     assert len(lines) == 1
-    parts = ("Rank 0", "rank 2", "data", "a.py:1", "rank 1", "stopped or gone", "rank 3")
+    parts = ("Worker 0", "worker 2", "data", "a.py:1", "worker 1", "stopped or gone", "worker 3")
     assert says(lines[0], *parts)
 
 
@@ -135,11 +135,11 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
         stalls.exchange(HashStore(), busy(0), 1)
         stalls.look()
     assert len(lines) == 1
-    assert says(lines[0], "Rank 0", "no progress", "101 s", "step 0")
+    assert says(lines[0], "Worker 0", "no progress", "101 s", "step 0")
     assert "test_stall.py" in lines[0]
     watch.enter(Phase.FORWARD)
     stalls.look()
-    assert lines[1:] == ["Rank 0 continues, at step 0."]
+    assert lines[1:] == ["This worker continues, at step 0."]
     now[0] += 100 * SECOND
     stalls.look()
     assert len(lines) == 4
@@ -149,7 +149,7 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [([], "('a' to 'b')"), ([2], "which lacks rank 2"), ([0, 1], "which lacks other hosts")],
+    [([], "('a' to 'b')"), ([2], "which lacks worker 2"), ([0, 1], "which lacks other hosts")],
 )
 def test_a_rank_that_waits_for_another_host_does_not_name_itself(
     missing: list[int], words: str

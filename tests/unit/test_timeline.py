@@ -74,7 +74,7 @@ def test_every_event_has_what_a_chrome_trace_needs(folder: Path) -> None:
         if event["ph"] == "i":
             assert event["s"] == "t"
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
-    assert names == {(0, "rank 0"), (1, "rank 1")}
+    assert names == {(0, "worker 0"), (1, "worker 1")}
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert lanes == {"compute", "communication"}
 

@@ -34,16 +34,19 @@ def record_end(
     info = find_info(folder)
     if info is None or (status == "stopped" and info.status != "running"):
         return
-    if traceback:
-        keep_traceback(folder, reason, traceback)
-    if (info.status, info.reason) != (status, reason):
+    is_new = (info.status, info.reason) != (status, reason)
+    if is_new:
         applied = max(info.step, last_recorded_step(folder))
-        with EventWriter(folder, max(worker, 0)) as events:
-            events.write("stop", step=applied, reason=reason)
         info = replace(info, status=status, reason=reason, step=applied, updated=time.time())
     if worker >= 0:
         info = replace(info, failed_worker=worker, failed_step=step or None)
+    # First what has room on a full disk, too.
     write_info(folder, replace(info, traceback=folder.errors.name if traceback else ""))
+    if traceback:
+        keep_traceback(folder, reason, traceback)
+    if is_new:
+        with EventWriter(folder, max(worker, 0)) as events:
+            events.write("stop", step=info.step, reason=reason)
 
 
 def keep_traceback(folder: RunFolder, reason: str, text: str) -> None:

@@ -9,12 +9,13 @@
     logs/output.log           what workers and the launcher printed, in the order of time
     record.request            somebody who looks at the run wants its next step recorded
 
-Each file has one writer, readers tail. Steps count from 1, so `step` in an event is also the number
-of steps applied so far. Starts without torch. See Note [What a restart undoes].
+Each file has one writer, readers tail. Steps count from 1: `step` in an event is also how many are
+applied. Starts without torch. See Note [What a restart undoes].
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -148,8 +149,17 @@ class RunInfo:
 
 def write_info(folder: RunFolder, info: RunInfo) -> None:
     """Replace `run.json`, so that a reader sees the old one or the new one."""
-    text = json.dumps(plain_json(asdict(info)), allow_nan=False, indent=1)
-    replace_file(folder.info, [text, "\n"])
+    text = json.dumps(plain_json(asdict(info)), allow_nan=False, indent=1) + "\n"
+    try:
+        replace_file(folder.info, [text])
+    except OSError as error:  # a full disk has no room for a second file
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with open(open_private(str(folder.info), os.O_WRONLY), "w") as file:
+            if os.fstat(file.fileno()).st_blocks * 512 < len(text):  # all of it is ASCII
+                raise
+            file.write(text)
+            file.truncate()
 
 
 def read_info(folder: RunFolder) -> RunInfo | None:

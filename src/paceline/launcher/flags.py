@@ -318,7 +318,7 @@ class LaunchOptions:
         signals,
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
-    no_label: bool = flag("--no-label", "do not put `[rank N]` before each line", group="output")
+    no_label: bool = flag("--no-label", "do not put `[worker N]` before each line", group="output")
     quiet: bool = flag(
         "--quiet",
         "of a run, say only what is wrong: no bar, no table (PACELINE_PROGRESS=quiet)",
@@ -467,7 +467,7 @@ IGNORED = (
     Flag("--run-path", "no effect here", group="accepted as torchrun does"),
     Flag("--start-method NAME", "no effect here"),
     Flag("--event-log-handler NAME", "no effect here"),
-    Flag("--log-line-prefix-template TEXT", "no effect here: lines begin with [rank N]"),
+    Flag("--log-line-prefix-template TEXT", "no effect here: lines begin with [worker N]"),
     Flag("--logs-specs NAME", "no effect here"),
     Flag("--local-addr ADDR", "no effect here"),
     Flag("--monitor-interval S", "no effect here: nothing is polled"),

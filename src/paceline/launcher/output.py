@@ -209,7 +209,7 @@ class Console:
     def _label(self, stream: int, rank: int | None) -> bytes:
         if rank is None:
             return b""
-        label = f"[rank {rank}] ".encode()
+        label = f"[worker {rank}] ".encode()
         if stream in self.coloured:
             label = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], label)
         return label

@@ -242,7 +242,7 @@ class EndRecord:
         try:
             record_end(folder, reason.status, reason.text, **facts)
         except OSError as error:
-            self._console.tell(f"{folder.info} does not say how the run ended: {error}.")
+            self._console.tell(f"{folder.path} does not say all about the end of the run: {error}.")
 
     def show_first(self, end: WorkerExit) -> None:
         """Print the first exception that is survived, and keep it."""

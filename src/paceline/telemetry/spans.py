@@ -203,7 +203,7 @@ class SpanRecorder:
             begun = re.search(rb'"zero_unix_ns": (\d{1,19})', os.pread(file, _HEAD_BYTES, 0))
             zero_ns = int(begun[1]) - unix_minus_monotonic_ns if begun else now
         self._zero_ns = min(zero_ns, now)
-        self._note("process_name", {"name": f"rank {self.rank}"})
+        self._note("process_name", {"name": f"worker {self.rank}"})
         self._note("process_sort_index", {"sort_index": self.rank})
         self._note("thread_name", {"name": "compute"}, COMPUTE)
         self._note("thread_name", {"name": "communication"}, COMMUNICATION)

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from types import FrameType
 from typing import Any, NamedTuple
@@ -156,6 +157,7 @@ LEAST_SILENCE_S = 2.0
 _KEY = "paceline/pulse/{rank}"
 _STATUS_LIMIT_BYTES = 4096
 _LINE_LIMIT_CHARS = 120
+_name_workers = partial(name_ranks, noun="worker")
 
 
 class Status(NamedTuple):
@@ -192,10 +194,10 @@ class Status(NamedTuple):
 
 def say(status: Status, seconds: float) -> str:
     """What a rank that stands still prints about itself."""
-    doing = f"waiting for {status.what or 'the other ranks'}" if status.waits else status.place
+    doing = f"waiting for {status.what or 'the other workers'}" if status.waits else status.place
     where = f" It is at {status.line}" if status.line else ""
     return (
-        f"Rank {status.rank} has made no progress for {seconds:.0f} s: it is at step "
+        f"Worker {status.rank} has made no progress for {seconds:.0f} s: it is at step "
         f"{status.step}, {doing}.{where}"
     )
 
@@ -205,20 +207,22 @@ def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
     waiting = [status.rank for status in said if status.waits]
     absent = sorted(set(range(size)) - {status.rank for status in said} - set(silent))
     causes = [
-        f"rank {status.rank}, which is {status.place}, at {status.line or 'no line'}"
+        f"worker {status.rank}, which is {status.place}, at {status.line or 'no line'}"
         for status in said
         if not status.waits
     ]
     if silent:
         says = "says" if len(silent) == 1 else "say"
-        causes.append(f"{name_ranks(list(silent))}, which {says} nothing any more: stopped or gone")
+        causes.append(
+            f"{_name_workers(list(silent))}, which {says} nothing any more: stopped or gone"
+        )
     if absent:
         has = "has" if len(absent) == 1 else "have"
-        causes.append(f"{name_ranks(absent)}, which {has} not come this far")
+        causes.append(f"{_name_workers(absent)}, which {has} not come this far")
     if not causes:
-        return f"All {size} ranks wait for each other: they are not at the same sum."
+        return f"All {size} workers wait for each other: they are not at the same sum."
     verb = "waits" if len(waiting) == 1 else "wait"
-    who = name_ranks(waiting)
+    who = _name_workers(waiting)
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
@@ -313,7 +317,7 @@ class StallWatch:
         since, now = watch.since_ns, self._clock()
         if self._said_at_ns is not None and since > self._said_at_ns:
             self._said_at_ns = None
-            self._say(f"Rank {membership.rank} continues, at step {watch.step}.")
+            self._say(f"This worker continues, at step {watch.step}.")
         if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
             self._said_at_ns = now
             self._say(say(status_of(watch, membership.rank), (now - since) / 1e9))
@@ -365,7 +369,7 @@ def _describe(awaited: Awaited, rank: int) -> str:
     missing: list[int] = getattr(awaited.reduction, "missing", list)()
     if rank in missing:  # nobody lacks oneself: this host's part is complete
         return f"{what}, which lacks other hosts"
-    return f"{what}, which lacks {name_ranks(missing)}" if missing else what
+    return f"{what}, which lacks {_name_workers(missing)}" if missing else what
 
 
 def begin_stall_watch(

@@ -276,13 +276,13 @@ def describe(recordings: Sequence[RankRecording], chosen: range | None = None) -
     if averages:
         which = f" from step {chosen.start} up to, not including, {chosen.stop}" if chosen else ""
         yield f"milliseconds in an average step{which}"
-        rows = [["  rank", *Phase, "step"]]
+        rows = [["  worker", *Phase, "step"]]
         for rank, by_phase in averages.items():
             whole = sum(by_phase.values())
             rows.append([str(rank), *(f"{by_phase[phase]:.2f}" for phase in Phase), f"{whole:.2f}"])
         yield from table_lines(rows, ">")
     else:
-        yield f"No whole step was recorded by {len(recordings)} ranks."
+        yield f"No whole step was recorded by {len(recordings)} workers."
     dropped = sum(recording.dropped for recording in recordings)
     if dropped:
         yield f"{dropped:,} spans are missing: they came faster than they could be written."
@@ -302,7 +302,7 @@ def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", type=Path, help="a run folder, or a folder of recordings")
-    help = "write one Chrome trace of all ranks, for Perfetto (https://ui.perfetto.dev)"
+    help = "write one Chrome trace of all workers, for Perfetto (https://ui.perfetto.dev)"
     add("-o", "--output", type=Path, metavar="FILE", help=help)
     help = "only steps from A up to, not including, B: in the table and in FILE"
     add("--steps", metavar="A:B", help=help, default=":")
