@@ -92,7 +92,7 @@ bench: $(VENV)/.installed-dev  ## measure everything that needs no GPU: 25 minut
 	$(BIN)/python -m benchmarks all --out build/benchmarks
 
 # axe-core checks them for people who cannot see them as we do; where it cannot be had, nothing does.
-screens: $(VENV)/.installed-dev  ## pictures of the live page and the report in build/screenshots
+screens: docs  ## pictures of the pages, the lessons and the site in build/screenshots, checked
 	@mkdir -p build
 	@npm install --silent --no-audit --no-fund --prefix build/axe axe-core@$(AXE) >build/axe.log 2>&1 \
 		|| echo "axe-core could not be installed, so pages are not checked; see build/axe.log"

@@ -124,7 +124,7 @@ class Camera:
         what, style = page.locator(part).first if part else page, ".top { display: none }"
         what.screenshot(path=self.docs / f"{name}.png", style=style if part else None)
 
-    def take(self, page: Any, name: str, *, is_ours: bool = True) -> None:
+    def take(self, page: Any, name: str) -> None:
         for width in WIDTHS:
             for scheme in SCHEMES:
                 page.set_viewport_size({"width": width, "height": 900})
@@ -133,10 +133,11 @@ class Camera:
                 page.screenshot(path=self._out / f"{name}-{width}-{scheme}.png", full_page=True)
                 if page.evaluate("document.documentElement.scrollWidth") > width:
                     self.findings.append(f"{name}: wider than {width} pixels")
-                if self._axe and is_ours:
-                    self._check(page, f"{name}, {width}, {scheme}")
+                self.check(page, f"{name}, {width}, {scheme}")
 
-    def _check(self, page: Any, where: str) -> None:
+    def check(self, page: Any, where: str) -> None:
+        if not self._axe:
+            return
         if not page.evaluate("typeof axe === 'object'"):
             page.evaluate(self._axe)
         for found in page.evaluate("axe.run()")["violations"]:
@@ -240,13 +241,18 @@ def draw_terminal(folder: Path) -> str:
 
 
 def take_site(site: Path, camera: Camera) -> None:
-    """Some pages of the documentation, from a folder as a reader may have it.
-
-    Their markup is the theme's, and not checked.
-    """
-    for name in ("index", "watch", "first_workers"):
-        page = camera.open((site / f"{name}.html").resolve().as_uri(), "article")
-        camera.take(page, f"site-{name}", is_ours=False)
+    """The documentation, from a folder as a reader may have it: some pages taken, all checked."""
+    for path in sorted(site.glob("*.html")):
+        if path.stem == "404":  # only a server shows it, and its addresses are those of one
+            continue
+        page = camera.open(path.resolve().as_uri(), "article")
+        if path.stem in ("index", "watch", "first_workers"):
+            camera.take(page, f"site-{path.stem}")
+        else:
+            for scheme in SCHEMES:
+                page.emulate_media(color_scheme=scheme)
+                camera.check(page, f"{path.name}, {scheme}")
+        page.context.close()
 
 
 def main() -> int:
