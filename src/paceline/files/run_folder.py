@@ -158,8 +158,7 @@ def write_info(folder: RunFolder, info: RunInfo) -> None:
         with open(open_private(str(folder.info), os.O_WRONLY), "w") as file:
             if os.fstat(file.fileno()).st_blocks * 512 < len(text):  # all of it is ASCII
                 raise
-            file.write(text)
-            file.truncate()
+            file.truncate(file.write(text))
 
 
 def read_info(folder: RunFolder) -> RunInfo | None:
