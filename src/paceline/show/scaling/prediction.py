@@ -235,9 +235,10 @@ class Suggestion(NamedTuple):
 def suggest(results: Sequence[SizeResult], profile: Profile) -> Suggestion | None:
     """The suggestion that gains most at the largest size, if any is worth it."""
     best, last = max(results, key=lambda result: result.speedup), results[-1]
+    fast = f"{best.speedup:.2f}x as fast as one, and " if best.workers > 1 else ""
     fewer = (
-        f"Use {count_text(best.workers, 'worker')} here: {best.speedup:.2f}x as fast as one, "
-        f"and {last.workers} are {last.speedup:.2f}x."
+        f"Use {count_text(best.workers, 'worker')} here: {fast}{last.workers} are "
+        f"{last.speedup:.2f}x{'' if fast else ' as fast'}."
     )
     ahead = "Load samples ahead: Run(loader_workers=...) or DataLoader(num_workers=...)."
 

@@ -56,7 +56,7 @@ def wrap_on_worker(
         _stage(
             "meet",
             "workers meet",
-            f"All {world.size} processes call init_process_group(). Now each knows its rank and "
+            f"The {world.size} processes call init_process_group(). Now each knows its rank and "
             "how many they are."
             if several
             else "One process: there is nobody to meet.",
