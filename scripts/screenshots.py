@@ -188,6 +188,9 @@ def take_all(folder: Path, camera: Camera) -> None:
             page.wait_for_selector(".badge.late")
             camera.take(page, "hanging")
             camera.keep(page, "runs", "#runs")
+    if camera.docs:
+        scale = ("scale", "--workers", "1,2", "--steps", 60, "--folder", "runs/digits")
+        call(folder, *scale, "train.py", "scaled", "none")
     for name in ("digits", "broken"):
         call(folder, "report", f"runs/{name}")
         report = camera.open((folder / "runs" / name / "report.html").as_uri())
@@ -195,6 +198,7 @@ def take_all(folder: Path, camera: Camera) -> None:
         camera.keep(report, {"digits": "report", "broken": "failed"}[name], height=700)
         if name == "digits":
             camera.keep(report, "timeline", "#timeline")
+            camera.keep(report, "scaling", "#scaling")
     call(folder, "learn", "--html", "lessons.html")
     lessons = camera.open((folder / "lessons.html").as_uri())
     camera.take(lessons, "lessons")
