@@ -157,7 +157,7 @@ LEAST_SILENCE_S = 2.0
 _KEY = "paceline/pulse/{rank}"
 _STATUS_LIMIT_BYTES = 4096
 _LINE_LIMIT_CHARS = 120
-_name_workers = partial(name_ranks, noun="worker")
+_workers = partial(name_ranks, noun="worker")
 
 
 class Status(NamedTuple):
@@ -213,16 +213,14 @@ def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
     ]
     if silent:
         says = "says" if len(silent) == 1 else "say"
-        causes.append(
-            f"{_name_workers(list(silent))}, which {says} nothing any more: stopped or gone"
-        )
+        causes.append(f"{_workers(list(silent))}, which {says} nothing any more: stopped or gone")
     if absent:
         has = "has" if len(absent) == 1 else "have"
-        causes.append(f"{_name_workers(absent)}, which {has} not come this far")
+        causes.append(f"{_workers(absent)}, which {has} not come this far")
     if not causes:
         return f"All {size} workers wait for each other: they are not at the same sum."
     verb = "waits" if len(waiting) == 1 else "wait"
-    who = _name_workers(waiting)
+    who = _workers(waiting)
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
@@ -369,7 +367,7 @@ def _describe(awaited: Awaited, rank: int) -> str:
     missing: list[int] = getattr(awaited.reduction, "missing", list)()
     if rank in missing:  # nobody lacks oneself: this host's part is complete
         return f"{what}, which lacks other hosts"
-    return f"{what}, which lacks {_name_workers(missing)}" if missing else what
+    return f"{what}, which lacks {_workers(missing)}" if missing else what
 
 
 def begin_stall_watch(
