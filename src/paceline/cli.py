@@ -42,6 +42,7 @@ COMMANDS = {
     "trace": Command("show.trace.command", "follow one batch through a training step"),
     "report": Command("show.report.page", "write a run as one HTML file"),
     "compare": Command("show.compare", "say whether two runs have the same bits"),
+    "replay": Command("show.replay", "compute a recorded step again, and compare the bits"),
     "watch": Command("show.watch.command", "show a run on a live page, while it trains"),
 }
 

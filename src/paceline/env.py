@@ -36,6 +36,8 @@ HOST_VARIABLE = "PACELINE_HOST"
 """A name that sets ranks of one machine apart, as if they were on several."""
 RUNS_VARIABLE = "PACELINE_RUNS"
 """A folder for the run folders of a script, in the place of those that it names."""
+REPLAY_VARIABLE = "PACELINE_REPLAY"
+"""The step whose hashes are wanted, and after which a run ends its process."""
 TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
 """The transport to use where the code leaves the choice open."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ for step in run:
                 open(mark, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(cross_entropy(run.model(x), y))
+open("after", "w").close()
 """
 
 
@@ -68,3 +70,30 @@ def test_the_first_difference_is_named() -> None:
     assert compare(one, one)["step"] is None
     with pytest.raises(UsageError, match="No step"):
         compare(one, {7: {}})
+
+
+def replay(where: Path, *arguments: str) -> Any:
+    command = [sys.executable, "-m", "paceline", "replay", "run", *arguments]
+    return subprocess.run(
+        command, cwd=where, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_a_recorded_step_is_computed_again_on_one_worker(tmp_path: Path) -> None:
+    train(tmp_path, "run", 3, 4, 5)
+    (tmp_path / "after").unlink()
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    script = ["--script", "train.py run 4 5"]
+    done = replay(tmp_path, "--step", "12", *script)
+    assert done.returncode == 0, done.stderr
+    assert "Steps 10 to 12" in done.stdout
+    assert read_hashes(tmp_path / "run")[12]["all"][:16] in done.stdout
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+    assert not (tmp_path / "after").exists()
+
+    (tmp_path / "train.py").write_text(SCRIPT.replace("manual_seed(1)", "manual_seed(2)"))
+    other = replay(tmp_path, "--step", "12", *script)
+    assert other.returncode == 1
+    assert "model/" in other.stdout
+    for wrong in (["--step", "11", *script], ["--step", "12"]):
+        assert replay(tmp_path, *wrong).returncode == 2

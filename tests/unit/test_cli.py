@@ -126,6 +126,7 @@ SURFACE = {
     "policy": {"--batch", "--workers", "--rows", "--json"},
     "watch": {"run", "--port", "--no-open", "--token-file", "--terminal", "--beside-training"},
     "compare": {"runs", "--json"},
+    "replay": {"run", "--step", "--script"},
     "speedup": {"before", "after", "--workers", "--json"},
 }
 

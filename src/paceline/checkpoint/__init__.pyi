@@ -1,3 +1,4 @@
+from paceline.checkpoint.directory import list_entries as list_entries
 from paceline.checkpoint.saver import Checkpoints as Checkpoints
 from paceline.checkpoint.saver import CheckpointWarning as CheckpointWarning
 from paceline.checkpoint.saver import Saved as Saved

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline import env
 from paceline.errors import UsageError
 from paceline.run.same_bits import EVERY, hash_state
 from paceline.telemetry import Message, StepReport, Summary, Sums
@@ -273,10 +274,13 @@ class Reports:
     def _tell_hash(self, number: int) -> None:
         """Write down the hash of the state now and then, so that two runs can be compared."""
         parts, last = self._parts, self._parts.outlets.info.steps
-        if number % EVERY == 0 or number == last:
+        is_replayed = str(number) == env.read(env.REPLAY_VARIABLE)
+        if number % EVERY == 0 or number == last or is_replayed:
             state = parts.training.state.gather(parts.progress.position, {})
             facts = {"step": number, "hashes": hash_state(state)}
             parts.outlets.sinks.tell("message", Message("", "info", "hashes", facts))
+        if is_replayed:
+            raise SystemExit(0)  # what the script does after its loop is not wanted
 
     def _tell_epoch(self, step: Step) -> None:
         parts = self._parts
