@@ -297,6 +297,41 @@ print("trained")
 """
 
 
+def test_a_death_while_shares_of_the_last_state_are_gathered_leaves_it_saved(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOST_WHILE_GATHERING)
+    done = paceline_run(tmp_path, "--workers", 3, script)
+    assert done.returncode == 0, done.stderr
+    assert "worker 2 was killed" in done.stderr
+    assert list((tmp_path / "run/checkpoints").glob("step-00000004.*"))
+
+
+LOST_WHILE_GATHERING = """
+import os, pathlib, signal
+import torch, paceline
+from paceline.run.state import RunState
+
+take_part = RunState.take_part
+
+def take_part_or_die(state):
+    if os.environ["RANK"] == "2" and run.step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    take_part(state)
+
+RunState.take_part = take_part_or_die
+net = torch.nn.Linear(30, 10)
+run = paceline.Run(net, torch.optim.AdamW(net.parameters()), torch.ones(24, 30), global_batch=6,
+                   epochs=1, folder=pathlib.Path(__file__).parent / "run",
+                   options=paceline.RunOptions(progress="quiet", update="sharded"))
+for step in run:
+    with step:
+        for x in step.batches():
+            step.backward(run.model(x).square().mean())
+"""
+
+
 def test_a_worker_that_is_added_to_one_measures_what_that_one_does(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(GROWS)

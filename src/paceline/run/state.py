@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoints, Saved
 from paceline.ddp import broadcast_tensors
-from paceline.errors import CheckpointError, UsageError, check_members
+from paceline.errors import CheckpointError, PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, put_together, take_apart
 from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
@@ -329,12 +329,17 @@ class Saving:
         sums = add_up()
         if not can_save():
             return
+        before = self.saved_step, self._has_metric
         self.saved_step, self._has_metric = position.step, metric is not None
-        if self._checkpoints is not None and self._membership.leads:
-            gathered = state.gather(position, sums)
-            self._checkpoints.save(position.step, gathered, facts=self._facts, metric=metric)
-        else:
-            state.take_part()
+        try:
+            if self._checkpoints is not None and self._membership.leads:
+                gathered = state.gather(position, sums)
+                self._checkpoints.save(position.step, gathered, facts=self._facts, metric=metric)
+            else:
+                state.take_part()
+        except PeerError:  # of a worker's share of the state: there is nothing to write
+            self.saved_step, self._has_metric = before
+            raise
 
     def take_finished(self, *, wait: bool = False) -> list[Written]:
         """What has reached the disk since."""
