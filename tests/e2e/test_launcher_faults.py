@@ -59,7 +59,7 @@ torch.manual_seed(0)
 net = torch.nn.Linear(3, 1)
 run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.01), Rows(), global_batch=12,
                    epochs=1, shards=4, folder=FOLDER,
-                   workers=WORKERS)
+                   loader_workers=WORKERS)
 for step in run:
     with step:
         for x, y in step.batches():

@@ -325,7 +325,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         return state
 
     def _build_transport(self) -> None:
-        owned = (*self.module.parameters(), *self.module.buffers())
+        module: Any = self._modules["module"]
+        owned = (*module.parameters(), *module.buffers())
         devices = [tensor.device for tensor in owned]
         wanted = check_transport(self._ddp_options.transport)
         self.__dict__["_transport"] = TransportChoice(self.membership, devices, wanted)
@@ -337,7 +338,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         before: Reducer | None = None,
         observer: Observer | None = None,
     ) -> None:
-        sparse = checks.sparse_names(self.module)
+        module: Any = self._modules["module"]
+        sparse = checks.sparse_names(module)
         reducer = Reducer(
             named,
             self.membership,
@@ -354,7 +356,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         reducer.agreement.compares &= self._ddp_options.compare_parameters
         self.__dict__["_reducer"] = reducer
         self.on_generation()
-        reducer.check_model = checks.ModelCheck(self.module)
+        reducer.check_model = checks.ModelCheck(module)
         if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:

@@ -54,7 +54,6 @@ class Buffers:
         self._first: dict[str, Tensor] = {}
         self._moves: defaultdict[int, Tensor] = defaultdict()
         self._of = self._shards = 0
-        membership.follow(self._on_generation)
 
     @torch.no_grad()
     def begin(self, shards: int) -> None:
@@ -157,7 +156,7 @@ class Buffers:
     def _is_alone(self) -> bool:
         return self._of == self._membership.size == 1
 
-    def _on_generation(self) -> None:
+    def on_generation(self) -> None:
         """A newcomer knows nothing of what the others have agreed on."""
         self._is_agreed = False
 

@@ -210,11 +210,20 @@ class RunParts:
         self.vote.is_due, self.stop.leave = recovery.is_due, recovery.ask_to_leave
 
     def on_generation(self) -> None:
-        """Who takes part has changed, and perhaps how small messages travel."""
+        """Who takes part has changed, and perhaps how small messages travel.
+
+        Every part of the run is told here, after its engine: who follows the group itself is
+        something that also exists without a run.
+        """
         members = self.place.membership
         self.progress.size = members.size
         self._count_passes()
         members.word_device = word_device(members.group, self.place.device)
+        self.outlets.saving.on_generation()
+        self.outlets.watching.on_generation()
+        self.vote.on_generation()
+        if self.training.buffers is not None:
+            self.training.buffers.on_generation()
 
     def take_over(self) -> None:
         """From now on this worker speaks, draws and writes for all."""

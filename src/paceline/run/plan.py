@@ -96,6 +96,9 @@ class Plan:
     """Whether shards whose gradients are added first come one after the other."""
     audits: Callable[[int, int, int], list[int]] | None = None
     """Of step, rank and size: the shards that a rank computes besides its own."""
+    steps_per_epoch: int = field(init=False)
+    steps: int = field(init=False)
+    shortest_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -107,19 +110,12 @@ class Plan:
                 f"{self.global_batch}, and drop_last leaves them out.",
                 advice="Use a smaller global_batch, or drop_last=False.",
             )
-
-    @property
-    def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.samples, self.global_batch)
-        return whole + (rest > 0 and not self.drop_last)
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    @property
-    def shortest_batch(self) -> int:
-        return len(self.batch(self.steps_per_epoch))
+        per_epoch = whole + (rest > 0 and not self.drop_last)
+        shortest = rest if per_epoch > whole else self.global_batch
+        object.__setattr__(self, "steps_per_epoch", per_epoch)
+        object.__setattr__(self, "steps", self.epochs * per_epoch)
+        object.__setattr__(self, "shortest_batch", shortest)
 
     def batch(self, step: int) -> range:
         """Where in the order of its epoch the batch of a step is."""

@@ -218,7 +218,6 @@ class Saving:
         self._lock: FolderLock | None = None
         self._checkpoints: Checkpoints | None = None
         self._open()
-        membership.follow(self._on_generation)
 
     def _open(self) -> None:
         folder, options = self._folder, self._options
@@ -231,7 +230,7 @@ class Saving:
                 better=find_better(options.best_metric, options.better),
             )
 
-    def _on_generation(self) -> None:
+    def on_generation(self) -> None:
         """Rank 0 writes, whoever that is now."""
         before = self._checkpoints
         self._open()

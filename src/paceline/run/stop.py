@@ -224,7 +224,6 @@ class Vote:
         self._last_s, self._last_step = time.monotonic(), 0
         self.pending: tuple[int, Tensor, Pending] | None = None
         """The vote whose result nobody has asked for yet."""
-        membership.follow(self._on_generation)
 
     def start(self, step: int) -> None:
         """Say what this worker wants, if it is time to; called by several workers only."""
@@ -275,7 +274,7 @@ class Vote:
             float("evaluation" in self._told),
         )
 
-    def _on_generation(self) -> None:
+    def on_generation(self) -> None:
         """What was asked in another generation gets no answer."""
         self.pending = None
 

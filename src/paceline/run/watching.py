@@ -59,7 +59,6 @@ class Watching:
         self._look_due_s = 0.0
         self._can_record = True
         self._config, self._folder, self._membership = config, folder, membership
-        membership.follow(self.on_generation)
         self._dataset: Any = None
         self._has_timeline = False
         self._before: tuple[StragglerDetector, Any] | None = None
@@ -115,8 +114,10 @@ class Watching:
                 os.unlink(self._folder.record_request)
 
     def on_generation(self) -> None:
-        """Who is new has not agreed to anything."""
+        """Who is new has not agreed to anything; the engine has a stopwatch for the new group."""
         self.steps_to_record = {self.trace_step}
+        if self._sinks is not None:
+            self._attend()
 
     def start_timeline(self, rank: int) -> None:
         """Record spans from now on; an engine that is alone looks only when it is made."""
@@ -138,7 +139,6 @@ class Watching:
 
         self._sinks = sinks
         self._attend()
-        self._membership.follow(self._attend)
 
     def _attend(self) -> None:
         """What watches a worker that was alone before is made when it joins others."""
