@@ -399,6 +399,45 @@ with Progress(draws=rank == 0, clock=itertools.count().__next__) as progress:
     assert len([line for line in lines if line.endswith("x" * 70)]) == 600
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody is replaced elsewhere")
+def test_a_terminal_paused_by_ctrl_s_does_not_hold_the_launcher_up(folder: Path) -> None:
+    write(
+        folder,
+        """
+import pathlib, signal, torch, paceline
+net = torch.nn.Linear(2, 1)
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.ones(4000, 2),
+                   global_batch=4, epochs=1, shards=4)
+for step in run:
+    with step:
+        for x in step.batches():
+            step.backward(net(x).mean())
+    if step.number == 1:
+        pathlib.Path(f"began{rank}").touch()
+        wait_for("go")
+    print("x" * 70, flush=True)
+    killed = pathlib.Path("killed")
+    if rank and step.number == 200 and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step.number > 200 and killed.exists() and run.membership.size == 2:
+        run.stop()
+pathlib.Path(f"trained{rank}").touch()
+""",
+    )
+    with on_terminal(folder, "script.py") as session:
+        session.until(lambda _: (folder / "began1").exists() and (folder / "began0").exists())
+        session.press("\x13")  # Ctrl-S
+        go(folder)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (folder / "trained1").exists():  # the death was seen, and the dead replaced
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        session.press("\x11")  # Ctrl-Q
+        assert session.finish() == 0
+        assert says("\n".join(session.glass.lines), "killed by signal 9", "no step was lost")
+
+
 def test_log_files_get_what_a_run_says_without_marks_or_colours(folder: Path) -> None:
     go(folder)
     with on_terminal(folder, "--tee", "3", "--log-dir", "logs", "script.py") as session:

@@ -16,10 +16,10 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from paceline.files import OutputLog
 from paceline.launcher.plan import STDERR, STDOUT, Route, WorkerSpec
@@ -102,20 +102,45 @@ def _last_rewrite(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-class PipeWriter:
-    """Writes to a pipe as much as it has room for, so that whoever reads it holds nobody up."""
+class PipeWriter(io.RawIOBase):
+    """Writes to a pipe or a terminal as much as it has room for, so that whoever reads it, or has
+    paused it with Ctrl-S, holds nobody up."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.waiting = fd, bytearray()
+        self._opened = -1
+        if os.isatty(fd):  # opened once more, to write without waiting: others share this one
+            with suppress(OSError):
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                self.fd = self._opened = os.open(f"/dev/fd/{fd}", flags)
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self._poll.register(self.fd, select.POLLOUT)
 
-    def write(self, data: bytes, wait_ms: int | None = 0) -> None:
+    def write(self, data: Any, wait_ms: int | None = 0) -> int:
         """Write what there is room for; the rest waits. None waits for room."""
         self.waiting += data
         # A pipe that has room at all has room for so much.
         while self.waiting and self._poll.poll(wait_ms):
-            del self.waiting[: os.write(self.fd, self.waiting[: select.PIPE_BUF])]
+            try:
+                del self.waiting[: os.write(self.fd, self.waiting[: select.PIPE_BUF])]
+            except BlockingIOError:
+                break
+            except OSError:
+                self.waiting.clear()  # a terminal that is gone takes nothing any more
+                raise
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def close(self) -> None:
+        if self._opened >= 0:
+            os.close(self._opened)
+            self._opened = -1
+        super().close()
 
 
 @dataclass(eq=False)
@@ -124,7 +149,7 @@ class Console:
 
     write_by_stream: Mapping[int, Callable[[bytes], object]]
     pipes: Sequence[PipeWriter] = ()
-    """Those of the streams that are pipes."""
+    """Those of the streams that are pipes or terminals."""
     live: frozenset[int] = frozenset({STDOUT, STDERR})
     """Streams that somebody watches; the others are logs."""
     coloured: frozenset[int] = frozenset()
@@ -156,7 +181,7 @@ class Console:
     def flush(self, wait_ms: int | None = 0) -> None:
         """Write what waits, as far as there is room; None waits until all is written."""
         for pipe in self.pipes:
-            pipe.write(b"", wait_ms)
+            self.try_to_write(partial(pipe.write, wait_ms=wait_ms), b"", "the console")
 
     def greet(self, text: str) -> None:
         """Say at the bottom of the screen why nothing is to be seen yet."""
@@ -229,16 +254,23 @@ def open_console(environ: Mapping[str, str]) -> Console:
         elif fd >= 0:
             writes[number] = partial(_write_all, fd)
     terminals = {n: fd for n, stream in streams.items() if (fd := terminal_of(stream)) >= 0}
+    for number, fd in terminals.items():
+        streams[number].flush()
+        same = [pipes[n] for n, other in terminals.items() if n in pipes and _are_same(other, fd)]
+        pipes[number] = same[0] if same else PipeWriter(fd)
+        writes[number] = pipes[number].write
     notebook = {n for n, stream in streams.items() if not isinstance(stream, io.TextIOWrapper)}
     settings = read_terminal(environ)
     fd, has_colour = terminals.get(STDOUT, -1), settings.has_colour
     screen = None
     # Whether there shall be a bar is for the run to decide; here it is whether there can be one.
     if fd >= 0 and has_rich() and not settings.is_dumb:
-        screen = Screen(sys.stdout, has_colour=has_colour)
+        file = io.BufferedWriter(pipes[STDOUT])
+        drawn = io.TextIOWrapper(file, sys.stdout.encoding, "backslashreplace")
+        screen = Screen(drawn, has_colour=has_colour)
     return Console(
         writes,
-        list(pipes.values()),
+        list(dict.fromkeys(pipes.values())),
         live=frozenset(terminals) | notebook,
         coloured=frozenset(terminals) if has_colour else frozenset(),
         screen=screen,
