@@ -28,6 +28,7 @@ MEASUREMENTS = [
     "observing",
     "watch",
     "survive",
+    "islands",
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
