@@ -254,9 +254,13 @@ def test_metrics_of_a_failed_step_are_forgotten() -> None:
 
     with pytest.raises(Stumble):
         stumble()
+    run.log("behind", 1.0)
     advance(run, next(steps))
+    run.log("behind", 2.0)
     next(steps)
-    assert [list(each.metrics) for each in told.of("step")] == [["loss"]]
+    (report,) = told.of("step")
+    assert list(report.metrics) == ["loss", "behind"]
+    assert report.metrics["behind"] == 2.0
 
 
 def misuse_twice(run: Run, step: Step) -> None:

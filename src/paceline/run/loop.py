@@ -34,11 +34,7 @@ from paceline.run.same_bits import fixed_arithmetic
 from paceline.run.step import Step
 from paceline.run.stop import End, Requests
 from paceline.run.user_loader import UserLoader
-from paceline.telemetry import (
-    ALL_APPLIED,
-    Message,
-    Sink,
-)
+from paceline.telemetry import ALL_APPLIED, Message, Sink
 
 DEFAULT_OPTIONS = RunOptions()
 _RENAMED = {
@@ -269,6 +265,7 @@ class Run:
                     case Outcome.APPLIED | Outcome.HEALED:
                         self._after(step)
                     case Outcome.FAILED | Outcome.UNDONE:
+                        outlets.metrics.forget()  # what the code behind the block has logged
                         if again is None:
                             parts.dealing.deal()  # the same step comes again, or one before it
                     case _:
