@@ -4,6 +4,9 @@ Workers are killed (SIGKILL) at random moments, wherever they are. Measured is t
 kill to the next step that is finished without the dead worker, and to the first step of its
 replacement. Beside it torchrun with `--max-restarts`, plain torch and a checkpoint every few steps.
 In calm, the same training with and without `--no-survive`, in turns.
+
+    python -m benchmarks survive --everything --kills 200 --workers 3    all options, and --watch
+    python -m benchmarks survive --everything --minutes 20 --workers 3   a soak
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from tests.faults import Training, TrainingFaults, run_training
 SCRIPT = Path(__file__).with_name("survive_training.py")
 STEPS_PER_EPOCH = SAMPLES // BATCH
 TRANSPORTS = ["shared_memory", "c10d", "nccl"]
-REPLACED_S = {"nccl": 5.0}
+REPLACED_DEFAULT_S, REPLACED_S = 1.6, {"nccl": 5.0}
 """So long a replacement takes at most on a busy machine, 1.6 s without NCCL: kills come no
 faster."""
 LONGEST_S = 60.0
@@ -44,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=10, help="its steps between checkpoints")
     parser.add_argument("--step-ms", type=float, default=20.0, help="how long a step pauses")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of trainings in calm")
+    parser.add_argument(
+        "--everything",
+        action="store_true",
+        help="with timeline, trace, noise, EMA, tracker, page and loader processes: how long, how "
+        "far from an undisturbed training, and what worker and launcher hold at the end",
+    )
+    parser.add_argument("--minutes", type=float, help="kills for so long, with --everything")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="see that it runs")
 
@@ -55,6 +66,12 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     pause_s = args.step_ms / 1e3
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
+    if args.everything:
+        kills = args.kills if args.minutes is None else int(60 * args.minutes / REPLACED_DEFAULT_S)
+        rows = [kill_with_everything(size, kills, pause_s, args.seed) for size in workers]
+        title = f"Workers are killed {kills} times with everything on, load {load:.1f}"
+        print_table(title, rows)
+        return {title: rows}
     for size in workers:
         for transport in read_names(
             args.transport.replace("all", "shared_memory,c10d"), TRANSPORTS
@@ -91,22 +108,61 @@ def summary(what: str, seconds: list[float]) -> dict[str, Any]:
     return cells
 
 
-def kill_workers(size: int, transport: str, kills: int, pause_s: float, seed: int) -> Training:
+def kill_with_everything(size: int, kills: int, pause_s: float, seed: int) -> dict[str, Any]:
+    """One training with all options on, compared with itself undisturbed, on one worker."""
+    with tempfile.TemporaryDirectory(prefix="paceline-everything-") as name:
+        more = ["--everything", f"{name}/killed"]
+        done = kill_workers(size, "shared_memory", kills, pause_s, seed, more, ["--watch"])
+        epochs = len(done.steps) // STEPS_PER_EPOCH
+        alone: list[Any] = [
+            SCRIPT,
+            "--epochs",
+            epochs,
+            "--pause",
+            0,
+            "--everything",
+            f"{name}/calm",
+        ]
+        calm = run_training(*alone, workers=1, timeout_s=300 + len(done.steps))
+    mine, theirs = (next(iter(each.states.values()))["model"] for each in (done, calm))
+    held = [each for each in done.footprints if "launcher" in each]
+    cells = summary("next step", done.recoveries_s) | summary("replacement's", done.replacements_s)
+    cells["difference"] = max(float((mine[key] - theirs[key]).abs().max()) for key in mine)
+    for who in ("worker", "launcher"):
+        for at, what in enumerate(("descriptors", "threads", "MB")):
+            most = [max(each[who][at] for each in part) for part in (held[: 2 * size], held)]
+            most = [
+                value // 1024 if what == "MB" else value for value in (*most, held[-1][who][at])
+            ]
+            cells[f"{who}: {what} at first, most, last"] = ", ".join(map(str, most))
+    return {"workers": size, **cells}
+
+
+def kill_workers(
+    size: int,
+    transport: str,
+    kills: int,
+    pause_s: float,
+    seed: int,
+    more: Sequence[str] = (),
+    flags: Sequence[str] = (),
+) -> Training:
     """One training in which workers are killed, each when all are there again."""
     rng = random.Random(seed)
-    plan, apart = TrainingFaults(), int(REPLACED_S.get(transport, 1.6) / pause_s)
+    replaced_s = REPLACED_S.get(transport, REPLACED_DEFAULT_S)
+    plan, apart = TrainingFaults(), int(replaced_s / pause_s)
     for number in range(kills):
         rank, seconds = rng.randrange(size), rng.uniform(0.001, 3 * pause_s)
         plan = plan.kill_later(rank=rank, step=10 + apart * number, seconds=seconds)
     epochs = 1 + (1 + kills) * apart // STEPS_PER_EPOCH
     environment = os.environ.get("PACELINE_TRANSPORT")
-    arguments: list[Any] = [SCRIPT, "--epochs", epochs, "--pause", pause_s]
-    flags = list[str]()
+    arguments: list[Any] = [SCRIPT, "--epochs", epochs, "--pause", pause_s, *more]
     if transport == "nccl":
         arguments, flags = [*arguments, "--large"], ["--share-gpus"]
+    limit_s = 900 + 3 * kills * replaced_s
     os.environ["PACELINE_TRANSPORT"] = "c10d" if transport == "nccl" else transport
     try:
-        done = run_training(*arguments, workers=size, faults=plan, flags=flags, timeout_s=900)
+        done = run_training(*arguments, workers=size, faults=plan, flags=flags, timeout_s=limit_s)
     finally:
         del os.environ["PACELINE_TRANSPORT"]
         if environment is not None:

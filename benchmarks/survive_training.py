@@ -59,14 +59,21 @@ def train_with_run(args: argparse.Namespace) -> None:
     import paceline
 
     net, optimizer = make_reader() if args.large else make_model()
+    dataset, more, options = make_dataset(), dict[str, Any](), dict[str, Any]()
+    if args.everything:
+        net.double()  # so that a difference shows
+        dataset = TensorDataset(dataset.tensors[0].double(), dataset.tensors[1])
+        more = {"folder": args.everything, "loader_workers": 1, "trackers": ["csv"]}
+        options = {"timeline": True, "trace_step": 50, "noise_every": 10, "ema": 0.99}
     run = paceline.Run(
         net,
         optimizer,
-        make_dataset(),
+        dataset,
         global_batch=BATCH,
         epochs=args.epochs,
         shards=12,  # dealt evenly to 2, 3 and 4 workers
-        options=paceline.RunOptions(progress="quiet", merge_shards=True),
+        options=paceline.RunOptions(progress="quiet", merge_shards=not options, **options),
+        **more,
     )
     for step in run:
         with step:
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step takes")
     parser.add_argument("--large", action="store_true", help="a larger model, on a GPU")
+    parser.add_argument("--everything", metavar="FOLDER", help="in float64, with all options")
     parser.add_argument("--folder", type=Path, help="train with plain torch, and save here")
     parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
     args = parser.parse_args()
