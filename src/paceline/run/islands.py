@@ -110,7 +110,7 @@ def deal(plan: Plan | None, place: IslandPlace | None) -> Plan | None:
             advice="Pass a dataset with __len__ and __getitem__, or leave islands out.",
         )
     check_batch(plan.global_batch // place.count, plan.shards)
-    values = {field.name: getattr(plan, field.name) for field in fields(Plan)}
+    values = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.init}
     mine = IslandPlan(**values, island=place.number, islands=place.count)
     if plan.shortest_batch < place.count:
         raise UsageError(

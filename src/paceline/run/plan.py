@@ -112,10 +112,9 @@ class Plan:
             )
         whole, rest = divmod(self.samples, self.global_batch)
         per_epoch = whole + (rest > 0 and not self.drop_last)
-        shortest = rest if per_epoch > whole else self.global_batch
         object.__setattr__(self, "steps_per_epoch", per_epoch)
         object.__setattr__(self, "steps", self.epochs * per_epoch)
-        object.__setattr__(self, "shortest_batch", shortest)
+        object.__setattr__(self, "shortest_batch", len(self.batch(per_epoch)))
 
     def batch(self, step: int) -> range:
         """Where in the order of its epoch the batch of a step is."""
