@@ -102,6 +102,24 @@ def test_deaths_and_replacements_are_on_the_time_axis(tmp_path: Path) -> None:
     assert rows == [(8, "worker 1 was killed by signal 9", 3), (9, "worker 1 joined", 4)]
 
 
+def test_what_all_wait_for_one_that_dies_is_no_transfer(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=1, ranks=1)
+    for rank in range(2):
+        folder.events_of(rank).unlink(missing_ok=True)
+        with EventWriter(folder, rank) as events:
+            events.write("start", step=0, size=3)
+            for step, wait_s in ((1, 0.5), (2, 8.0)):
+                facts: dict[str, Any] = {"epoch": 0, "samples": 5, "seconds": wait_s + 1}
+                phases = {"forward": 1.0, "wait": wait_s}
+                events.write("step", step=step, phases=phases, metrics={}, **facts)
+            if rank == 0:
+                died = [{"worker": 2, "how": "was hanging", "step": 2}]
+                events.write("generation", step=1, generation=1, workers=2, died=died, joined=[])
+    for totals in collect(folder.path).ranks.values():
+        assert totals.phases[Phase.TRANSFER] == pytest.approx(0.5)
+        assert totals.phases[Phase.WAIT] == pytest.approx(8.0)
+
+
 @pytest.mark.parametrize("hostile", [{}, {"died": 3, "joined": [None]}, {"died": [4]}])
 def test_generations_that_make_no_sense_are_drawn_as_far_as_they_do(
     hostile: dict[str, Any], tmp_path: Path

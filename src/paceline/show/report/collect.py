@@ -480,14 +480,15 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
 def _split_waiting(data: RunData) -> None:
     """Tell the transfer from waiting for others, which a rank by itself cannot.
 
-    Who waits least in a step came last and waited for nobody: all its wait was the transfer.
+    Who waits least in a step came last and waited for nobody: all its wait was the transfer. Unless
+    the last one died in that step, and all others have waited for it.
     """
-    ranks = data.ranks.values()
+    ranks, anew = data.ranks.values(), {each["step"] + 1 for each in data.events["generation"]}
     for rank in ranks:
         rank.phases = dict(rank.measured)
     if len(ranks) < 2 or any(Phase.TRANSFER in rank.measured for rank in ranks):
         return
-    moved = sum(data.least_waits.values())
+    moved = sum(wait for step, wait in data.least_waits.items() if step not in anew)
     for rank in ranks:
         waited = rank.measured.get(Phase.WAIT, 0.0)
         if waited and moved:
