@@ -24,6 +24,7 @@ MEASUREMENTS = [
     "allocation",
     "overhead",
     "run_overhead",
+    "bits",
     "checkpoints",
     "observing",
     "watch",

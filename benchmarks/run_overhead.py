@@ -72,7 +72,15 @@ def by_hand(world: World, model: Model) -> Steps:
             yield
 
 
-def with_run(world: World, model: Model, folder: str | None, checkpoint_every: int) -> Steps:
+def with_run(
+    world: World,
+    model: Model,
+    folder: str | None,
+    checkpoint_every: int,
+    *,
+    shards: int | None = None,
+    **options: Any,
+) -> Steps:
     dataset, rows = data_of(model)
     net = _seeded(model)
     run = Run(
@@ -82,9 +90,14 @@ def with_run(world: World, model: Model, folder: str | None, checkpoint_every: i
         global_batch=rows * world.size,
         epochs=10**6,
         folder=folder,
+        shards=shards,
         world=world,
         options=RunOptions(
-            progress="quiet", handle_signals=False, checkpoint_every=checkpoint_every, keep=2
+            progress="quiet",
+            handle_signals=False,
+            checkpoint_every=checkpoint_every,
+            keep=2,
+            **options,
         ),
     )
     for step in run:

@@ -6,7 +6,9 @@ import gc
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline.ddp import DDPOptions, NaiveEngine
 from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fold_from
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, UsageError
 from paceline.run import Run, RunOptions
 from paceline.run.metrics import add_exactly, means, round_sum
 from paceline.testing import run_ranks, seeded
@@ -254,3 +256,56 @@ def test_a_layer_that_is_unfrozen_between_steps_is_summed_too() -> None:
     for size in (2, 3):
         for found in run_ranks(size, body):
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """What kind of processor torch finds, in each thread."""
+    found = threading.local()
+    real = torch.backends.cpu.get_cpu_capability()
+    kind = lambda: getattr(found, "kind", real)  # noqa: E731
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", kind)
+    return found
+
+
+def test_a_run_continues_on_another_processor_only_when_told_so(
+    processors: threading.local, tmp_path: Path
+) -> None:
+    def begin(**options: Any) -> Trained:
+        how = RunOptions(progress="quiet", **options)
+        return train(None, mlp, shards=4, folder=tmp_path / "run", options=how, stop_after=3)
+
+    processors.kind = "ABACUS"
+    begin(same_bits=True)
+    processors.kind = "SLIDE RULE"
+    with pytest.raises(UsageError, match=r"ABACUS.*\n?.*SLIDE RULE"):
+        begin(same_bits=True)
+    with pytest.raises(UsageError, match="ABACUS"):
+        begin()
+    begin(same_bits="here")
+
+
+def test_other_threads_are_refused() -> None:
+    net = mlp()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    how = RunOptions(progress="quiet", same_bits=True)
+    run = Run(net, sgd, Rows(48), global_batch=24, epochs=1, options=how)
+    with pytest.raises(UsageError, match=r"Step 2: .* 2 threads"):  # noqa: PT012
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+            torch.set_num_threads(2)
+
+
+def test_workers_with_different_processors_are_refused(processors: threading.local) -> None:
+    def body(world: Any) -> str:
+        processors.kind = "SLIDE RULE" if world.rank == 2 else "ABACUS"
+        with pytest.raises(DesyncError) as caught:
+            same(world, mlp, {})
+        return str(caught.value)
+
+    for text in run_ranks(3, body):
+        assert "ABACUS" in text
+        assert "SLIDE RULE" in text
+        assert "rank 2" in text

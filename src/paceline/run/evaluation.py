@@ -28,6 +28,7 @@ from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
 from paceline.run.plan import Shard
 from paceline.run.rows import call, check_rows, join
+from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary
 from paceline.update import WeightAverage
 
@@ -88,7 +89,8 @@ def evaluate(
         average=average if ema else None,
         collect=collect,
     )
-    total = parts.exchanges.add_up(task, "Adding up the evaluation")
+    with fixed_arithmetic() if config.options.same_bits else nullcontext():
+        total = parts.exchanges.add_up(task, "Adding up the evaluation")
     samples = int(round_sum(total.pop(SAMPLES)[1]))
     scores = means(total)
     if parts.recovery.is_apart:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from paceline.run.evaluation import Collect, Score, evaluate
 from paceline.run.metrics import Reports
 from paceline.run.parts import Outcome
 from paceline.run.plan import Portion
-from paceline.run.same_bits import fixed_arithmetic
+from paceline.run.same_bits import fixed_arithmetic, refuse_other_threads
 from paceline.run.step import Step
 from paceline.run.stop import End, Requests
 from paceline.run.user_loader import UserLoader
@@ -172,18 +172,17 @@ class Run:
         called once, on rank 0, with those of all samples in the order of the dataset.
         """
         self._refuse_inside_step("evaluate")
-        with fixed_arithmetic() if self.options.same_bits else nullcontext():
-            return evaluate(
-                self._parts,
-                score,
-                dataset,
-                reduction=reduction,
-                batch=batch,
-                collate_fn=collate_fn,
-                loader_workers=loader_workers,
-                ema=ema,
-                collect=collect,
-            )
+        return evaluate(
+            self._parts,
+            score,
+            dataset,
+            reduction=reduction,
+            batch=batch,
+            collate_fn=collate_fn,
+            loader_workers=loader_workers,
+            ema=ema,
+            collect=collect,
+        )
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.
@@ -257,6 +256,8 @@ class Run:
                     self._reports.go_back()
                 if self.options.handle_signals and not parts.stop.before:
                     parts.stop.listen()
+                if self.options.same_bits:
+                    refuse_other_threads(portion.step)
                 step = self._open = Step(portion, parts, self._on_failure)
                 yield step
                 self._open = None

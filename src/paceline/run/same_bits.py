@@ -108,6 +108,16 @@ def _apply_settings(settings: tuple[Any, ...]) -> None:
         torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
 
 
+def refuse_other_threads(step: int) -> None:
+    """Raise where the script has changed how many threads compute, inside of its loop."""
+    if (threads := torch.get_num_threads()) != THREADS:
+        raise UsageError(
+            f"Step {step}: torch computes with {threads} threads, and with same_bits it is to "
+            f"compute with {THREADS}.",
+            advice="Leave torch.set_num_threads() out of the loop.",
+        )
+
+
 def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Where bits are computed: the same on all workers of a run, and when it continues."""
     kind = torch.backends.cpu.get_cpu_capability()

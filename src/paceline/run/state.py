@@ -293,6 +293,13 @@ class Saving:
         if not differences:
             return
         key = differences[0]
+        if key == "same_bits" and here[key] and there[key]:
+            raise UsageError(
+                f"The bits of the run in {folder} were computed elsewhere.",
+                f"There: {there[key]!r}. Here: {here[key]!r}.",
+                'Continue it there, or pass same_bits="here" in RunOptions: from this step on the '
+                "bits are then those of this machine.",
+            )
         raise UsageError(
             f"The folder {folder} belongs to another run.",
             f"First difference: {key} is {there[key]!r} there, {here[key]!r} here.",

@@ -1,0 +1,87 @@
+"""What the same bits cost: `Run` with same_bits, and with an audit, beside the usual `Run`.
+
+All live in the same processes, one thread each, and take turns stretch by stretch; a stretch has
+ended when the slowest rank has ended it. The batch is cut into as many shards for all of them.
+Deterministic algorithms are switched on for the whole process, so for the usual `Run` as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.models import MODELS
+from benchmarks.run_overhead import with_run
+from benchmarks.spread import ratio, rotated, slowest
+from benchmarks.tables import print_table
+from paceline import World
+from paceline.testing import run_processes
+
+USUAL = "Run"
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    USUAL: {},
+    "same_bits": {"same_bits": True},
+    "same_bits, audit=0.01": {"same_bits": True, "audit": 0.01},
+    "same_bits, audit=1": {"same_bits": True, "audit": 1.0},
+}
+
+
+def measure(
+    world: World, name: str, shards: int, stretch: int, rounds: int
+) -> dict[str, list[float]]:
+    """The seconds of each stretch, by contestant, on this rank."""
+    torch.set_num_threads(1)
+    contestants = {
+        each: with_run(world, MODELS[name], None, 0, shards=shards, **options)
+        for each, options in CONTESTANTS.items()
+    }
+    seconds: dict[str, list[float]] = {each: [] for each in contestants}
+    for steps in contestants.values():
+        for _ in range(3):
+            next(steps)
+    for number in range(rounds):
+        for each in rotated(list(contestants), number):
+            world.barrier()
+            begin = perf_counter()
+            for _ in range(stretch):
+                next(contestants[each])
+            seconds[each].append(perf_counter() - begin)
+    for steps in contestants.values():
+        steps.close()  # type: ignore[attr-defined]
+    return seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt-17M,mlp-8.4M", help="names, with commas between")
+    parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument("--shards", type=int, help="of each batch (default: one per rank)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a stretch (default 20)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    stretch, rounds = (2, 2) if args.quick else (args.steps, args.rounds)
+    shards, results = args.shards or args.ranks, {}
+    for model in args.model.split(","):
+        ranks = run_processes(args.ranks, measure, model, shards, stretch, rounds, timeout_s=3600)
+        seconds = {name: slowest([rank[name] for rank in ranks]) for name in ranks[0]}
+        rows = []
+        for name, times in seconds.items():
+            against = ratio(times, seconds[USUAL])
+            rows.append(
+                {
+                    "contestant": name,
+                    "ms per step": round(statistics.median(times) / stretch * 1e3, 2),
+                    f"/ {USUAL}": round(against.median, 3),
+                    "quartiles": f"{against.low:.3f} to {against.high:.3f}",
+                }
+            )
+        title = f"{model}, {args.ranks} ranks, {shards} shards"
+        print_table(title, rows)
+        results[title] = rows
+    return results
