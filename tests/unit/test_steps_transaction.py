@@ -477,6 +477,36 @@ class HealedInStep(NoRecovery):
         self._progress.position = Position(step, 0, step)
 
 
+class DealtAnew(NoRecovery):
+    """Another worker dies in backward of step 2, which is computed again."""
+
+    def __init__(self, run: Run) -> None:
+        self._parts, self.is_lost = run._parts, False
+
+    def holds(self, task: Callable[[], object]) -> bool:
+        task()
+        was_lost, self.is_lost = self.is_lost, self._parts.progress.position.step == 1
+        return was_lost or not self.is_lost
+
+    def deal_anew(self, _step: int) -> Any:
+        self._parts.dealing.deal()
+        return next(self._parts.dealing.portions)
+
+
+def test_what_is_logged_before_the_batches_outlives_a_death_and_what_follows_counts_once() -> None:
+    told = Told()
+    run = make(mlp(), sinks=[told])
+    run._parts.recovery = DealtAnew(run)
+    for step in run:
+        with step:
+            run.log("before", 3.0)
+            for loss in compute(run, step):
+                run.log("inside", loss.detach())
+    counts = [{name: count for name, (_, count) in each.sums.items()} for each in told.of("step")]
+    assert counts[1] == counts[0]
+    assert counts[1]["before"] == 1
+
+
 def test_a_step_that_was_healed_moves_the_position_once() -> None:
     run = make(mlp())
     run._parts.recovery = HealedInStep(run)

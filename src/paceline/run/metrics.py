@@ -59,6 +59,8 @@ class Metrics:
         self._report = report
         self._now: dict[str, tuple[_Sum, _Sum]] = {}
         """Name to sum and count."""
+        self._before: dict[str, tuple[_Sum, _Sum]] = {}
+        """What was there when the loop over the step's batches began."""
         self._pending: deque[tuple[Any, dict[str, Any], HostCopy | list[float]]] = deque()
 
     def add(self, name: str, value: Number, weight: Number) -> None:
@@ -87,6 +89,14 @@ class Metrics:
                     f"The metric {name!r} has {each.numel()} elements.",
                     advice="Log one number: a mean, and over how many items as weight=.",
                 )
+
+    def begin_loop(self) -> None:
+        """The loop over the step's batches begins."""
+        self._before = _copied(self._now)
+
+    def begin_again(self) -> None:
+        """It begins anew: what was logged before it is not logged again."""
+        self._now = _copied(self._before)
 
     def forget(self) -> None:
         """The step under way will not be finished."""
@@ -145,6 +155,13 @@ class Metrics:
     def end_epoch(self) -> None:
         """The epoch is over, and the next has no sums yet."""
         self.epoch, self.epochs = {}, self.epochs + 1
+
+
+def _copied(entries: Mapping[str, tuple[_Sum, _Sum]]) -> dict[str, tuple[_Sum, _Sum]]:
+    def copy(part: _Sum) -> _Sum:
+        return _Sum([*part.numbers], [*part.tensors])
+
+    return {name: (copy(total), copy(count)) for name, (total, count) in entries.items()}
 
 
 def add_sums(into: ExactSums, sums: Mapping[str, Any]) -> None:

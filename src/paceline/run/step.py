@@ -198,6 +198,7 @@ class Step:
     def _refuse_second_loop(self, what: str) -> None:
         if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
+        self._metrics.begin_loop()
 
     def _load(self, shard: Shard) -> Any:
         place, watch = self._place, self._outlets.watching.watch
@@ -257,14 +258,12 @@ class Step:
             training.buffers.settle(self.number, has_news=training.engine.has_news)
 
     def _recover(self) -> bool:
-        """Go on without a worker that has died; whether there are shards to compute.
-
-        The step is dealt anew among those who are left, and open again. Or it is over.
-        """
+        """Go on without a worker that has died; whether there are shards to compute, dealt anew."""
         if (portion := self._regroup()) is None:
             return False
         self._deal(portion)
         self._begin()
+        self._metrics.begin_again()
         return True
 
     def _regroup(self) -> Portion | None:
