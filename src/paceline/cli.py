@@ -50,6 +50,9 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started this: the next file would get it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         return _dispatch(arguments)
     except UsageError as error:

@@ -676,3 +676,17 @@ def test_workers_that_train_without_each_other_are_told_of(tmp_path: Path) -> No
     done = paceline_run(tmp_path, "--workers", 2, write(tmp_path, "import torch\n" + TRAINS))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("DistributedDataParallel") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_is_closed_ends_no_launcher(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "note.py").write_text(
+        "import os; print('heard'); open(f\"ran{os.environ['RANK']}\", 'x').close()"
+    )
+    command = f"exec {sys.executable} -m paceline run --workers 2 note.py {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.glob("ran*")} == {"ran0", "ran1"}
+    assert done.stdout.count("heard") == (0 if closed == ">&-" else 2)
