@@ -131,11 +131,6 @@ class Audit:
             self._step, self.attempt, self._earlier = step, 0, {}
         self.is_disputed, self._mine = False, {}
 
-    def take_finding(self) -> Finding | None:
-        """What the last dispute came to, once."""
-        found, self.finding = self.finding, None
-        return found
-
     def forget(self) -> None:
         """Ranks are others now: whoever was disputed about may be gone."""
         self._step = 0

@@ -419,8 +419,8 @@ class Step:
         if self.state is Outcome.FAILED:
             self._on_fail(self)
             self._stop.ignore()  # the error may end the program, which is not ours then
-        if (found := self._audit.take_finding()) is not None:
-            told = Message(found.text, "warning", "audit", found.facts)
+        if (found := self._audit.finding) is not None:
+            told, self._audit.finding = Message(found.text, "warning", "audit", found.facts), None
             self._outlets.sinks.tell("message", told)
         if self._exchanges.asked and (self.is_applied or self.state is Outcome.FAILED):
             self._exchanges.begin_step()
