@@ -145,16 +145,14 @@ def take_survival() -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the launcher of this process has told it, read at one time."""
+    """What the launcher of this process has told it, read at one time; no place: there is none."""
 
     place: Placement | None
-    """None where there is no launcher."""
     attempt: int
     """How often the workers were started again."""
     survives: bool
-    """Whether workers that die are replaced, ..."""
     joins_running: bool
-    """... and this one replaces one of a training that is under way."""
+    """Whether workers that die are replaced; and whether this one replaces one that did."""
     hears_of_failures: bool
     """Whether this worker is told when another one has failed."""
 
