@@ -14,6 +14,7 @@ from paceline.islands import Islands as Islands
 from paceline.launcher import enable as enable
 from paceline.launcher import launch as launch
 from paceline.record import record_step as record_step
+from paceline.run import EMA as EMA
 from paceline.run import Callback as Callback
 from paceline.run import Run as Run
 from paceline.run import RunOptions as RunOptions

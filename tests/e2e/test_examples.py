@@ -14,13 +14,17 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 # What each prints on the workers of a launcher, whatever their number.
 ON_WORKERS = {
+    "actor_critic.py": r"sum of all \|weights\| 35\.313002059, world size [123]",
     "accumulation.py": r"difference to one process on all sentences: \d+e-0[789]\b|: 0e\+00",
     "char_gpt.py": r"until step 80\..*\n +4 +2\.[0-5]\d{3} .*runs/char_gpt\nShall [^\n]{60,}\n",
     "checkpoint_clean_keys.py": r"saved under the wrapper: 0\.weight, .*loaded into the bare model",
+    "clip.py": r"sum of all \|weights\| 179\.289635133, world size [123]",
     "comm_hook.py": r"8,320 bytes .* difference [1-9]e-0[45]",
     "ddp_plain.py": r"epoch 2: loss 0\.[01]\d\d ",
+    "distillation.py": r"sum of all \|weights\| 176\.009240805, world size [123]",
     "digits.py": r"eval accuracy .*\n +3 +0\.[0-2]\d{3} +9\d\.\d%",
     "evaluation.py": r"52 of 101 right: accuracy 0\.5149",
+    "gan.py": r"sum of all \|weights\| 104\.988823501, world size [123]",
     "simclr.py": r"sum of all \|weights\| 93\.488086661, world size [123]",
     "step_loop.py": r"24 steps, 1,536 samples.*\n +3 +0\.[12]\d{3} +9\d\.\d%",
 }

@@ -31,6 +31,7 @@ from paceline.run import Run, Step, evaluation, healing
 from paceline.run.member import Groups
 from paceline.run.recovery import Survival
 from paceline.run.stop import Vote
+from paceline.run.turns import StepOfTurns, Turn
 from paceline.update.shares import FlatShares
 from paceline.update.whole import WholeUpdate
 from tests.faults.planned import Fault
@@ -113,6 +114,13 @@ def is_applied_here(step: Step) -> bool:
 def keys_in_store(groups: Groups) -> int:
     """Of the store through which groups are made."""
     return groups._store.num_keys()
+
+
+def place_of(step: Step) -> tuple[int, int]:
+    """Step and epoch under which its samples are counted: of several models each turn by itself."""
+    if isinstance(step, Turn):
+        return 100 * step.number + step.index, 100 * step.epoch + step.index
+    return step.number, step.epoch
 
 
 class Moments:
@@ -261,14 +269,16 @@ class Moments:
     def _on_backward(self, step: Step, *_: Any) -> None:
         samples = samples_of(step)
         if samples is not None:
-            self._write("computed", step.number, epoch=step.epoch, samples=samples)
+            number, epoch = place_of(step)
+            self._write("computed", number, epoch=epoch, samples=samples)
 
     def _on_step_end(self, step: Step, *_: Any) -> None:
-        if is_applied_here(step):
+        if is_applied_here(step) and not isinstance(step, StepOfTurns):
             is_first = self._generation != self._measured
             self._measured = self._generation
             footprint = self._footprint() if is_first else None
-            self._write("applied", step.number, epoch=step.epoch, footprint=footprint)
+            number, epoch = place_of(step)
+            self._write("applied", number, epoch=epoch, footprint=footprint)
 
     def _on_going_back(self) -> None:
         if self._run is not None:

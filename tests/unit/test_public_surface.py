@@ -31,6 +31,7 @@ NAMES_BY_MODULE = {
         "DistributedBatchSampler",
         "DistributedDataParallel",
         "DistributedSampler",
+        "EMA",
         "EpochNotSetWarning",
         "Islands",
         "Run",
@@ -88,6 +89,7 @@ NAMES_BY_MODULE = {
     "paceline.show.report": ["write"],
     "paceline.run": [
         "Callback",
+        "EMA",
         "Message",
         "Run",
         "RunOptions",
@@ -95,6 +97,7 @@ NAMES_BY_MODULE = {
         "Step",
         "StepReport",
         "Summary",
+        "Turn",
     ],
     "paceline.data": [
         "Arrow",

@@ -473,7 +473,7 @@ class HealedInStep(NoRecovery):
         task()
         return not is_lost
 
-    def deal_anew(self, step: int) -> None:
+    def deal_anew(self, step: int, is_passed: Any) -> None:
         self._progress.position = Position(step, 0, step)
 
 
@@ -488,7 +488,7 @@ class DealtAnew(NoRecovery):
         was_lost, self.is_lost = self.is_lost, self._parts.progress.position.step == 1
         return was_lost or not self.is_lost
 
-    def deal_anew(self, _step: int) -> Any:
+    def deal_anew(self, _step: int, is_passed: Any) -> Any:
         self._parts.dealing.deal()
         return next(self._parts.dealing.portions)
 

@@ -54,6 +54,7 @@ from paceline.group.store import short_path as short_path
 from paceline.group.store import unpack_number as unpack_number
 from paceline.group.tree import children_of as children_of
 from paceline.group.tree import find_tensors as find_tensors
+from paceline.group.tree import flatten as flatten
 from paceline.group.tree import is_container as is_container
 from paceline.group.tree import map_tensors as map_tensors
 from paceline.group.tree import named_leaves as named_leaves

@@ -93,6 +93,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of dictionaries in dictionaries, by their names with dots between."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _same_mapping(original: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     """A mapping of the original's type: default dictionaries keep their factory."""
     if type(original) is dict:

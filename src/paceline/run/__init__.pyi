@@ -1,8 +1,10 @@
 from paceline.run.callback import Callback as Callback
 from paceline.run.config import RunOptions as RunOptions
 from paceline.run.loop import Run as Run
+from paceline.run.models import EMA as EMA
 from paceline.run.same_bits import hash_state as hash_state
 from paceline.run.step import Step as Step
+from paceline.run.turns import Turn as Turn
 from paceline.telemetry.sinks import Message as Message
 from paceline.telemetry.sinks import Sink as Sink
 from paceline.telemetry.sinks import StepReport as StepReport

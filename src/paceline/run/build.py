@@ -52,6 +52,7 @@ from paceline.run.exchanges import Exchanges
 from paceline.run.loader import MapLoader, StreamLoader, refuse_other_samples, sum_up_samples
 from paceline.run.member import Groups, can_form_anew
 from paceline.run.metrics import Metrics
+from paceline.run.models import ByName, TurnEngine
 from paceline.run.parts import (
     Dealing,
     Feed,
@@ -67,8 +68,9 @@ from paceline.run.plan import Plan, Position, check_batch, make_plan
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import Survival
-from paceline.run.state import RunState, Saving
+from paceline.run.state import RunState, Saving, copy_from
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.updates import make_update
 from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
 from paceline.run.watching import Watching
 from paceline.telemetry import (
@@ -82,8 +84,6 @@ from paceline.telemetry import (
 )
 from paceline.torch_private import HashStore
 from paceline.update import (
-    FiniteCheck,
-    Update,
     WeightAverage,
     can_be_kept,
     describe_sharing,
@@ -122,10 +122,11 @@ def build_run(config: RunConfig) -> RunParts:
     members.word_device = word_device(world.group, device)
     precision = Precision(options.precision, device, list(module.parameters()))
     average = None if options.ema is None else WeightAverage(module, options.ema)
-    make_update = islands.choose_update(module, options.islands, island)
-    update = _make_update(config, module, precision, members, average, make_update)
+    make = islands.choose_update(module, options.islands, island)
+    update = make_update(config, module, precision, members, average, make)
     rating = Rating(options, config.scheduler, update)
-    state = RunState(module, update, rating, config.state or {})
+    weights = None if config.models is None else ByName(dict(config.models.modules.items()))
+    state = RunState(module, update, rating, config.state or {}, weights)
     folder = config.open_folder(world.rank)
     saving = Saving(folder, config, members)
     saved, before = saving.find() or (None, None)
@@ -277,32 +278,6 @@ def _make_groups(link: Link, launched: Launched) -> Groups:
     return groups
 
 
-def _make_update(
-    config: RunConfig,
-    module: nn.Module,
-    precision: Precision,
-    members: Membership,
-    average: WeightAverage | None,
-    make: Callable[..., Update],
-) -> Update:
-    options, wanted = config.options, config.options.update
-    if not isinstance(wanted, str):
-        return wanted
-    finite = None
-    if options.check_finite != "off":
-        named, is_complete = list(module.named_parameters()), options.check_finite == "all"
-        finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
-    return make(
-        list(module.parameters()),
-        config.optimizer,
-        scheduler=config.scheduler,
-        scaler=precision.find_scaler(config.scaler),
-        clip_norm=options.clip_norm,
-        finite=finite,
-        average=average,
-    )
-
-
 def _share_out(engine: Engine, config: RunConfig, shares_out: bool, *, can_survive: bool) -> bool:
     """Share the update out if it was asked for, or is faster; whether it is."""
     wanted = config.options.update
@@ -388,7 +363,14 @@ def _make_engine(
     model: nn.Module, config: RunConfig, place: Place, shards: int, audit: Audit
 ) -> Engine:
     """What keeps the model equal; one that is wrapped keeps its wrapper and options."""
-    members = place.membership
+    members, models = place.membership, config.models
+    if models is not None and model is config.model:
+        if (tensors := models.untrained()) and members.size > 1:
+            copy_from(members, 0, tensors, "Copying rank 0's models")
+        trained = {name: models.modules[name] for name in models.optimizers.parts}
+        make = partial(_make_engine, config=config, place=place, shards=shards, audit=audit)
+        engines = {name: make(module) for name, module in trained.items()}
+        return TurnEngine(models, engines, members)
     if config.options.same_bits or config.engine is not None:
         note_waits(members, place.device)
     if config.options.same_bits:

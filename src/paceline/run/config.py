@@ -7,7 +7,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import islice
@@ -30,8 +30,9 @@ from paceline.errors import (
     refuse_unknown_arguments,
 )
 from paceline.files import RunFolder, RunInfo, find_info
-from paceline.group import World
+from paceline.group import World, flatten
 from paceline.islands import Islands
+from paceline.run.models import Models, name_optimizer, take_models
 from paceline.run.plan import Plan, Position
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
@@ -84,8 +85,8 @@ class RunOptions:
     """How many batches of each worker are an epoch of `Run(loader=)`; None: the loader's length."""
     drop_last: bool = False
     """Whether samples that do not fill the last global batch of an epoch are left out of it."""
-    clip_norm: float | None = None
-    """Shorten gradients to this length where they are longer."""
+    clip_norm: float | Mapping[str, float] | None = None
+    """Shorten gradients to this length where they are longer; of several models, by name."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """In which precision forward passes and losses compute where that is safe: torch's autocast,
     and for `fp16` its `GradScaler`. `fp32` changes nothing."""
@@ -223,9 +224,12 @@ class RunConfig:
     collate_fn: Collate = field(init=False)
     is_saved: bool = field(init=False)
     """Whether there are checkpoints."""
+    models: Models | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.state = self.state or {}
+        if isinstance(self.model, Mapping):
+            take_models(self)
         for name, (kind, advice) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -320,7 +324,7 @@ class RunConfig:
             "same_bits": describe_arithmetic(device) if self.options.same_bits else None,
             "dataset_size": None if plan is None else plan.samples,
             "workers": workers,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": name_optimizer(self.optimizer),
             "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
             "versions": {
                 "paceline": paceline.__version__,
@@ -382,7 +386,7 @@ class RunConfig:
 
     def _settings(self) -> dict[str, str]:
         """For readers, so only of the first groups and not at any length."""
-        found: dict[str, Any] = {"optimizer": type(self.optimizer).__name__}
+        found: dict[str, Any] = {"optimizer": name_optimizer(self.optimizer)}
         first, *others = self.optimizer.param_groups
         found |= first
         for number, group in enumerate(others[:_GROUPS_SHOWN], start=1):
@@ -405,6 +409,7 @@ class RunConfig:
         found = {}
         for name, value in islice(flatten(self.config or {}), _OWN_SHOWN):
             text = str(value)[:_WIDTH_SHOWN]
+            name = name[:_WIDTH_SHOWN]
             found[name if taken.get(name, text) == text else f"config.{name}"] = text
         return found
 
@@ -472,16 +477,6 @@ def check_dataset(dataset: Any, advice: str) -> None:
     else:
         return
     raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of dictionaries in dictionaries, by their names with dots between."""
-    for name, value in tree.items():
-        path = f"{prefix}{name}"[:_WIDTH_SHOWN]
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{path}.")
-        else:
-            yield path, value
 
 
 def describe_model(module: nn.Module) -> str:

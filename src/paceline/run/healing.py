@@ -29,6 +29,8 @@ class Standing:
     """What the launcher calls it."""
     step: int
     """Steps applied; -1 for a newcomer, which has no state."""
+    turn: int = 0
+    """Turns applied of the next one."""
     is_whole: bool = True
     """Whether it has all of the optimizer's state."""
     results: list[list[Any]]
@@ -50,6 +52,7 @@ class Verdict:
     """What all workers make of their standings: the same on each."""
 
     step: int
+    turn: int
     leader: int
     """The rank whose state the others get."""
     is_whole: bool
@@ -69,18 +72,19 @@ class Verdict:
 
 def compare(standings: Sequence[Standing]) -> Verdict:
     """Who has come furthest, and who needs what; by rank."""
-    best = max(each.step for each in standings)
+    best, turn = max((each.step, each.turn) for each in standings)
     if best < 0:
         raise PeerError("No worker is left that knows the state of the run.")
-    furthest = [each for each in standings if each.step == best]
+    furthest = [each for each in standings if (each.step, each.turn) == (best, turn)]
     whole = [each for each in furthest if each.is_whole]
     behind = (
         rank
         for rank, each in enumerate(standings)
-        if each.step < best or (whole and not each.is_whole)
+        if (each.step, each.turn) < (best, turn) or (whole and not each.is_whole)
     )
     return Verdict(
         step=best,
+        turn=turn,
         leader=standings.index((whole or furthest)[0]),
         is_whole=bool(whole),
         behind=frozenset(behind),
@@ -132,6 +136,7 @@ class Healing:
         return Standing(
             worker=parts.place.world.rank,
             step=-1 if member.is_new else parts.progress.position.step,
+            turn=0 if member.is_new else parts.progress.position.turn,
             is_whole=training.state.is_whole and not has_lost_state,
             results=parts.exchanges.results,
             epochs=outlets.metrics.epochs,
@@ -162,8 +167,9 @@ class Healing:
         """Take what the workers have agreed on."""
         parts = self._parts
         training, exchanges = parts.training, parts.exchanges
-        if mine.step < verdict.step:
-            training.generators.seed(parts.config.seed, "between", verdict.step)
+        if (mine.step, mine.turn) < (verdict.step, verdict.turn):
+            here = (verdict.step + 1, verdict.turn) if verdict.turn else (verdict.step,)
+            training.generators.seed(parts.config.seed, "between", *here)
             parts.outlets.metrics.epochs = verdict.epochs
             exchanges.asked = 0
         progress = parts.progress

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import paceline
 from paceline import env
@@ -28,11 +27,13 @@ from paceline.run.callback import Callback
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Score, evaluate
 from paceline.run.metrics import Reports
+from paceline.run.models import models_to_call
 from paceline.run.parts import Outcome
 from paceline.run.plan import Portion
 from paceline.run.same_bits import fixed_arithmetic, refuse_other_threads
 from paceline.run.step import Step
 from paceline.run.stop import End, Requests
+from paceline.run.turns import StepOfTurns
 from paceline.run.user_loader import UserLoader
 from paceline.telemetry import ALL_APPLIED, Message, Sink
 
@@ -68,8 +69,8 @@ class Run:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Any = None,
         dataset: Any = None,
         *,
         global_batch: int | None = None,
@@ -99,6 +100,9 @@ class Run:
         self.options = options
         self.model: Any = parts.training.engine
         """The model to call in the loop; the one that was passed, kept equal on all workers."""
+        self.models = models_to_call(self.model)
+        """Where there are several, those to call in the loop, by name."""
+        self._step_class = StepOfTurns if self.models else Step
         self.folder = checked.folder
         """Where it writes what happens; None: nowhere."""
         self.world = parts.place.world
@@ -258,7 +262,7 @@ class Run:
                     parts.stop.listen()
                 if self.options.same_bits:
                     refuse_other_threads(portion.step)
-                step = self._open = Step(portion, parts, self._on_failure)
+                step = self._open = self._step_class(portion, parts, self._on_failure)
                 yield step
                 self._open = None
                 again = step.again

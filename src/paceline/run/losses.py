@@ -69,6 +69,47 @@ def refuse_loss(step: int, loss: Any) -> NoReturn:
     )
 
 
+def note_step(error: BaseException, step: int) -> None:
+    """Have an exception say, once, in which step it was raised."""
+    note = f"In step {step} of the run."
+    if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def refuse_some_items(step: int) -> NoReturn:
+    """Raise for losses of which some have items."""
+    raise UsageError(
+        f"Step {step}: items were given for one batch and not for another.",
+        advice="Pass items= to every step.backward(), or to none.",
+    )
+
+
+def refuse_missing(step: int, done: int, shards: int) -> NoReturn:
+    """Raise for a block that ends before all shards are computed."""
+    raise UsageError(
+        f"Step {step}: {done} of this worker's {shards} shards were computed.",
+        advice="Go through all of step.batches() and call step.backward() for each; to leave the "
+        "step out, leave the `with` block by an exception.",
+    )
+
+
+def refuse_no_loss(step: int, shard: int) -> NoReturn:
+    """Raise for a batch without a loss."""
+    raise UsageError(
+        f"Step {step}: there was no step.backward() for shard {shard}.",
+        advice="Call it once per batch; for a batch that should not count, with items=0.",
+    )
+
+
+def refuse_turn(step: int, name: str) -> NoReturn:
+    """Raise for a turn in a run of one model."""
+    raise UsageError(
+        f"Step {step}: step.turn({name!r}) was called in a run of one model.",
+        advice=f"Pass models by name, Run({{{name!r}: (model, optimizer), ...}}, dataset), or "
+        "leave the turn out.",
+    )
+
+
 def refuse_talks(step: int, shards: int, size: int) -> NoReturn:
     """Raise for a collective in the pass of a shard."""
     raise UsageError(

@@ -110,6 +110,14 @@ class Metrics:
     def take_back(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
         self._now = aside
 
+    def join(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
+        """Put what was put aside in front of what has come since."""
+        since, self._now = self._now, aside
+        for name, entry in since.items():
+            for before, part in zip(aside.setdefault(name, (_Sum(), _Sum())), entry, strict=True):
+                before.numbers += part.numbers
+                before.tensors += part.tensors
+
     def so_far(self) -> ExactSums:
         """The sums of the step under way; waits for tensors."""
         sums: ExactSums = {}

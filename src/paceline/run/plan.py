@@ -68,11 +68,15 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run is: steps applied, whole epochs among them, and steps since."""
+    """How far a run is: steps applied, whole epochs among them, and steps since.
+
+    With several models, also how many turns of the next step are.
+    """
 
     step: int = 0
     epoch: int = 0
     step_of_epoch: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

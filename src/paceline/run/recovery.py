@@ -97,7 +97,7 @@ class Recovery:
         """Continue in the newest generation, after a failure unless all want to change."""
         raise PeerError("A worker is gone.")
 
-    def deal_anew(self, step: int) -> Portion | None:
+    def deal_anew(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
         """Regroup; this worker's part of the step that was lost, None if that is over."""
         raise PeerError(f"Step {step}: a worker is gone.")
 
@@ -186,13 +186,12 @@ class Survival(Recovery):
         self.member.regroup(is_lost=is_lost)
         self._parts.dealing.deal()
 
-    def deal_anew(self, step: int) -> Portion | None:
+    def deal_anew(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
         self.regroup()
-        return self.attempt(partial(self._portion_of, step))
+        return self.attempt(partial(self._portion_of, is_passed))
 
-    def _portion_of(self, step: int) -> Portion | None:
-        is_applied = self._parts.progress.position.step >= step
-        if is_applied or self.must_go_back:
+    def _portion_of(self, is_passed: Callable[[], bool]) -> Portion | None:
+        if is_passed() or self.must_go_back:
             return None
         return next(self._parts.dealing.portions, None)
 

@@ -23,6 +23,7 @@ from paceline.files import RunFolder, find_info, put_together, take_apart
 from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
 from paceline.run.metrics import ExactSums
+from paceline.run.models import TurnUpdate
 from paceline.run.plan import Position
 from paceline.run.rating import Rating, find_better
 from paceline.telemetry import Written
@@ -41,14 +42,21 @@ class RunState:
     """Everything a step depends on, gathered from the objects of a run and given back to them."""
 
     def __init__(
-        self, module: nn.Module, update: Update, rating: Rating, others: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        update: Update,
+        rating: Rating,
+        others: Mapping[str, Any],
+        weights: Any = None,
     ) -> None:
+        """`weights` has the state of the module, where that is saved in another form."""
         for name, each in others.items():
             advice = (
                 "Give it state_dict() and load_state_dict(), so that it can be saved and loaded."
             )
             check_members(f"state[{name!r}]", each, ("state_dict", "load_state_dict"), advice)
         self._module = module
+        self._weights = module if weights is None else weights
         self._update, self._parts, self._rating = update, update.parts, rating
         self._others = dict(others)
         self._guard: Any = None
@@ -57,7 +65,7 @@ class RunState:
 
     def begin(self) -> None:
         """The loop begins: what else steps the model, and is in no checkpoint, is refused."""
-        if isinstance(self._update, WholeUpdate):
+        if isinstance(self._update, WholeUpdate | TurnUpdate):
             self._guard = self._update.refuse_others(list(self._others.values()))
 
     def end(self) -> None:
@@ -71,10 +79,10 @@ class RunState:
         """The state as it is saved; without parts, that of the model and how far it is."""
         parts, others = (self._parts, self._others) if with_parts else ({}, {})
         return {
-            "model": self._module.state_dict(),
+            "model": self._weights.state_dict(),
             **{name: part.state_dict() for name, part in parts.items()},
             "state": {name: each.state_dict() for name, each in others.items()},
-            "position": [position.step, position.epoch, position.step_of_epoch],
+            "position": _numbers_of(position),
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
             "optimizer_params": self._param_names(),
@@ -131,7 +139,7 @@ class RunState:
         if with_parts:
             self._check_parts(state)
             state = {**state, "optimizer": self._in_order(state)}
-        self._module.load_state_dict(state["model"])
+        self._weights.load_state_dict(state["model"])
         for name, part in self._parts.items() if with_parts else ():
             _load(part, state[name], f"the {name}")
         for name, each in self._others.items() if with_objects and with_parts else ():
@@ -160,6 +168,12 @@ class RunState:
                 advice="Build it as it was when the checkpoint was written, or choose another "
                 "folder.",
             )
+        if "param_groups" not in saved:
+            raise UsageError(
+                "The optimizers of this run have their parameters in another order than in the "
+                "checkpoint.",
+                advice="Build them as they were when it was written, or choose another folder.",
+            )
         groups = []
         for group, theirs, ours in zip(saved["param_groups"], there, here, strict=True):
             place = dict(zip(theirs, group["params"], strict=True))
@@ -184,10 +198,18 @@ class RunState:
             )
 
 
+def _numbers_of(position: Position) -> list[int]:
+    numbers = [position.step, position.epoch, position.step_of_epoch, position.turn]
+    return numbers if position.turn else numbers[:3]
+
+
 def position_in(state: Any) -> Position:
     """How far the run in a checkpoint is."""
     match state:
-        case {"model": _, "position": [int(), int(), int()] as numbers, "state": _, "metrics": _}:
+        case {"model": _, "position": [*numbers], "state": _, "metrics": _} if len(numbers) in (
+            3,
+            4,
+        ) and all(isinstance(each, int) for each in numbers):
             return Position(*numbers)
     raise UsageError(
         "The checkpoint in this folder was not written by a Run.",

@@ -70,6 +70,8 @@ class Step:
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
+        self._key: tuple[int, ...] = (self.number,)
+        self._loss_name, self._norm_name = "loss", "grad_norm"
         self._passes: Generator[Any] | None = None
         self.again: Portion | None = None
         """This worker's part of it, where it was lost at the end of the block: still to be done."""
@@ -179,7 +181,7 @@ class Step:
             whole, loaded = JointLoss(loss, self._place, training), []
             for shard in self._shards:
                 loaded.append(self._load(shard))
-                training.generators.seed(seed, "model", self.number, shard.number)
+                training.generators.seed(seed, "model", *self._key, shard.number)
                 with torch.no_grad(), training.precision.forward:
                     whole.add(shard, encode(loaded[-1]))
                 if training.buffers is not None:
@@ -194,6 +196,10 @@ class Step:
                     self._add(part * self.samples, count, whole.value * count, is_mean=False)
             if self._sum_up() or not self._recover():
                 return
+
+    def turn(self, name: str) -> Step:
+        """The next turn of this step, that of the model called `name`, where there are several."""
+        losses.refuse_turn(self.number, name)
 
     def _refuse_second_loop(self, what: str) -> None:
         if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
@@ -220,7 +226,7 @@ class Step:
         training = self._training
         self._note_talks()
         for shard, batch in zip(shards, loaded, strict=True):
-            training.generators.seed(self._config.seed, "model", self.number, shard.number)
+            training.generators.seed(self._config.seed, "model", *self._key, shard.number)
             if training.buffers is not None:
                 training.buffers.begin_shard()
             self._shard = shard
@@ -278,8 +284,9 @@ class Step:
         is_disputed = self._audit.is_disputed
         self._undo()
         losses = self._metrics.put_aside()
-        portion = self._dealing.again() if is_disputed else self._recovery.deal_anew(self.number)
-        if portion is None and self._progress.position.step >= self.number:
+        deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
+        portion = self._dealing.again() if is_disputed else deal()
+        if portion is None and self._is_passed():
             self.state, self._progress.scores = Outcome.HEALED, {}
             self._metrics.take_back(losses)
             self._recovery.write_ledger()
@@ -287,16 +294,17 @@ class Step:
             self.state = Outcome.UNDONE
         return portion
 
+    def _is_passed(self) -> bool:
+        """Whether the run is further than before this step."""
+        return self._progress.position.step >= self.number
+
     def _end_shard(self) -> None:
         """The loop continues with the next batch, or is over."""
         shard, self._shard = self._shard, None
         if shard is None:
             return
         if self._computed is not shard:
-            raise UsageError(
-                f"Step {self.number}: there was no step.backward() for shard {shard.number}.",
-                advice="Call it once per batch; for a batch that should not count, with items=0.",
-            )
+            losses.refuse_no_loss(self.number, shard.number)
         self._refuse_talks()
         if self._training.buffers is not None and shard.is_second:
             self._training.buffers.restore()
@@ -330,10 +338,7 @@ class Step:
             read = losses.read_items
             count = items if type(items) is int and items >= 0 else read(self.number, items)
         if self._has_items not in (None, items is not None):
-            raise UsageError(
-                f"Step {self.number}: items were given for one batch and not for another.",
-                advice="Pass items= to every step.backward(), or to none.",
-            )
+            losses.refuse_some_items(self.number)
         self._has_items = items is not None
         self._is_weighted |= self._has_items
         if is_mean and not count:  # a mean over nothing, which torch's losses make NaN
@@ -356,7 +361,7 @@ class Step:
                 weight = (self._items + count) * self._scale
             training.engine.weigh(weight, shard.number, count * self._scale)
         add = self._metrics.add if is_mean else self._metrics.add_sum
-        add("loss", value, count)
+        add(self._loss_name, value, count)
         if shard is self._last:
             self._recovery.write_ledger(is_applied=False)
             if training.buffers is not None:
@@ -394,8 +399,7 @@ class Step:
                 if self.again is not None:
                     self.state = Outcome.UNDONE
             elif error is not None:
-                if isinstance(error, Exception):
-                    error.add_note(f"In step {self.number} of the run.")
+                losses.note_step(error, self.number)
                 if (meaning := self._training.precision.explain(error)) is not None:
                     raise meaning from error
         finally:
@@ -437,12 +441,7 @@ class Step:
             return False
         shards, training = self._shards, self._training
         if len(self._losses) != len(shards):
-            raise UsageError(
-                f"Step {self.number}: {len(self._losses)} of this worker's {len(shards)} shards "
-                "were computed.",
-                advice="Go through all of step.batches() and call step.backward() for each; to "
-                "leave the step out, leave the `with` block by an exception.",
-            )
+            losses.refuse_missing(self.number, len(self._losses), len(shards))
         self._end_shard()  # the loop may have been left by `break` after the last batch
         if self.state is Outcome.OPEN and not self._sum_up():
             return False
@@ -465,7 +464,7 @@ class Step:
         progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
         progress.scores = {}
         if norm is not None and self._place.membership.leads:  # all have the same one
-            self._metrics.add("grad_norm", norm, 1.0)
+            self._metrics.add(self._norm_name, norm, 1.0)
         training.generators.seed(self._config.seed, "between", self.number)
         self._lap(Phase.OPTIMIZER)
 

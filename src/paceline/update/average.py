@@ -28,10 +28,14 @@ class WeightAverage:
     would be rounded away.
     """
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, module: nn.Module, decay: float, into: nn.Module | None = None) -> None:
+        """`into` is a copy of the module that has the average, where it is to be called."""
         self._module, self._decay = module, decay
         self._saved = set(module.state_dict())
         self._averages = {name: _wide(now).clone() for name, now in self._weights().items()}
+        if into is not None:
+            there = dict([*into.named_parameters(), *into.named_buffers()])
+            self._averages = {name: there[name].detach() for name in self._averages}
 
     @torch.no_grad()
     def update(self, step: int) -> None:

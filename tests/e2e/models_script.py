@@ -1,0 +1,58 @@
+"""A GAN with an averaged generator and statistics, whose workers `test_models` kills."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+import paceline
+from tests.faults import wait_for_replacements
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--folder")
+parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--break-after", type=int, default=0)
+args = parser.parse_args()
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+rows = torch.randn(48, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+first = nn.Linear(2, 8, bias=False)
+generator = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+critic = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+optimizer = torch.optim.AdamW(generator.parameters(), lr=0.02)
+run = paceline.Run(
+    {
+        "generator": (generator, optimizer),
+        "critic": (critic, torch.optim.AdamW(critic.parameters(), lr=0.02)),
+        "average": paceline.EMA("generator", 0.9),
+    },
+    TensorDataset(rows),
+    global_batch=6,
+    epochs=args.epochs,
+    shards=3,
+    folder=args.folder,
+    scheduler={"generator": StepLR(optimizer, 5, 0.9)},
+    options=paceline.RunOptions(progress="plain", clip_norm={"critic": 1.0}),
+)
+draw, judge = run.models["generator"], run.models["critic"]
+for step in run:
+    with step:
+        for _ in range(2):
+            with step.turn("critic"):
+                for (real,) in step.batches():
+                    drawn = draw(torch.randn(len(real), 2, dtype=real.dtype)).detach()
+                    step.backward((softplus(-judge(real)) + softplus(judge(drawn))).mean())
+        with step.turn("generator"):
+            for (real,) in step.batches():
+                drawn = draw(torch.randn(len(real), 2, dtype=real.dtype))
+                step.backward(softplus(-judge(drawn)).mean())
+    if step.number == args.break_after:
+        run.save()
+        break
+    wait_for_replacements(run)

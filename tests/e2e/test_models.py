@@ -1,0 +1,41 @@
+"""Several models through deaths and at other sizes: a death undoes the open turn alone."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults import TrainingFaults, assert_survived, run_training, train_alone
+
+SCRIPT = Path(__file__).with_name("models_script.py")
+EVERYWHERE = (
+    TrainingFaults()
+    .kill(rank=0, step=2, where="before the sum")
+    .kill(rank=1, step=5, where="after the last bucket", signal=signal.SIGSEGV)
+    .kill(rank=2, step=8, where="in the commit")
+    .kill(rank=None, step=8, where="while healing")
+    .kill(rank=0, step=12, where="step")
+    .kill(rank=1, step=16, where="between steps")
+    .kill(rank=None, step=16, where="while starting")
+    .kill(rank=0, step=20, where="in the commit")
+    .kill(rank=2, step=20, where="before the sum")
+    .kill(rank=1, step=25, where="before the sum")
+    .stop(rank=0, step=30, where="before the sum")
+)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_deaths_in_any_turn_leave_no_trace(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TRANSPORT", transport)
+    reference = train_alone(SCRIPT, "--folder", tmp_path / "alone")
+    done = run_training(
+        *(SCRIPT, "--folder", tmp_path / "run"),
+        workers=3,
+        faults=EVERYWHERE,
+        flags=["--stall-after", 2],
+    )
+    assert_survived(done, reference, rtol=1e-10, atol=1e-12)
