@@ -28,6 +28,8 @@ Position = tuple[int, int]
 
 
 def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(__doc__)
     folder, *more = arguments
     home = Path(folder)
     shutil.copytree(ROOT, home, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
