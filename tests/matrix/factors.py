@@ -36,7 +36,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "watch": ("no", "yes"),
     "tracker": ("no", "csv", "broken"),
     "transport": ("auto", "c10d"),
-    "engine": ("buckets", "checked", "naive"),
+    "engine": ("buckets", "checked", "naive", "audited"),
     "hosts": ("1", "2"),
     "output": ("plain", "json", "quiet"),
     "fault": (
@@ -159,7 +159,14 @@ _EXCLUDED: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("tracker", ("csv",)), ("checkpoints", ("no",))),
     (("timeline", ("timeline=",)), ("checkpoints", ("no",))),
     (("watch", ("yes",)), ("checkpoints", ("no",))),
-    (("update", ("sharded",)), ("engine", ("naive",))),
+    (("update", ("sharded",)), ("engine", ("naive", "audited"))),
+    # Refused, as documented: what same_bits and an audit cannot keep.
+    (("engine", ("audited",)), ("shards", ("merged",))),
+    (("engine", ("audited",)), ("data", ("stream", "files", "own loader"))),
+    (("engine", ("audited",)), ("loss", ("whole batch",))),
+    (("engine", ("audited",)), ("noise", ("yes",))),
+    # What one worker alone makes NaN is wrong, and the audit replaces that worker.
+    (("engine", ("audited",)), ("fault", _faults("NaN"))),
     # Not exact, as documented: what is computed over a batch, or rounded in it, is another one.
     (("shards", ("merged",)), ("model", ("norm",))),
     (("shards", ("merged",)), ("precision", ("bf16", "fp16"))),
@@ -172,7 +179,10 @@ _EXCLUDED: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("fault", _at("while evaluating")), ("evaluation", ("no",))),
     (("fault", _at("while saving")), ("checkpoints", ("no",))),
     (("fault", _faults("full disk")), ("checkpoints", ("no",))),
-    (("fault", _at("between buckets", "after the last bucket")), ("engine", ("naive",))),
+    (
+        ("fault", _at("between buckets", "after the last bucket")),
+        ("engine", ("naive", "audited")),
+    ),
     (("fault", _faults("stop", "hang")), ("stall", ("120 s",))),
     # Where the first death ends the run, there is no second.
     (("fault", _faults("kill, then")), ("data", ("own loader",))),

@@ -23,6 +23,7 @@ ROWS, BATCH, EPOCHS = 44, 12, 4
 X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = (X.sum(1) * 2).long() % 3
 OPTIONS: dict[str, str] = json.loads(sys.argv[1])
+IS_AUDITED = OPTIONS["engine"] == "audited"
 FOLDER = Path(sys.argv[2])
 
 
@@ -136,7 +137,7 @@ def make_run() -> paceline.Run:
         arguments = {"loader": OwnLoader, "global_batch": BATCH}
     if OPTIONS["engine"] == "naive":
         arguments["engine"] = NaiveEngine
-    else:
+    elif not IS_AUDITED:
         paceline.init_process_group()
         every = int(OPTIONS["engine"] == "checked")
         options = paceline.DDPOptions(check_every=every)
@@ -165,6 +166,8 @@ def make_run() -> paceline.Run:
             timeline=OPTIONS["timeline"] == "timeline=",
             trace_step=7 if OPTIONS["trace"] == "trace_step=" else 0,
             noise_every=3 if OPTIONS["noise"] == "yes" else 0,
+            same_bits=IS_AUDITED,
+            audit=float(IS_AUDITED),
         ),
         **arguments,
     )
