@@ -214,7 +214,8 @@ class Audit:
         against = next(each for each in claims if each.digests != wrong.digests)
         culprit = wrong.rank if right is not None else None
         if culprit is not None:
-            ranks = sorted({claim.rank for claim in claims if claim.digests == right})
+            agreed = {claim.rank for claim in claims if claim.digests == right}
+            ranks = sorted(agreed - {culprit}) or [culprit]
         pairs = zip([WEIGHT, *self.names], wrong.digests, against.digests, strict=True)
         return Finding(
             step=self._step,
