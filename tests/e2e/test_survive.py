@@ -356,7 +356,7 @@ for step in run:
         os.kill(os.getppid(), signal.SIGUSR1)
         while not run._parts.recovery.is_due():
             time.sleep(0.01)
-print("trained by", run.membership.size)
+print(f"trained by {run.membership.size}")  # one write: another worker writes beside it
 """
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launcher.output import MAX_LINE_BYTES, Console, Lines, Stream
+from paceline.launcher.lines import MAX_LINE_BYTES, Lines
+from paceline.launcher.output import Console, Stream
 from paceline.launcher.plan import Route
 
 

@@ -184,6 +184,7 @@ class Generations(Workers):
 
     def grow(self) -> None:
         """A person wants one worker more."""
+        self.hear_all()
         size, shards = self.roster.size, self.facts.get("shards", 0)
         if not self.is_on:
             self.say("SIGUSR1 adds a worker to a run that trains, and none does yet.")
@@ -197,6 +198,7 @@ class Generations(Workers):
 
     def shrink(self) -> None:
         """A person wants one worker less."""
+        self.hear_all()
         if not self.is_on:
             self.say("SIGUSR2 takes a worker from a run that trains, and none does yet.")
         elif self.roster.size <= self.roster.min_workers:

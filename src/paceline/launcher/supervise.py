@@ -154,8 +154,8 @@ class Supervisor:
             # For that the others have failed.
             result = RunResult((*result.workers, *self.late), self.stop)
             if self.generations.can_repeat and result.reason is not None:
-                lost_in = self.late[0].step
-                result = replace(result, stop=replace(result.reason, lost_in=lost_in))
+                stop = replace(result.reason, lost_in=self.late[0].step)
+                result = replace(result, stop=stop)
         if result.reason is not None:
             self.folder.record(result.reason)
         return result
@@ -339,22 +339,20 @@ class Supervisor:
                 error["traceback"] = f"It was at:\n{main_thread(stack)}"
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
-        by_itself = is_cause or failed_before
         noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}
         return WorkerExit(
             rank=rank,
             exit_code=code,
-            ended_by_launcher=not by_itself,
+            ended_by_launcher=not (is_cause or failed_before),
             step=read_step(worker.error_file),
             accused=worker.accused,
             is_late=is_late and not generations.has_left_loop(rank),
             is_oom=code == -signal.SIGKILL and not error and self.oom_kills.explains_one(),
-            **(noticed | error if by_itself else noticed),
+            **(noticed | error if is_cause or failed_before else noticed),
         )
 
     def on_exit(self, worker: WorkerProcess) -> None:
-        code = worker.poll()
-        if code is None:
+        if (code := worker.poll()) is None:
             return
         self.alive.remove(worker)
         if worker.pidfd >= 0:
@@ -378,8 +376,7 @@ class Supervisor:
         """Hear the last words of a worker that has ended; what it leaves behind."""
         if worker.rank not in self.generations.worker_channels:
             return None
-        socket = self.generations.worker_channels[worker.rank].socket
-        self.selector.unregister(socket.fileno())
+        self.selector.unregister(self.generations.worker_channels[worker.rank].socket.fileno())
         return self.generations.close_worker_channel(worker.rank)
 
     def _is_survived(self, end: WorkerExit, ledger: dict[str, Any] | None) -> bool:
@@ -395,7 +392,7 @@ class Supervisor:
         """A worker was killed after its loop. The others finish what they do.
 
         What was left to it is done once more if it is done once for all, as rank 0 writes a model:
-        by a new process, alone, which finds the training complete. See docs/survival.md.
+        by a new process, alone, which finds the training complete. See docs/survive.md.
         """
         generations, rank = self.generations, worker.rank
         worker.send(signal.SIGKILL)  # what it has started

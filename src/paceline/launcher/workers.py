@@ -106,6 +106,11 @@ class Workers:
         while (message := receive(self.worker_channels[worker].socket)) is not None:
             self._hear(worker, message)
 
+    def hear_all(self) -> None:
+        """Catch up with what workers have said: a signal may overtake it."""
+        for worker in list(self.worker_channels):
+            self.on_message(worker)
+
     def open_worker_channel(self, worker: int) -> WorkerChannel:
         """The channel to a worker that is about to be started."""
         channel = self.worker_channels[worker] = WorkerChannel.open()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import paceline
 from paceline import env
 from paceline.ddp import DDPOptions, Engine
-from paceline.errors import CheckpointError, UsageError, refuse_unknown_arguments
+from paceline.errors import UsageError, refuse_unknown_arguments
 from paceline.group import World
 from paceline.run import islands, stop
 from paceline.run.build import build_run
@@ -203,7 +203,7 @@ class Run:
             self._reports.tell(self._open)
         self._save()
         if not self._is_running and (lost := self._find_lost()[0]):
-            raise _not_saved(f"over, but {lost}")
+            raise stop.not_saved(f"over, but {lost}")
         if not self._is_running:
             env.note_unsaved(False)
 
@@ -312,7 +312,7 @@ class Run:
         if number and self.options.exit_on_signal:
             raise SystemExit(128 + number)
         if lost:
-            raise _not_saved(end.reason)
+            raise stop.not_saved(end.reason)
 
     def _next_portion(self) -> Portion | None:
         """This worker's part of the next step; None after the last."""
@@ -495,11 +495,3 @@ class Run:
                 f"run.{what}() was called inside step {self._open.number}.",
                 advice="Call it between two steps: after the `with` block, in the same loop.",
             )
-
-
-def _not_saved(reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"The run is {reason}",
-        advice="Make room and call run.save() on every worker, or start again: the run continues "
-        "from its newest checkpoint.",
-    )

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paceline import env
-from paceline.errors import PeerError, describe_failure, summarize
+from paceline.errors import CheckpointError, PeerError, describe_failure, summarize
 from paceline.files import RunFolder, find_info, record_end
 from paceline.group import Cadence, Membership, Pending, start_all_reduce
 
@@ -117,6 +117,15 @@ def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bo
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):
             record_end(folder, "failed", end.reason, worker=rank, step=step, traceback=text)
+
+
+def not_saved(reason: str) -> CheckpointError:
+    """What ends a run whose last steps no checkpoint holds."""
+    return CheckpointError(
+        f"The run is {reason}",
+        advice="Make room and call run.save() on every worker, or start again: the run continues "
+        "from its newest checkpoint.",
+    )
 
 
 class StopRequest:
