@@ -100,8 +100,11 @@ def module_of(run: Run) -> Any:
 
 
 def samples_of(step: Step) -> list[int] | None:
-    """What this worker computes in the step, once it has come to its last shard."""
-    if step._shard is not step._shards[-1]:
+    """What this worker computes in the step, once it has come to its last shard.
+
+    A worker without a shard computes those that an audit gives it, which are counted elsewhere.
+    """
+    if not step._shards or step._shard is not step._shards[-1]:
         return None
     return [index for shard in step._shards for index in shard.indices]
 

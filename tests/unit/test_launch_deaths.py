@@ -52,6 +52,13 @@ def test_the_first_real_failure_is_shown_even_if_a_secondary_one_came_before() -
     assert result.exit_code == 1
 
 
+def test_an_error_that_all_workers_raise_is_said_once() -> None:
+    ends = [end(rank, 1, **record("NotFiniteError: Step 6: nan", rank)) for rank in range(3)]
+    text = str(RunResult(workers=tuple(ends)))
+    assert text.count("NotFiniteError: Step 6") == 1
+    assert "  worker 1: raised" in text
+
+
 def test_only_secondary_failures_leave_the_earliest() -> None:
     result = RunResult(
         workers=(

@@ -226,8 +226,12 @@ class RunResult:
         reason = self.reason
         if reason is None:
             return ""
-        others = [] if reason.signal else [e for e in self.workers if e.rank != reason.worker]
-        return "\n".join([str(reason), *(f"  worker {e.rank}: {e}" for e in others)]) + "\n"
+        lines = [str(reason)]
+        for each in self.workers if not reason.signal else ():
+            if each.rank != reason.worker:
+                is_same = each.failed and reason.summary and each.first_line == reason.summary
+                lines.append(f"  worker {each.rank}: {'raised the same' if is_same else each}")
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(slots=True)
