@@ -201,7 +201,10 @@ def who_waited(data: RunData) -> str:
     said = f"No worker holds the others up: their own work differs by {spread} in an average step."
     share = shares(measured)
     if share.get(Phase.WAIT, 0) > MUCH_WAITING:
-        said += " They wait all the same, because who is last changes from step to step."
+        has_deaths = any(event.get("died") for event in data.events["generation"])
+        why = "who is last changes from step to step."
+        why = f"one of them died, or {why}" if has_deaths else why
+        said += f" They wait all the same, because {why}"
     if share.get(Phase.TRANSFER, 0) > MUCH_WAITING:
         moved = share_text(share[Phase.TRANSFER])
         said += f" All wait for the exchange of gradients, {moved} of the time."
