@@ -106,6 +106,8 @@ class Generations(Workers):
                 if not self._finished:
                     self._last_lead = self.roster.members[0]
                     self.can_repeat = bool(message.get("is_saved")) and not self.channels
+                    if self.channels:
+                        self.why_not_repeated = "on several machines it is not done again"
                 self._finished.add(worker)
                 if is_left:
                     self._leavers.append(worker)

@@ -404,7 +404,7 @@ class Supervisor:
             self._clear(worker)
             self.exits[rank] = end
             if end.signal in ASKS_TO_END or tries == MOST_LATE or not generations.can_repeat:
-                what += "" if generations.can_repeat else ": no checkpoint has the last step"
+                what += "" if generations.can_repeat else f": {generations.why_not_repeated}"
             else:
                 spec = next(spec for spec in self.specs if spec.rank == rank)
                 self.starts.queue.append(spec.alone())

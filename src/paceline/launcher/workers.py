@@ -74,6 +74,7 @@ class Workers:
     """Channels that are over, but still open."""
     can_repeat: bool = False
     """Whether a new process would find the training complete: the last step is saved."""
+    why_not_repeated: str = "no checkpoint has the last step"
     _waiting: dict[int, bool] = field(default_factory=dict)
     _told: dict[int, bool] = field(default_factory=dict)
     """Whether workers wait too long, as other machines have told, and were told."""
