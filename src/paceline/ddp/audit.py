@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import AuditError, PeerError, name_ranks
+from paceline.files import as_plain, memory_of
 from paceline.group import Membership, exchange
 
 WORDS = 2
@@ -237,9 +238,9 @@ def find_right(claims: Sequence[Claim], size: int) -> list[str] | None:
     return list(good[0]) if len(good) == 1 else None
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+def _bytes_of(tensor: Tensor) -> bytes:
+    plain = as_plain(tensor.to_dense() if tensor.is_sparse else tensor)
+    return bytes(memory_of(plain))
 
 
 def _digest(data: Any) -> str:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data import DealtFiles, Generators
 from paceline.errors import DesyncError, UsageError
+from paceline.files import as_plain, memory_of
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
 from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
@@ -325,7 +326,7 @@ def _sum_up(leaves: list[tuple[str, Any]]) -> Iterator[Leaf]:
             if tensor.dtype == torch.uint8 or tensor.is_floating_point():
                 yield path, kind, _summary(flat.double())
             else:
-                yield path, f"{kind} {_hash(flat.numpy().tobytes())}", []
+                yield path, f"{kind} {_hash(bytes(memory_of(as_plain(flat))))}", []
         elif isinstance(value, float):
             yield path, "float", [value]
         elif isinstance(value, (int, bytes)) or (isinstance(value, str) and os.sep not in value):

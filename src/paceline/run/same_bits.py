@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.data import Files
 from paceline.errors import UsageError
+from paceline.files import as_plain, memory_of
 
 EVERY = 100
 """Hashes are written after every so many steps, and at the end."""
@@ -137,8 +138,8 @@ def hash_state(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _values(value: Any, path: str) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield path, f"{value.dtype} {tuple(value.shape)} ".encode() + raw.numpy().tobytes()
+        plain = as_plain(value)
+        yield path, f"{value.dtype} {tuple(value.shape)} ".encode() + bytes(memory_of(plain))
     elif isinstance(value, Mapping):
         for key in value:
             yield from _values(value[key], f"{path}/{key}" if path else str(key))
