@@ -379,6 +379,14 @@ def test_log_lines_are_the_last_ones_and_no_links_are_followed(tmp_path: Path) -
     assert (live.build(data)["log"], data.ranks, data.traces) == ([], {}, [])
 
 
+def test_what_was_printed_is_read_without_colours_and_without_marks(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    log = OutputLog(lambda: str(folder.path))
+    log.add([(0, b"\x1b[1;31mred\x1b[0m and \x1b_0123abcd\x1b\\marked")])
+    log.close()
+    assert [each["text"] for each in read_log(folder, 9)] == ["red and marked"]
+
+
 def running(folder: RunFolder, **changes: Any) -> None:
     """Let a made-up run be one that runs now, in this process."""
     info = read_info(folder)

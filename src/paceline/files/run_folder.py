@@ -47,7 +47,7 @@ LINE_LIMIT_BYTES, PIECE_BYTES = 2**20, 2**16
 LOG_LIMIT_BYTES, LOG_WAITING = 2**26, 1000
 """Of a log of what was printed, and the lines that wait for a place to be written to."""
 _LOG_LINE = re.compile(r"(\d{1,12}\.\d{3}) (-|\d{1,6}) (.*)", re.DOTALL)
-_COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|_[^\x1b]*\x1b\\\\)")
+_COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|_[^\x1b]*\x1b\\)")
 
 Event = dict[str, Any]
 """A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
