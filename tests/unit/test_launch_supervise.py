@@ -1,4 +1,4 @@
-"""Starting, watching and result processes: here they are not workers but `sleep`."""
+"""Starting, watching and ending processes: here they are not workers but `sleep`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,13 +18,15 @@ from sentences import says
 
 from paceline.env import FAILURE_VARIABLE, Placement
 from paceline.errors import UsageError
-from paceline.launcher import roster
+from paceline.launcher import nodes, roster
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec, plan_workers
 from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
 from paceline.launcher.roster import Roster
+from paceline.launcher.run import LocalRun
+from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
 
 if sys.platform != "linux":
@@ -75,6 +77,25 @@ def test_a_signal_ends_the_start_of_many_workers(tmp_path: Path) -> None:
     assert result.reason is not None
     assert (result.reason.signal, result.exit_code) == (signal.SIGTERM, 143)
     assert all(worker.poll() is not None for worker in sleepers.started)
+
+
+def test_on_several_machines_the_one_that_leads_survives_errors_if_it_was_asked_to() -> None:
+    options = LaunchOptions(
+        program="train.py",
+        nnodes=(2, 2),
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=0,
+        survive_errors=True,
+    )
+    with ExitStack() as stack:
+        run = LocalRun(options, stack)
+        rendezvous = nodes.Rendezvous(run)
+        rendezvous.server = stack.enter_context(closing(StoreServer(run.private)))
+        rendezvous.sizes = [1, 1]
+        workers = nodes._make_workers(run, rendezvous)
+        assert isinstance(workers, Generations)
+        assert workers.survives_errors
 
 
 def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def _make_workers(run: LocalRun, rendezvous: Rendezvous) -> Generations | Follow
     return Generations(
         say=run.console.tell,
         survives=rendezvous.survives,
+        survives_errors=rendezvous.survives_errors,
         channels=rendezvous.channels,
         silence_s=rendezvous.patience_s + LEAD_GRACE_S,
         roster=roster,
