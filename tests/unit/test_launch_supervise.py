@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.launcher import nodes, roster
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.generations import Generations, without_survival
+from paceline.launcher.islands import Archipelago
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec, plan_workers
 from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
@@ -96,6 +97,21 @@ def test_on_several_machines_the_one_that_leads_survives_errors_if_it_was_asked_
         workers = nodes._make_workers(run, rendezvous)
         assert isinstance(workers, Generations)
         assert workers.survives_errors
+
+
+def test_a_signal_while_islands_start_ends_those_that_start_later_too() -> None:
+    class Signalled(Archipelago):
+        def _command(self, number: int) -> list[str]:
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            return ["sleep", "60"]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert Signalled(LaunchOptions(program="train.py"), {}, "", 2, 1).run() == 143
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:

@@ -130,7 +130,10 @@ class Archipelago:
         self._code = 0
 
     def run(self) -> int:
-        before = {s: signal.signal(s, self._pass_on) for s in self._options.signals_to_handle}
+        # What nohup or a shell has switched off stays off.
+        wanted = self._options.signals_to_handle
+        numbers = [each for each in wanted if signal.getsignal(each) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._pass_on) for number in numbers}
         try:
             for number in range(self._count):
                 self._start(number)
@@ -191,6 +194,8 @@ class Archipelago:
             process_group=0,  # a terminal's Ctrl-C comes once, through this launcher
         )
         self._launchers[number] = launcher
+        if self._signal:  # it came while this one was started, and has reached only the others
+            launcher.send_signal(self._signal)
         if launcher.stdout is not None:
             label = (
                 b"" if self._options.json or self._options.no_label else b"[island %d] " % number

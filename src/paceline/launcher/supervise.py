@@ -3,7 +3,7 @@
 One loop, one thread, no polling: exits, output, failures and signals all arrive as file
 descriptors that become readable.
 
-    running --(a worker fails, a signal, another machine fails)--> result --(timeout)--> killed
+    running --(a worker fails, a signal, another machine fails)--> ending --(timeout)--> killed
 
 Invariant: when `Supervisor.run` returns or raises, no worker is left, and nothing a worker has
 started. `OrphanGuard` sees to the same when the launcher itself is killed.
