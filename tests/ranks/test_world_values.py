@@ -110,6 +110,8 @@ def odd(rank: int, value: Any, otherwise: Any) -> Any:
         ({"a": torch.ones(2)}, {"b": torch.ones(2)}, DesyncError, "'b'"),
         ({"a": "x"}, {"a": "y"}, DesyncError, "'x'"),
         ([object()], [torch.ones(2)], UsageError, r"\[0\].*rank 1"),
+        ([2**70], [1], UsageError, r"\[0\].*rank 1"),
+        ([{"a"}], ["a"], UsageError, r"\[0\].*rank 1"),
     ],
 )
 def test_a_mistake_of_one_rank_is_an_error_on_all(
@@ -121,6 +123,17 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(
         assert world.reduce(1) == 3, "they are in step"
 
     run_ranks(3, body)
+
+
+def test_a_tensor_that_cannot_travel_is_an_error_on_all() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+
+    def body(world: World) -> None:
+        with pytest.raises(UsageError, match="rank 1"):
+            world.gather(odd(world.rank, quantized, torch.ones(2)))
+        assert world.reduce(1) == 2, "they are in step"
+
+    run_ranks(2, body)
 
 
 def test_what_cannot_be_broadcast_is_an_error_on_all() -> None:

@@ -35,7 +35,10 @@ def gather_value(group: Group, device: torch.device, value: Any, *, has_grad: bo
     leaves, problem = _read_leaves(value)
     everyone = [leaves]
     if group.size() > 1:
-        data = encode([problem, leaves])
+        try:
+            data = encode([problem, leaves])
+        except PacelineError as error:  # of this rank alone: the others wait for it
+            data = encode([error.what.rstrip("."), {}])
         sent = gather_bytes(group, data, word_device(group, device), "Gathering")
         found = [decode(each) for each in sent]
         _refuse_problems([each[0] for each in found])
@@ -129,7 +132,8 @@ def _sum(group: Group, device: torch.device, tensor: Tensor, what: str) -> Tenso
 
 
 def _leaves(value: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
-    if is_container(value) and not isinstance(value, PackedSequence):
+    # A set has no order, so that workers would not tell each other the same of it.
+    if is_container(value) and not isinstance(value, PackedSequence | set | frozenset):
         for key, item in children_of(value):
             yield from _leaves(item, path + key)
     else:
@@ -148,12 +152,11 @@ def _read_leaves(value: Any) -> tuple[dict[str, Any], str]:
     for path, leaf in _leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             found[path] = leaf.detach().cpu()
-        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            found[path] = torch.tensor(
-                leaf, dtype=torch.float64 if isinstance(leaf, float) else None
-            )
         elif leaf is None or isinstance(leaf, str | bool):
             found[path] = leaf
+        elif isinstance(leaf, float) or (isinstance(leaf, int) and -(2**63) <= leaf < 2**63):
+            dtype = torch.float64 if isinstance(leaf, float) else torch.int64
+            found[path] = torch.tensor(leaf, dtype=dtype)
         else:
             return {}, f"{path} is a {type(leaf).__name__}"
     return found, ""
