@@ -126,6 +126,13 @@ def read(name: str, environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(name, "")
 
 
+def put(name: str, value: str | None) -> None:
+    """Set a variable of this process; None removes it."""
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+
+
 def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
     """What a launcher that replaces dead workers told this one; None for any other process."""
     try:
@@ -286,9 +293,8 @@ def note_unsaved(is_unsaved: bool) -> None:
     A worker of a launcher looks at the variable. Elsewhere Python ends with 120 where a stream
     cannot be flushed in the end, which it says; nothing else changes its exit code so late.
     """
-    os.environ.pop(UNSAVED_VARIABLE, None)
+    put(UNSAVED_VARIABLE, str(os.getpid()) if is_unsaved else None)
     if is_unsaved:
-        os.environ[UNSAVED_VARIABLE] = str(os.getpid())
         atexit.unregister(_spoil_output)
         atexit.register(_spoil_output)
 
@@ -413,15 +419,12 @@ def bind_gloo(interface: str | None) -> None:
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Let groups that are made in this block stay on this machine, whatever the others do."""
-    before, loopback = os.environ.get("GLOO_SOCKET_IFNAME"), loopback_interface()
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    put("GLOO_SOCKET_IFNAME", loopback_interface() or before)
     try:
         yield
     finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        if before is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = before
+        put("GLOO_SOCKET_IFNAME", before)
 
 
 def leave_nccl_to_us(environ: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -22,9 +23,11 @@ from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fo
 from paceline.errors import DesyncError, UsageError
 from paceline.run import Run, RunOptions
 from paceline.run.metrics import add_exactly, means, round_sum
+from paceline.run.same_bits import fixed_arithmetic
 from paceline.testing import run_ranks, seeded
 
 SIZES = [2, 3, 4, 8]
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 SHARDS = 8
 
 
@@ -86,7 +89,8 @@ def _arithmetic_is_put_back() -> Iterator[None]:
 
 def arithmetic() -> tuple[Any, ...]:
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), fills
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_num_threads(), is_deterministic, fills, os.environ.get(WORKSPACE)
 
 
 def test_a_run_computes_with_one_thread_until_its_loop_is_over() -> None:
@@ -104,8 +108,31 @@ def test_a_run_computes_with_one_thread_until_its_loop_is_over() -> None:
                 for x, y, _ in step.batches():
                     step.backward(cross_entropy(run.model(x), y))
         assert arithmetic() == before
-    assert set(inside) == {(1, True, False)}
+    assert set(inside) == {(1, True, False, None)}
     torch.set_num_threads(1)
+
+
+def test_a_run_that_is_refused_leaves_the_arithmetic_as_it_was() -> None:
+    before, net = arithmetic(), mlp()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    how = RunOptions(progress="quiet", same_bits=True)
+    with pytest.raises(UsageError) as refused:
+        Run(net, sgd, Rows(48), global_batch=2, shards=8, epochs=1, options=how)
+    assert arithmetic() == before
+    assert refused.traceback  # which holds the run, so it is not gone
+
+
+def test_what_gpus_need_is_set_for_as_long_as_bits_are_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with fixed_arithmetic(), fixed_arithmetic():
+        assert os.environ[WORKSPACE]
+    assert WORKSPACE not in os.environ
+    monkeypatch.setenv(WORKSPACE, ":16:8")
+    with fixed_arithmetic():
+        assert os.environ[WORKSPACE] == ":16:8"
+    assert os.environ[WORKSPACE] == ":16:8"
 
 
 def test_a_run_that_is_not_looped_over_says_nothing_when_its_program_ends() -> None:

@@ -93,10 +93,11 @@ class Run:
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         checked = RunConfig(**arguments)
-        self._around = ExitStack()
-        if options.same_bits:
-            self._around.enter_context(fixed_arithmetic())
-        parts = self._parts = build_run(checked)
+        with ExitStack() as around:  # a run that is refused leaves nothing changed
+            if options.same_bits:
+                around.enter_context(fixed_arithmetic())
+            parts = self._parts = build_run(checked)
+            self._around = around.pop_all()
         self.options = options
         self.model: Any = parts.training.engine
         """The model to call in the loop; the one that was passed, kept equal on all workers."""

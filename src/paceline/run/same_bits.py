@@ -8,7 +8,6 @@ worker and by deterministic algorithms, and writes down where.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import threading
 import warnings
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline import env
 from paceline.data import Files
 from paceline.errors import UsageError
 from paceline.files import as_plain, memory_of
@@ -27,6 +27,7 @@ from paceline.files import as_plain, memory_of
 EVERY = 100
 """Hashes are written after every so many steps, and at the end."""
 THREADS = 1
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def check_same_bits(config: Any) -> None:
@@ -72,9 +73,9 @@ def fixed_arithmetic() -> Iterator[None]:
     """Inside, this process computes the same at any number of workers; afterwards as before."""
     with _lock:
         _inside.append(_inside[0] if _inside else _read_settings())
-        if torch.cuda.is_available():  # or its products are refused
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        _apply_settings((THREADS, False, False, True, False))
+        # On a GPU products are refused without it.
+        workspace = _inside[0][0] or (":4096:8" if torch.cuda.is_available() else None)
+        _apply_settings((workspace, THREADS, False, False, True, False))
     try:
         yield
     finally:
@@ -91,6 +92,7 @@ _inside: list[tuple[Any, ...]] = []
 
 def _read_settings() -> tuple[Any, ...]:
     return (
+        env.read(_WORKSPACE) or None,
         torch.get_num_threads(),
         torch.backends.cudnn.benchmark,
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
@@ -100,7 +102,8 @@ def _read_settings() -> tuple[Any, ...]:
 
 
 def _apply_settings(settings: tuple[Any, ...]) -> None:
-    threads, benchmark, fills, is_deterministic, only_warns = settings
+    workspace, threads, benchmark, fills, is_deterministic, only_warns = settings
+    env.put(_WORKSPACE, workspace)
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = benchmark
     torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
