@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import MissingLibraryError, UsageError
 from paceline.files import RunFolder
 from paceline.run import Run, Step
+from paceline.telemetry import Sink, StepReport, Summary, Written
 
 try:
     import ray
@@ -30,11 +31,6 @@ except ModuleNotFoundError as error:
         f"paceline.ray needs Ray Train: {error}.",
         advice="Install it: pip install 'paceline[ray]'",
     ) from error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline.telemetry import StepReport, Summary
 
 __all__ = ["RayRun"]
 
@@ -59,9 +55,8 @@ class RayRun(Run):
                 advice="Make it in the function that TorchTrainer calls; elsewhere use "
                 "paceline.Run.",
             ) from error
-        if (
-            folder is None
-        ):  # where Ray keeps what is temporary: it kills workers, which clean nothing
+        if folder is None:
+            # Where Ray keeps what is temporary: it kills workers, which clean nothing.
             here = ray.get_runtime_context()
             session = Path(here.get_temp_dir(), here.get_session_name())
             folder = Path(mkdtemp(prefix="paceline-", dir=session), context.get_experiment_name())
@@ -114,8 +109,8 @@ class RayRun(Run):
         )
 
 
-class _Metrics:
-    """A sink that keeps what Ray has not been told yet."""
+class _Metrics(Sink):
+    """Keeps what Ray has not been told yet."""
 
     def __init__(self) -> None:
         self._checkpoint = ""
@@ -130,8 +125,6 @@ class _Metrics:
         taken, self._checkpoint = self._checkpoint, ""
         return taken
 
-    def start(self, info: object, step: int, lines: Sequence[str]) -> None: ...
-
     def step(self, report: StepReport) -> None:
         self._keep("train", report)
 
@@ -141,12 +134,8 @@ class _Metrics:
     def evaluation(self, summary: Summary) -> None:
         self._keep("eval", summary)
 
-    def message(self, message: object) -> None: ...
-
-    def checkpoint(self, written: Any) -> None:
+    def checkpoint(self, written: Written) -> None:
         self._checkpoint = written.name
-
-    def stop(self, step: int, status: str, reason: str) -> None: ...
 
     def _keep(self, kind: str, told: StepReport | Summary) -> None:
         self._values |= {f"{kind}/{name}": value for name, value in told.metrics.items()}

@@ -101,23 +101,30 @@ class Sink(Protocol):
     the others do nothing.
     """
 
+    # Each returns, because type checkers take an empty method of a protocol for an abstract one.
+
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
         """The loop begins after `step` steps; `lines` are what is to be known of it."""
-        ...
+        return
 
-    def step(self, report: StepReport) -> None: ...
+    def step(self, report: StepReport) -> None:
+        return
 
-    def epoch(self, summary: Summary) -> None: ...
+    def epoch(self, summary: Summary) -> None:
+        return
 
-    def evaluation(self, summary: Summary) -> None: ...
+    def evaluation(self, summary: Summary) -> None:
+        return
 
-    def message(self, message: Message) -> None: ...
+    def message(self, message: Message) -> None:
+        return
 
-    def checkpoint(self, written: Written) -> None: ...
+    def checkpoint(self, written: Written) -> None:
+        return
 
     def stop(self, step: int, status: str, reason: str) -> None:
         """The loop is over: `status` is `finished`, `stopped` or `failed`."""
-        ...
+        return
 
 
 class FolderSink:
