@@ -133,7 +133,7 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next(
 ) -> None:
     store = LauncherStore(server.path)
 
-    def interrupt(*_: object) -> bytes:
+    def interrupt(*_: object) -> bytearray:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -71,7 +71,7 @@ def pack_number(value: int) -> bytes:
     return _NUMBER.pack(value)
 
 
-def unpack_number(data: bytes) -> int:
+def unpack_number(data: bytes | bytearray) -> int:
     found: int = _NUMBER.unpack(data)[0]
     return found
 
@@ -111,7 +111,7 @@ def call(place: str, key: bytes, name: bytes = STORE_CALLER) -> tuple[socket.soc
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(bytes([Query.PROVE]) + name + ours)
-        theirs = receive_all(connection, NONCE_BYTES)
+        theirs = bytes(receive_all(connection, NONCE_BYTES))
         connection.sendall(prove(key, b"caller", name, ours, theirs))
         try:
             answer = receive_all(connection, PROOF_BYTES)
@@ -126,15 +126,15 @@ def call(place: str, key: bytes, name: bytes = STORE_CALLER) -> tuple[socket.soc
     return connection, prove(key, b"channel", name, ours, theirs)
 
 
-def receive_all(connection: socket.socket, count: int) -> bytes:
+def receive_all(connection: socket.socket, count: int) -> bytearray:
     """Exactly so many bytes; a connection that ends before is a ConnectionError."""
-    received = bytearray()
-    while len(received) < count:
-        part = connection.recv(min(count - len(received), 2**20))
-        if not part:
-            raise ConnectionError("the launcher has closed the connection")
-        received += part
-    return bytes(received)
+    received = bytearray(count)
+    missing = memoryview(received)
+    while missing:
+        if not (got := connection.recv_into(missing)):
+            raise ConnectionError("the other end has closed the connection")
+        missing = missing[got:]
+    return received
 
 
 @contextmanager
@@ -267,4 +267,4 @@ def _encode_several(query: Query, keys: Sequence[str]) -> bytes:
 
 
 def _receive_text(connection: socket.socket) -> bytes:
-    return receive_all(connection, unpack_number(receive_all(connection, 8)))
+    return bytes(receive_all(connection, unpack_number(receive_all(connection, 8))))

@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from paceline import env
-from paceline.group import NONCE_BYTES, PROOF_BYTES, Query, call, make_key, prove
+from paceline.group import NONCE_BYTES, PROOF_BYTES, Query, call, make_key, prove, receive_all
 
 CALLER = b"paceline-islands"
 MOST_HEAD_BYTES = 2**20
@@ -46,11 +46,11 @@ def keep_alive(connection: socket.socket) -> None:
 
 def admit(connection: socket.socket, key: bytes) -> bool:
     """Let a caller prove that it belongs to the run; the counterpart of `group.call`."""
-    asked = receive_exactly(connection, 1 + 2 * NONCE_BYTES)
+    asked = receive_all(connection, 1 + 2 * NONCE_BYTES)
     name, theirs = bytes(asked[1 : 1 + NONCE_BYTES]), bytes(asked[1 + NONCE_BYTES :])
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    proof = bytes(receive_exactly(connection, PROOF_BYTES))
+    proof = bytes(receive_all(connection, PROOF_BYTES))
     is_known = hmac.compare_digest(proof, prove(key, b"caller", name, theirs, ours))
     if is_known and asked[0] == Query.PROVE and name == CALLER:
         connection.sendall(prove(key, b"launcher", name, theirs, ours))
@@ -67,21 +67,10 @@ def send(connection: socket.socket, head: dict[str, Any], *bodies: Any) -> None:
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytearray]:
-    head_bytes, body_bytes = _LENGTHS.unpack(receive_exactly(connection, _LENGTHS.size))
+    head_bytes, body_bytes = _LENGTHS.unpack(receive_all(connection, _LENGTHS.size))
     if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
         raise ConnectionError(f"a message of {head_bytes} and {body_bytes} bytes")
-    head = json.loads(receive_exactly(connection, head_bytes))
+    head = json.loads(receive_all(connection, head_bytes))
     if not isinstance(head, dict):
         raise ConnectionError("a message that is no object")
-    return head, receive_exactly(connection, body_bytes)
-
-
-def receive_exactly(connection: socket.socket, count: int) -> bytearray:
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        got = connection.recv_into(view[done:])
-        if not got:
-            raise ConnectionError("the connection has ended")
-        done += got
-    return data
+    return head, receive_all(connection, body_bytes)
