@@ -55,8 +55,8 @@ class Trailer:
     - `news`: how many ranks have something to tell the others; see `Engine.has_news`.
     - `weighed`, `plain`: how many ranks' losses were inside `weighted()`, and how many were not.
     - `label`: which model and step this is; all ranks must have sent the same.
-    - `fingerprint`: of some of the parameters; see `fingerprint`. In the first steps of what ranks
-      train on; see `inputs`. Zeros in most steps.
+    - `fingerprint`: of some of the parameters, in the first steps of what ranks train on; see
+      `fingerprint`. Zeros in most steps.
     """
 
     def __init__(self, params: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Data parallelism in one process: a replica of the module on every device.
 
-A batch goes through the files in this order: `scatter`, `replicate`, `parallel_apply`, `gather`.
+A batch goes through `scatter`, `replicate`, `parallel_apply` and `gather`, in this order.
 """
 
 from paceline.lazy import attach

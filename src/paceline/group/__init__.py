@@ -1,4 +1,4 @@
-"""Who takes part, and talking: the world of ranks, its collectives, and values as bytes."""
+"""Who takes part, and talking: the world of ranks, its collectives, its launcher."""
 
 from paceline.lazy import attach
 

@@ -1,4 +1,4 @@
-"""What happened when: phases, spans, the timeline, stragglers, stalls, and the run folder."""
+"""What happened when, and who is told: phases, spans, stragglers, stalls, sinks, the terminal."""
 
 from paceline.lazy import attach
 

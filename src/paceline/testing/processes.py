@@ -1,7 +1,7 @@
 """Ranks as processes: for crashes, signals, memory and anything global to a process.
 
 A fork server that has imported torch and this module once makes a fresh process per rank in
-milliseconds. Functions travel by name; arguments travel as bytes of `comm.codec`, and so does what
+milliseconds. Functions travel by name; arguments travel as bytes of `files.codec`, and so does what
 each worker leaves in a file at its end. Whatever happens, no process is left.
 """
 
