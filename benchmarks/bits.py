@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from benchmarks.models import MODELS
-from benchmarks.run_overhead import with_run
-from benchmarks.spread import ratio, rotated, slowest
+from benchmarks.run_overhead import take_turns, with_run
+from benchmarks.spread import ratio, slowest
 from benchmarks.tables import print_table
 from paceline import World
 from paceline.testing import run_processes
@@ -39,20 +38,7 @@ def measure(
         each: with_run(world, MODELS[name], None, 0, shards=shards, **options)
         for each, options in CONTESTANTS.items()
     }
-    seconds: dict[str, list[float]] = {each: [] for each in contestants}
-    for steps in contestants.values():
-        for _ in range(3):
-            next(steps)
-    for number in range(rounds):
-        for each in rotated(list(contestants), number):
-            world.barrier()
-            begin = perf_counter()
-            for _ in range(stretch):
-                next(contestants[each])
-            seconds[each].append(perf_counter() - begin)
-    for steps in contestants.values():
-        steps.close()  # type: ignore[attr-defined]
-    return seconds
+    return take_turns(world, contestants, stretch, rounds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -127,7 +127,13 @@ def measure(
             world, model, f"{folder}/checkpoints", stretch
         ),
     }
-    contestants = {each: make() for each, make in makers.items()}
+    return take_turns(world, {each: make() for each, make in makers.items()}, stretch, rounds)
+
+
+def take_turns(
+    world: World, contestants: dict[str, Steps], stretch: int, rounds: int
+) -> dict[str, list[float]]:
+    """The seconds of each stretch, by contestant, after a few steps of each to warm up."""
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for steps in contestants.values():
         for _ in range(3):

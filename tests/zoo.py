@@ -57,6 +57,16 @@ class Case:
 CASES: list[Case] = []
 
 
+def train_some(model: Any, case: Case, world: Any, *, rows: int = 12, **sgd: Any) -> Any:
+    """Four steps on this rank's rows; what the model is then."""
+    optimizer = torch.optim.SGD(model.parameters(), **sgd)
+    for _ in range(4):
+        optimizer.zero_grad()
+        case.loss(model, shard(case.batch(rows), world.rank, world.size)).backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 def shard(inputs: Inputs, rank: int, size: int) -> Inputs:
     """The rows of one rank: equal, consecutive parts."""
     rows = len(inputs[0]) // size
@@ -722,6 +732,21 @@ def inputs_in_containers() -> nn.Module:
 
 
 # Autograd beyond the ordinary
+
+
+class Breaks(torch.autograd.Function):
+    """Its backward raises, unless told otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool = True) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.breaks:
+            raise MemoryError("broken")
+        return grad, None
 
 
 class Clipped(torch.autograd.Function):

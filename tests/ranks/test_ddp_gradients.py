@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import CASES, Case, shard
+from zoo import CASES, Case, shard, train_some
 
 from paceline import DistributedDataParallel, World
 from paceline.testing import assert_replicas_equal, gradients, run_ranks
@@ -70,12 +70,7 @@ def test_gradients_match_one_process_on_the_whole_batch(
 def test_replicas_stay_equal_to_the_last_bit(case: Case) -> None:
     def body(world: World) -> dict[str, Any]:
         model = DistributedDataParallel(case.build(), process_group=world.group, bucket_cap_mb=1e-4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0)
-        for _ in range(4):
-            optimizer.zero_grad()
-            case.loss(model, shard(case.batch(ROWS), world.rank, world.size)).backward()
-            optimizer.step()
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        return train_some(model, case, world, lr=0.01)
 
     assert_replicas_equal(run_ranks(3, body))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sentences import says
 from torch import Tensor, nn
+from zoo import Breaks
 
 from paceline import DistributedDataParallel, World
 from paceline.ddp import DDPOptions
@@ -121,18 +122,6 @@ def test_a_rank_that_finishes_early_is_named_on_the_others() -> None:
 
 
 def test_a_backward_that_broke_off_on_one_rank_stops_all_ranks_and_the_next_works() -> None:
-    class Explosive(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, should_raise: bool) -> Tensor:
-            ctx.should_raise = should_raise
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            if ctx.should_raise:
-                raise MemoryError("out of memory")
-            return grads[0], None
-
     def body(world: World) -> tuple[list[str], dict[str, Tensor | None]]:
         model = wrap(small(), world, bucket_cap_mb=1e-5)
         heard = []
@@ -140,7 +129,7 @@ def test_a_backward_that_broke_off_on_one_rank_stops_all_ranks_and_the_next_work
         def step(explodes: bool) -> None:
             model.zero_grad()
             hidden = model.module[0](mine(world))
-            hidden = Explosive.apply(hidden, explodes)
+            hidden = Breaks.apply(hidden, explodes)
             model.module[2](model.module[1](hidden)).square().mean().backward()
 
         tries = completed = 0

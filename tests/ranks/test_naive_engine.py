@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import CASES, Case, shard
+from zoo import CASES, Breaks, Case, shard, train_some
 
 from paceline import DistributedDataParallel, World
 from paceline.ddp import Engine, NaiveEngine, check_engine
@@ -206,33 +206,18 @@ def test_a_parameter_unfrozen_later_is_averaged(kind: type) -> None:
 @pytest.mark.parametrize("kind", [NaiveEngine, DistributedDataParallel])
 def test_training_with_momentum_keeps_replicas_equal(kind: type) -> None:
     def body(world: World) -> dict[str, Tensor]:
-        case = PLAIN[-1]
-        model = wrap(kind, case.build(), world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(4):
-            optimizer.zero_grad()
-            case.loss(model, shard(case.batch(ROWS), world.rank, world.size)).backward()
-            optimizer.step()
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        model = wrap(kind, PLAIN[-1].build(), world)
+        return train_some(model, PLAIN[-1], world, lr=0.1, momentum=0.9)
 
     assert_replicas_equal(run_ranks(3, body))
 
 
 def test_a_backward_that_raised_is_forgotten_by_the_next_forward() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(_ctx: Any, _grad: Tensor) -> Any:
-            raise ValueError("no gradient")
-
     def body(world: World) -> float:
         first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
         model = NaiveEngine(nn.Sequential(first, last), world)
-        with pytest.raises(ValueError, match="no gradient"):
-            model(Fails.apply(torch.ones(1, 1, requires_grad=True))).sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(MemoryError, match="broken"):
+            model(Breaks.apply(torch.ones(1, 1, requires_grad=True))).sum().backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
         (model(torch.ones(1, 1)) * world.rank).sum().backward()
         return float(last.weight.grad / first.weight.detach())  # type: ignore[operator]

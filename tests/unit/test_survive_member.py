@@ -40,29 +40,30 @@ class SlowGroups:
         return NoGroup()
 
 
+Told = tuple[socket.socket, Member, list[str]]
+
+
 @pytest.fixture
-def line() -> Iterator[tuple[socket.socket, Link]]:
-    """The launcher's end, and the worker's."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    """The launcher's end, a member at the other, and what becomes of the member's groups."""
+    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
     launcher, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = Ledger.create()
-    ledger = Ledger(descriptor)
-    yield launcher, Link(worker, ledger)
+    ledger, groups = Ledger(descriptor), SlowGroups()
+    member = Member(Link(worker, ledger), Membership(NoGroup()), groups, lambda _: False)  # type: ignore[arg-type]
+    yield launcher, member, groups.events
     launcher.close()
+    member._listener.join()
     worker.close()
     ledger.close()
     os.close(descriptor)
 
 
-def test_a_new_group_is_not_interrupted_for_the_one_before(
-    line: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
-    launcher, link = line
-    groups: Any = SlowGroups()
-    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
+def test_a_new_group_is_not_interrupted_for_the_one_before(told: Told) -> None:
+    launcher, survival, events = told
     launcher.send(json.dumps(asdict(Generation(1, 0, 2))).encode())
     survival.regroup(is_lost=True)
-    assert groups.events == ["interrupted", "met in 1"]
+    assert events == ["interrupted", "met in 1"]
     said = [json.loads(launcher.recv(2**16))["said"] for _ in range(2)]
     assert said == ["lost", "joined"]
     assert not survival.is_over
@@ -70,32 +71,19 @@ def test_a_new_group_is_not_interrupted_for_the_one_before(
     survival.regroup(is_lost=False)  # all have agreed to change
     said = json.loads(launcher.recv(2**16))
     assert (said["said"], said["generation"]) == ("joined", 2)
-    launcher.close()
-    survival._listener.join()
 
 
 def test_a_collective_of_the_scripts_own_may_fail_before_the_launcher_tells_of_the_death(
-    line: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
+    told: Told,
 ) -> None:
-    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
-    launcher, link = line
-    groups: Any = SlowGroups()
-    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
+    launcher, survival, _ = told
     assert not survival.explains(ValueError("the script's own"))
     launcher.send(json.dumps(asdict(Generation(1, 0, 2))).encode())  # the interruption takes time
     assert survival.explains(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed"))
-    launcher.close()
-    survival._listener.join()
 
 
 def test_a_collective_that_fails_while_all_live_is_an_error_of_the_script(
-    line: tuple[socket.socket, Link], monkeypatch: pytest.MonkeyPatch
+    told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "_words_patience_s", [0.0])
     monkeypatch.setattr("paceline.run.member.EXPLAIN_S", 0.01)
-    launcher, link = line
-    groups: Any = SlowGroups()
-    survival = Member(link, Membership(NoGroup()), groups, lambda _: None)
-    assert not survival.explains(RuntimeError("gloo: sizes differ"))
-    launcher.close()
-    survival._listener.join()
+    assert not told[1].explains(RuntimeError("gloo: sizes differ"))
