@@ -18,9 +18,8 @@ from paceline.errors import UsageError
 from paceline.group import Group, all_gather, all_reduce, map_tensors
 
 if TYPE_CHECKING:
-    from paceline.ddp.reducer import Reducer
-if TYPE_CHECKING:
     from paceline.ddp.distributed import DistributedDataParallel
+    from paceline.ddp.reducer import Reducer
 
 
 class TorchSurface:

@@ -51,6 +51,4 @@ def call(function: Callable[..., Any], value: Any) -> Any:
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return ()
     return value if isinstance(value, tuple) else (value,)

@@ -136,7 +136,6 @@ class Watching:
         self.forget_request()  # of somebody who asked when nobody was there
         if self._folder is not None and self._membership.leads:
             env.announce_folder(str(self._folder.path))
-
         self._sinks = sinks
         self._attend()
 

@@ -32,7 +32,7 @@ LATE_S, LATE_STEPS = 2.0, 10
 """Seconds and usual steps after the last step from which on it is said how long ago that was."""
 SILENT_S, SILENT_STEPS = 300.0, 50
 """Silence, in seconds and in usual steps, after which a run is not taken to be running."""
-KEPT_KINDS = (*("epoch", "evaluation", "checkpoint", "message", "noise", "generation", "stop"),)
+KEPT_KINDS = ("epoch", "evaluation", "checkpoint", "message", "noise", "generation", "stop")
 
 
 class LongStep(NamedTuple):
