@@ -32,7 +32,7 @@ from paceline.run.member import Groups
 from paceline.run.recovery import Survival
 from paceline.run.stop import Vote
 from paceline.run.turns import StepOfTurns, Turn
-from paceline.update.shares import FlatShares
+from paceline.update.shares import ElementShares, FlatShares
 from paceline.update.whole import WholeUpdate
 from tests.faults.planned import Fault
 from tests.faults.plans import (
@@ -55,6 +55,7 @@ START_BUCKET = Reducer, "_start_next"
 SETTLE_BUCKETS = Reducer, "_settle"
 STEP_OPTIMIZER = WholeUpdate, "_step_optimizer"
 GATHER_SHARES = FlatShares, "gather"
+COLLECT_SHARES = ElementShares, "collect"
 GO_BACK = Survival, "go_back"
 EVALUATE = evaluation, "score_share"
 NAME_CHECKPOINT = directory, "_rename"
@@ -160,6 +161,7 @@ class Moments:
         _call_before(SETTLE_BUCKETS, lambda *_: self.on("after the last bucket"))
         _call_after(STEP_OPTIMIZER, lambda *_: self.on("in the commit"))
         _call_before(GATHER_SHARES, lambda *_: self.on("before the gather"))
+        _call_before(COLLECT_SHARES, lambda *_: self.on("while gathering"))
         _call_after(GO_BACK, lambda *_: self._on_going_back())
         _call_after(EVALUATE, lambda *_: self.on("while evaluating"))
         _call_before(NAME_CHECKPOINT, lambda *_: self._on_saving())

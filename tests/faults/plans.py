@@ -5,7 +5,7 @@
 | `step` | at the beginning of a step, before its first batch |
 | `forward` | done with a forward pass of a shard |
 | `before the sum`, `between buckets`, `after the last bucket` | in backward: nothing is on its way to the others; some of it is; everything has arrived |
-| `before the gather` | with an update that is shared out: this worker has stepped its share |
+| `before the gather`, `while gathering` | with an update that is shared out: this worker has stepped its share; it is about to give it to whoever saves |
 | `in the commit` | between the optimizer's step and the scheduler's |
 | `between steps` | past the end of the `with` block, which the others may have reached or not |
 | `at the vote` | about to read what all workers want, such as to stop |
@@ -31,7 +31,7 @@ OF_RECOVERY = ("while a group is formed", "while healing", "while starting", "wh
 AFTER_ALL = "after the loop"
 MOMENTS = (*OF_STEPS, *OF_RECOVERY, AFTER_ALL)
 """The points of a training with `Run`. Starting and joining are what replacements do."""
-OF_SHARING = ("before the gather",)
+OF_SHARING = ("before the gather", "while gathering")
 """Those that only an update which is shared out passes."""
 CUT = "the connections of the default group are shut"
 NAN = "the output of the forward pass is NaN"

@@ -38,6 +38,9 @@ class Standing:
     epochs: int = 0
     saved: int | None = None
     """The last step that was saved, as whoever writes knows it."""
+    tried: int = 0
+    kept: int = 0
+    """The last save in which it took part, and, if it writes from now on, that it has."""
     stopping: int = 0
     asked: list[int]
     """After which steps all were to save, and to evaluate, as far as it has heard."""
@@ -64,6 +67,8 @@ class Verdict:
     results: list[list[Any]]
     epochs: int
     saved: int | None
+    lost_save: int
+    """The step of a save that died with the worker that was writing it; 0 without one."""
     stopping: int
     asked: list[int]
     identity: int
@@ -82,6 +87,11 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         for rank, each in enumerate(standings)
         if (each.step, each.turn) < (best, turn) or (whole and not each.is_whole)
     )
+    tried = max(each.tried for each in standings)
+    is_lost = bool(whole) and tried > standings[0].kept
+    asked = [max(steps) for steps in zip(*(each.asked for each in standings), strict=True)]
+    if is_lost:
+        asked[0] = best + 1  # it is taken again after the next step
     return Verdict(
         step=best,
         turn=turn,
@@ -92,8 +102,9 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         results=max((each.results for each in furthest), key=len),
         epochs=furthest[0].epochs,
         saved=next((each.saved for each in standings if each.saved is not None), None),
+        lost_save=tried if is_lost else 0,
         stopping=max(each.stopping for each in standings),
-        asked=[max(steps) for steps in zip(*(each.asked for each in standings), strict=True)],
+        asked=asked,
         identity=furthest[0].identity,
         live=frozenset(name for each in standings for name in each.live),
     )
@@ -126,6 +137,10 @@ class Healing:
             self._parts.take_over()
         if members.leads:
             self._tell(member.number, inherited, verdict.joined)
+            if verdict.lost_save:
+                text = f"The checkpoint of step {verdict.lost_save} is gone with the worker that "
+                text += "was to write it; another one is taken."
+                self._parts.outlets.sinks.tell("message", Message(text, "warning"))
         return not verdict.is_whole
 
     def _standing(self, member: Member, has_lost_state: bool) -> Standing:
@@ -141,6 +156,8 @@ class Healing:
             results=parts.exchanges.results,
             epochs=outlets.metrics.epochs,
             saved=outlets.saving.saved_step if self._led else None,
+            tried=outlets.saving.tried_step,
+            kept=outlets.saving.find_kept(was_written_here=self._led),
             stopping=parts.progress.stopping,
             asked=[parts.progress.save_at, parts.progress.evaluate_at],
             identity=training.engine.identity,

@@ -444,10 +444,13 @@ class Run:
         parts.training.rating.note(self.step, parts.progress.scores)
         parts.training.update.finish()
         parts.outlets.metrics.flush(wait=True)
-        parts.recovery.attempt(self._write_checkpoint, instead=None)
+        parts.recovery.attempt(partial(self._write_checkpoint, parts.exchanges.asked))
 
-    def _write_checkpoint(self) -> None:
+    def _write_checkpoint(self, asked: int) -> None:
+        """Tried again where a worker dies while its share is gathered: what was exchanged, after
+        `asked` other results, is kept, and the state is whole then."""
         parts, saving = self._parts, self._parts.outlets.saving
+        parts.exchanges.asked = asked
         state, position = parts.training.state, parts.progress.position
         if isinstance(parts.feed.loader, UserLoader) and saving.is_on:
             state.loaders = parts.feed.loader.gather_states(position)

@@ -234,6 +234,10 @@ class Saving:
         self.is_on = config.is_saved
         self.saved_step: int | None = None
         """The step of the last save, known to every worker, whether it reached the disk or not."""
+        self.tried_step = 0
+        """The last one after which this worker took part in a save."""
+        self.is_under_way = False
+        """Whether it does now, and tries again if another worker is gone."""
         self._folder, self._options, self._membership = folder, config.options, membership
         self._has_metric = False
         self._facts: Mapping[str, Any] = {}
@@ -355,8 +359,10 @@ class Saving:
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
         sums = add_up()
-        if not can_save():
+        self.is_under_way = can_save()
+        if not self.is_under_way:
             return
+        self.tried_step = position.step
         before = self.saved_step, self._has_metric
         self.saved_step, self._has_metric = position.step, metric is not None
         try:
@@ -365,9 +371,10 @@ class Saving:
                 self._checkpoints.save(position.step, gathered, facts=self._facts, metric=metric)
             else:
                 state.take_part()
-        except PeerError:  # of a worker's share of the state: there is nothing to write
+        except PeerError:  # of a worker's share of the state: it is tried again
             self.saved_step, self._has_metric = before
             raise
+        self.is_under_way = False
 
     def take_finished(self, *, wait: bool = False) -> list[Written]:
         """What has reached the disk since."""
@@ -381,6 +388,13 @@ class Saving:
     def written_step(self) -> int:
         """How far the run in the newest checkpoint is, as rank 0 knows it; 0 without one."""
         return (self._checkpoints and self._checkpoints.saved_step) or 0
+
+    def find_kept(self, *, was_written_here: bool) -> int:
+        """The last step of which rank 0 has a save, or is about to: what another one that died was
+        writing is on the disk, or nowhere."""
+        if self.is_under_way:
+            return self.tried_step
+        return (self.saved_step or 0) if was_written_here else self.written_step
 
     @property
     def problem(self) -> str:
