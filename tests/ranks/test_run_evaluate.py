@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from runs import CLASSES, QUIET, WIDTH, Rows, assert_same, mlp, train
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
@@ -118,6 +118,44 @@ def test_evaluating_in_between_changes_nothing_about_the_training() -> None:
         return {**net.state_dict(), "drawn": torch.cat(drawn)}
 
     assert_same(body(True), body(False), rtol=0, atol=0)
+
+
+class Counting(nn.Module):
+    """Writes down what it sees, in evaluation too; one of its buffers grows."""
+
+    passes: Tensor
+    seen: Tensor
+    grown: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in (("passes", 1), ("seen", 2**15), ("grown", 2)):
+            self.register_buffer(name, torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen.data[:] = x[0, 0].detach()
+        if not self.training:
+            self.grown = torch.cat([self.grown, x[:, 0]])
+        return x * (1 + 0.01 * self.passes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_buffers_are_as_before_an_evaluation_on_every_worker(size: int) -> None:
+    def body(world: World, evaluates: bool = True) -> dict[str, Any]:
+        net = seeded(nn.Sequential(Counting(), nn.Linear(WIDTH, CLASSES)))
+        run = make(net, world, shards=3)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            if evaluates:
+                run.evaluate(score_with(run), batch=7)
+        return dict(net.state_dict())
+
+    expected = run_ranks(1, lambda world: body(world, evaluates=False))[0]
+    for each in run_ranks(size, body):
+        assert_same(each, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,43 @@ def test_every_batch_of_every_worker_is_trained_on_and_uneven_ones_are_weighed(s
     assert_same(workers[0].parameters, by_hand(), rtol=1e-4, atol=1e-6)
 
 
+class LastSeen(torch.nn.Module):
+    """Remembers the first number of the last batch."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.fill_(x[0, 0].detach())
+        return self.inner(x)
+
+
+def test_a_buffer_is_what_the_first_worker_with_a_batch_makes_of_it() -> None:
+    """Rank 0 has no batch in the last steps."""
+
+    def body(world: World) -> tuple[float, float]:
+        loader = Batches(world, batch=4 if world.rank else 17)
+        net = LastSeen()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run = Run(
+            net, optimizer, loader=loader, world=world, global_batch=12, epochs=1, options=QUIET
+        )
+        first = 0.0
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    first = x[0, 0].item()
+                    step.backward(torch.nn.functional.cross_entropy(run.model(x), y))
+        return first, net.seen.item()
+
+    firsts, seen = zip(*run_ranks(3, body), strict=True)
+    assert seen == (firsts[1],) * 3
+
+
 @pytest.mark.parametrize(("size", "make"), [(3, Batches), (1, Remembering), (3, Remembering)])
 def test_a_run_continues_in_mid_epoch_with_the_batch_that_would_have_come(
     size: int, make: type[Batches], tmp_path: Path

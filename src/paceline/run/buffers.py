@@ -8,7 +8,8 @@ mean over all shards, and every other buffer is what shard 0 made of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +54,15 @@ class Buffers:
         self._still = _Contents()
         self._first: dict[str, Tensor] = {}
         self._moves: defaultdict[int, Tensor] = defaultdict()
-        self._of = self._shards = 0
+        self._of = self._shards = self._root = 0
 
     @torch.no_grad()
-    def begin(self, shards: int) -> None:
+    def begin(self, shards: int, root: int = 0) -> None:
         """Remember the buffers as they are; one that has not changed since is not copied again.
 
-        The step has so many `shards`, on all workers together.
+        The step has so many `shards`, on all workers together, the first of them on rank `root`.
         """
-        self._of, self._shards, self._first = shards, 0, {}
+        self._of, self._root, self._shards, self._first = shards, root, 0, {}
         self._moves = defaultdict(lambda: torch.zeros_like(self._before()))
         named = dict(self._module.named_buffers())
         if self._still.was_changed():
@@ -77,6 +78,20 @@ class Buffers:
         if still and self._still.begin(still):
             for name, buffer in still.items():
                 self._save(name, buffer)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What happens to buffers inside is undone: each worker evaluates other batches."""
+        self.begin(self._of, self._root)
+        moving = set(self._moving)
+        try:
+            yield
+        finally:
+            self.restore()
+            moved, self._moving = self._moving - moving, moving
+            for name, buffer in self._module.named_buffers():
+                if name in moved:
+                    self._marks[name] = _mark(buffer)
 
     def begin_shard(self) -> None:
         if self._shards:
@@ -211,7 +226,7 @@ class Buffers:
     def _copy_live(self, what: str) -> None:
         if self.live:
             tensors = [self._module.get_buffer(name).data for name in sorted(self.live)]
-            copy_from(self._membership, 0, tensors, what)
+            copy_from(self._membership, self._root, tensors, what)
 
     def _put(self, name: str, value: Tensor) -> None:
         buffer = self._module.get_buffer(name)

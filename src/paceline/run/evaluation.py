@@ -142,8 +142,9 @@ def score_share(
     if training.buffers is not None and not is_apart:
         training.buffers.agree()
     kept, mode = training.generators.kept(), _in_evaluation_mode(training.module)
+    buffers = nullcontext() if training.buffers is None else training.buffers.untouched()
     samples, predictions = 0, []
-    with kept, mode, weights, torch.no_grad(), training.precision.forward:
+    with kept, mode, buffers, weights, torch.no_grad(), training.precision.forward:
         for number, rows, each in batches:
             if parts.place.device.type != "cpu":
                 each = parts.place.to_device(each)

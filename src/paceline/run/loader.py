@@ -38,6 +38,8 @@ from paceline.torch_private import find_queue
 class MapLoader:
     """A worker's batches of a dataset with indices, from one step on to the end of the run."""
 
+    first_rank = 0
+
     def __init__(
         self, config: RunConfig, plan: Plan, membership: Membership, loading: dict[str, Any]
     ) -> None:
@@ -135,6 +137,8 @@ class Read(NamedTuple):
 
 class StreamLoader:
     """A worker's batches of a stream, epoch after epoch."""
+
+    first_rank = 0
 
     def __init__(
         self, config: RunConfig, shards: int, membership: Membership, loading: dict[str, Any]

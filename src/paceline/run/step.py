@@ -127,7 +127,7 @@ class Step:
         lr = self._config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
         if training.buffers is not None:
-            training.buffers.begin(self._busy)
+            training.buffers.begin(self._busy, self._feed.loader.first_rank)
         self._scale = self._progress.size / self.samples
         if training.precision.is_short or self._config.options.same_bits:
             self._scale, self._is_weighted = 1 / self.samples, True

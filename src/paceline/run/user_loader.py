@@ -49,6 +49,8 @@ class UserLoader:
         """What is done when the batch that was taken last is trained on."""
         self._batch: Any = None
         self.queue: Any = None
+        self.first_rank = 0
+        """Who computes shard 0 of the step: the first that has a batch."""
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker computes in every step after `done`."""
@@ -131,6 +133,7 @@ class UserLoader:
                 "are iterated over.",
             )
         # Numbered without those who have nothing: the first who has something is number 0.
+        self.first_rank = next(rank for rank, each in enumerate(counts) if each)
         number = sum(1 for each in counts[: self._membership.rank] if each)
         mine = Shard(done.step, done.epoch, number, [-1] * count)
         busy = sum(1 for each in counts if each)
