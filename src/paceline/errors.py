@@ -95,7 +95,16 @@ class WeightsError(CheckpointError):
 
 
 class NotFiniteError(PacelineError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite; the parameters have not seen it."""
+    """A loss or a gradient is NaN or infinite; the parameters have not seen it.
+
+    Raised on all ranks; `rank` is the one whose loss it was, if one is known.
+    """
+
+    def __init__(
+        self, what: str, where: str = "", advice: str = "", *, rank: int | None = None
+    ) -> None:
+        super().__init__(what, where, advice)
+        self.rank = rank
 
 
 class PeerError(PacelineError, RuntimeError):

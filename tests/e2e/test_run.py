@@ -248,9 +248,9 @@ def test_hooks_of_the_users_run_and_print_no_second_traceback(tmp_path: Path) ->
     [
         ("sys.exit(0)", 0, ""),
         ("sys.exit()", 0, ""),
-        ("sys.exit(3)", 1, "worker 0 ended with exit code 3"),
+        ("sys.exit(3)", 3, "worker 0 ended with exit code 3"),
         ("sys.exit('no data')", 1, "no data\n"),
-        ("os._exit(7)", 1, "worker 0 ended with exit code 7"),
+        ("os._exit(7)", 7, "worker 0 ended with exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "worker 0 was killed by signal 9 (SIGKILL)"),
         ("os.abort()", 134, "worker 0 was killed by signal 6 (SIGABRT)"),
         ("1 +", 1, "SyntaxError"),

@@ -87,10 +87,12 @@ def test_a_killed_worker_is_the_cause_and_names_its_signal() -> None:
     ("result", "code"),
     [
         (RunResult(workers=(end(0), end(1))), 0),
-        (RunResult(workers=(end(0), end(1, 3))), 1),
+        (RunResult(workers=(end(0), end(1, 3))), 3),
+        (RunResult(workers=(end(0), end(1, 3, **record("ValueError: x", 1)))), 1),
+        (RunResult(workers=(end(0, 3, accused="was stopped"),)), 1),
         (RunResult(workers=(end(0, -11),)), 139),
         (RunResult(workers=(end(0, 143), end(1, 143))), 143),
-        (RunResult(workers=(end(0, 255),)), 1),
+        (RunResult(workers=(end(0, 255),)), 255),
         (RunResult((end(0, -15, ended_by_launcher=True),), StopReason.by_signal(15)), 143),
         (RunResult((end(0, -2, ended_by_launcher=True),), StopReason.by_signal(2)), 130),
         (RunResult((end(0),), StopReason.of(end(3, -11))), 139),
@@ -125,7 +127,7 @@ def test_a_record_of_torchs_own_is_read(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     extra = {"py_callstack": "Traceback ...", "timestamp": "1"}
     path.write_text(json.dumps({"message": {"message": "KeyError: 1", "extraInfo": extra}}))
-    expected = {"summary": "KeyError: 1", "traceback": "Traceback ...", "at": ""}
+    expected = {"summary": "KeyError: 1", "traceback": "Traceback ...", "at": "", "named": -1}
     said = dict.fromkeys(("is_secondary", "is_accident", "ends_run"), False)
     assert read_error(str(path)) == expected | said
 

@@ -20,16 +20,16 @@ SECOND = 10**9
 
 
 def waiting(rank: int) -> Status:
-    return Status(rank=rank, step=7, phase="wait", what="the sum of bucket 1 ('a' to 'b')")
+    return Status(worker=rank, step=7, phase="wait", what="the sum of bucket 1 ('a' to 'b')")
 
 
 def busy(rank: int) -> Status:
-    return Status(rank=rank, step=7, phase="data", line="train.py:12 in load: sleep()")
+    return Status(worker=rank, step=7, phase="data", line="train.py:12 in load: sleep()")
 
 
 def test_a_rank_says_step_bucket_parameters_and_line() -> None:
     status = Status(
-        rank=1,
+        worker=1,
         step=412,
         phase="wait",
         what="the sum of bucket 3 ('a.weight' to 'b.bias')",
@@ -40,19 +40,19 @@ def test_a_rank_says_step_bucket_parameters_and_line() -> None:
 
 
 def test_those_that_wait_name_the_one_that_does_not() -> None:
-    said = accuse([waiting(0), busy(1), waiting(2)], [], 3)
+    said = accuse([waiting(0), busy(1), waiting(2)], [], range(3))
     assert says(said, "Workers 0 and 2", "worker 1", "data", "train.py:12 in load: sleep()")
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
-    said = accuse([waiting(0)], [1], 3)
+    said = accuse([waiting(0)], [1], range(3))
     assert says(said, "Worker 0", "worker 1", "stopped or gone", "worker 2", "not come")
-    said = accuse([waiting(0), busy(2)], [1], 3)
+    said = accuse([waiting(0), busy(2)], [1], range(3))
     assert says(said, "Worker 0", "worker 2", "data", "train.py:12", "worker 1", "stopped or gone")
 
 
 def test_ranks_at_different_sums_are_told_so() -> None:
-    said = accuse([waiting(0), waiting(1)], [], 2)
+    said = accuse([waiting(0), waiting(1)], [], range(2))
     assert says(said, "All 2 workers wait for each other", "same sum")
 
 
@@ -71,7 +71,7 @@ def test_only_a_pulse_that_has_stopped_is_silence() -> None:
         for rank, each in stalls.items():
             if rank != 1 or seconds < 3:
                 phase = "data" if rank == 2 else "wait"
-                each.exchange(store, Status(rank, 7, phase, "", "a.py:1", seconds), 4)
+                each.exchange(store, Status(rank, 7, phase, "", "a.py:1", seconds), range(4))
     assert len(lines) == 1
     parts = ("Worker 0", "worker 2", "data", "a.py:1", "worker 1", "stopped or gone", "worker 3")
     assert says(lines[0], *parts)
@@ -98,7 +98,14 @@ def test_code_that_is_in_no_file_is_not_the_users_line() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{}", b"[]", b'{"rank": "0"}', b'{"rank":0,"step":"x","phase":"wait"}', b"[" * 10_000],
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"worker": "0"}',
+        b'{"worker":0,"step":"x","phase":"wait"}',
+        b"[" * 10_000,
+    ],
 )
 def test_nonsense_in_the_store_is_ignored(data: bytes) -> None:
     assert Status.from_json(data) is None
@@ -109,16 +116,16 @@ def test_a_status_survives_the_store() -> None:
 
 
 class Group:
-    """As much of a process group as watching needs: a world of one."""
+    """As much of a process group as watching needs."""
 
-    def __init__(self) -> None:
-        self.store = HashStore()
+    def __init__(self, size: int = 1) -> None:
+        self.store, self._size = HashStore(), size
 
     def rank(self) -> int:
         return 0
 
     def size(self) -> int:
-        return 1
+        return self._size
 
     def get_group_store(self) -> Any:
         return self.store
@@ -132,7 +139,7 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
     stalls = StallWatch(watch, 100, print_line=lines.append, clock=lambda: now[0])
     for seconds in (50, 99, 101, 150, 300):
         now[0] = seconds * SECOND
-        stalls.exchange(HashStore(), busy(0), 1)
+        stalls.exchange(HashStore(), busy(0), range(1))
         stalls.look()
     assert len(lines) == 1
     assert says(lines[0], "Worker 0", "no progress", "101 s", "step 0")
@@ -149,7 +156,7 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [([], "('a' to 'b')"), ([2], "which lacks worker 2"), ([0, 1], "which lacks other hosts")],
+    [([], "('a' to 'b')"), ([2], "which lacks worker 6"), ([0, 1], "which lacks other hosts")],
 )
 def test_a_rank_that_waits_for_another_host_does_not_name_itself(
     missing: list[int], words: str
@@ -160,7 +167,11 @@ def test_a_rank_that_waits_for_another_host_does_not_name_itself(
 
     watch = Stopwatch()
     watch.awaited = Awaited(lambda number: f"the sum of bucket {number} ('a' to 'b')", 1, Sum())
-    assert status_of(watch, 0).what.endswith(words)
+    members = Membership(Group(3))
+    members.move_on(members.group, [4, 5, 6])  # of a training that has lost others
+    status = status_of(watch, members)
+    assert status.worker == 4
+    assert status.what.endswith(words)
 
 
 def test_a_stopwatch_that_is_gone_is_not_watched() -> None:

@@ -40,6 +40,8 @@ class Generation:
     number: int
     rank: int
     size: int
+    workers: list[int] = field(default_factory=list)
+    """By rank, their numbers."""
     is_near: bool = False
     """All of them are on one machine, though others had been with them."""
     is_urgent: bool = True

@@ -12,7 +12,7 @@ the others wait in another. So whoever does something now and then has a `Cadenc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -69,10 +69,13 @@ class Membership:
         self._left = self.group  # under which it is still found
         self._hold(NoGroup())
 
-    def move_on(self, group: Any) -> None:
-        """Continue with another group, between two steps; called on every rank of it."""
+    def move_on(self, group: Any, numbers: Sequence[int] = ()) -> None:
+        """Continue with another group, between two steps; called on every rank of it.
+
+        `numbers` are what its ranks are called, where that is not their place in it.
+        """
         _by_group.pop(id(self.group), None)
-        self._hold(group)
+        self._hold(group, numbers)
         self.generation += 1
         self._followers = [each for each in self._followers if each() is not None]
         for follower in self._followers:
@@ -80,10 +83,13 @@ class Membership:
             if on_generation is not None:
                 on_generation()
 
-    def _hold(self, group: Any) -> None:
+    def _hold(self, group: Any, numbers: Sequence[int] = ()) -> None:
         self.group = group
         self.rank, self.size = int(group.rank()), int(group.size())
         """The position of this process in the group, and how many there are."""
+        self.numbers = tuple(numbers) or tuple(range(self.size))
+        """By rank, what messages and the launcher call its worker: one that is replaced keeps its
+        number, and comes last in the group."""
         self.leads = self.rank == 0 and not isinstance(group, NoGroup)
         """Whether this process speaks, draws and writes for the group: rank 0, unless it is apart.
 

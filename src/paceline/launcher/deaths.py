@@ -51,6 +51,8 @@ class WorkerExit:
     traceback: str = ""
     at: str = ""
     """Which exception it was, and the line that raised it."""
+    named: int = -1
+    """The worker that the exception names, where all raise the same; -1 for this one."""
     is_secondary: bool = False
     """Whether the exception only says that another worker is gone."""
     is_accident: bool = False
@@ -77,6 +79,11 @@ class WorkerExit:
         return bool(self.summary) and is_own
 
     @property
+    def culprit(self) -> int:
+        """The worker that failed: this one, unless its exception says better."""
+        return self.rank if self.named < 0 else self.named
+
+    @property
     def killed_by(self) -> int:
         """The signal that killed it, unless it had failed before."""
         return -self.exit_code if self.exit_code < 0 and not self.summary else 0
@@ -87,6 +94,14 @@ class WorkerExit:
         number = -self.exit_code if self.exit_code < 0 else self.exit_code - 128
         is_one = number in set(signal.Signals) and not self.summary and not self.accused
         return number if is_one else 0
+
+    @property
+    def code_of_run(self) -> int:
+        """The exit code of a run that it ends: 128+n for a signal, the one that its script has
+        chosen with `sys.exit()`, or 1."""
+        if self.signal:
+            return 128 + self.signal
+        return self.exit_code if self.exit_code > 0 and not (self.summary or self.accused) else 1
 
     @property
     def how(self) -> str:
@@ -117,7 +132,7 @@ class WorkerExit:
     def reason(self) -> str:
         """The same with its name and the step, as the reason of an end."""
         if self.raised:
-            return describe_failure(self.rank, self.first_line, self.step, is_late=self.is_late)
+            return describe_failure(self.culprit, self.first_line, self.step, is_late=self.is_late)
         return f"worker {self.rank} {self.how}{self.where}"
 
     @property
@@ -170,8 +185,8 @@ class StopReason:
             text = cls.by_signal(end.signal).text
         return cls(
             text=text or end.reason,
-            exit_code=128 + end.signal if end.signal else 1,
-            worker=end.rank,
+            exit_code=end.code_of_run,
+            worker=end.culprit,
             step=end.step,
             summary=end.first_line,
             traceback=end.traceback,
@@ -218,7 +233,8 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0, 1 for a failure, 128+n for the signal n that ended the launcher or a worker."""
+        """0, 1 for a failure, n for `sys.exit(n)`, 128+n for the signal n that ended the launcher
+        or a worker."""
         return 0 if self.reason is None else self.reason.exit_code
 
     def __str__(self) -> str:
@@ -370,6 +386,7 @@ def read_error(path: str) -> dict[str, Any]:
             "summary": str(message.get("message", "")),
             "traceback": str(message.get("extraInfo", {}).get("py_callstack", "")),
             "at": str(data.get("at", "")),
+            "named": int(data.get("named", -1)),
             "is_secondary": bool(data.get("is_secondary", False)),
             "is_accident": bool(data.get("is_accident", False)),
             "ends_run": bool(data.get("ends_run", False)),

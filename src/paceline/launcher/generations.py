@@ -104,7 +104,7 @@ class Generations(Workers):
                 self._carry_out(orders)
             case {"said": "finished", "is_left": bool(is_left)}:
                 if not self._finished:
-                    self._last_lead = self.roster.members[0]
+                    self._last_lead = (*self.roster.members, worker)[0]
                     self.can_repeat = bool(message.get("is_saved")) and not self.channels
                     if self.channels:
                         self.why_not_repeated = "on several machines it is not done again"
@@ -304,6 +304,7 @@ class Generations(Workers):
                 "number": order.generation,
                 "rank": rank,
                 "size": len(order.members),
+                "workers": order.members,
                 "is_near": is_near,
                 "is_urgent": order.is_urgent,
                 "leaves": worker in order.leaving,

@@ -40,7 +40,7 @@ from paceline.launcher.deaths import BEFORE_TRAINING, BUG, SAME_STEP, Deaths, Ru
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations
-from paceline.launcher.output import Pipes, open_console
+from paceline.launcher.output import LAST_WAIT_S, Pipes, open_console
 from paceline.launcher.plan import (
     STDERR,
     STDOUT,
@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the script untouched."
     )
     parser.epilog = (
-        "exit codes: 0 all workers succeeded; 1 a worker failed; 2 the command line is wrong; "
+        "exit codes: 0 all workers succeeded; 1 a worker failed; 2 the command line is wrong; n a "
+        "worker that called sys.exit(n) ended the run; "
         "128+n signal n ended the launcher, or the worker that failed first. SIGUSR1 and SIGUSR2 "
         "add a worker to a run and take one away"
     )
@@ -138,7 +139,7 @@ class LocalRun:
         self.folder = self.private = stack.enter_context(private_folder())
         """For error and log files; and for what no other user may reach."""
         self.console = open_console(os.environ)
-        stack.callback(self.console.flush, None)
+        stack.callback(self.console.flush, LAST_WAIT_S)
         resizing = RESIZING if self.survives and options.is_single_node else ()
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.template: Template | None = None

@@ -327,6 +327,7 @@ def write_error(path: str, error: BaseException) -> None:
         "time_ns": time.monotonic_ns(),
         "type": type(error).__name__,
         "at": f"{type(error).__name__} at {place_of(error)}",
+        "named": named_by(error),
         "is_secondary": is_secondary(error),
         "is_accident": is_accident(error),
         "ends_run": bool(getattr(error, "ends_run", False)),
@@ -343,6 +344,13 @@ def place_of(error: BaseException) -> str:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+
+
+def named_by(error: BaseException) -> int:
+    """The worker at fault, where an error that all raise names it; else -1."""
+    named = getattr(error, "rank", None)
+    is_known = "paceline.errors.NotFiniteError" in _names(error) and isinstance(named, int)
+    return named if is_known and named is not None else -1
 
 
 def _names(error: BaseException) -> set[str]:

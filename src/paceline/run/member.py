@@ -171,7 +171,7 @@ class Member:
             generation = self._wait_for_newer()
             self.number = generation.number
             try:
-                self._membership.move_on(self._form(generation))
+                self._membership.move_on(self._form(generation), generation.workers)
                 inherited = generation.inherited.items()
                 loses = self._heal({k: v for k, v in inherited if k not in self.taken})
             except Overtaken:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paceline import env
-from paceline.errors import CheckpointError, PeerError, describe_failure, summarize
+from paceline.errors import CheckpointError, NotFiniteError, PeerError, describe_failure, summarize
 from paceline.files import RunFolder, find_info, record_end
 from paceline.group import Cadence, Membership, Pending, start_all_reduce
 
@@ -76,8 +76,11 @@ def describe_end(
         case KeyboardInterrupt():
             return End("stopped", f"stopped by {name_signal(signal.SIGINT)}")
         case SystemExit():
-            return End("failed", f"worker {rank} ended with exit code {error.code} in step {step}")
-    return End("failed", describe_failure(rank, summarize(error), step, is_late=is_late))
+            code = error.code if isinstance(error.code, int) else 1
+            return End("failed", f"worker {rank} ended with exit code {code} in step {step}")
+    named = getattr(error, "rank", None) if isinstance(error, NotFiniteError) else None
+    worker = rank if named is None else named
+    return End("failed", describe_failure(worker, summarize(error), step, is_late=is_late))
 
 
 def find_thrown(frame: FrameType | None) -> BaseException | None:

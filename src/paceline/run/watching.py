@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,6 +153,7 @@ class Watching:
 
     def _report(self, steps: int, blame: Blame) -> None:
         step = steps - 1  # the stopwatch has begun the next one
+        blame = replace(blame, rank=self._membership.numbers[blame.rank])
         facts = {
             "step": step,
             "slow_rank": blame.rank,

@@ -154,7 +154,7 @@ def find_detector(group: Any) -> StragglerDetector | None:
 
 LEAST_SILENCE_S = 2.0
 """A busy machine may delay a pulse that is to come more often than this."""
-_KEY = "paceline/pulse/{rank}"
+_KEY = "paceline/pulse/{worker}"
 _STATUS_LIMIT_BYTES = 4096
 _LINE_LIMIT_CHARS = 120
 _workers = partial(name_ranks, noun="worker")
@@ -163,7 +163,8 @@ _workers = partial(name_ranks, noun="worker")
 class Status(NamedTuple):
     """Where a rank says it is."""
 
-    rank: int
+    worker: int
+    """Its number, which in a training that has lost workers is not its rank."""
     step: int
     phase: str
     what: str = ""
@@ -197,17 +198,17 @@ def say(status: Status, seconds: float) -> str:
     doing = f"waiting for {status.what or 'the other workers'}" if status.waits else status.place
     where = f" It is at {status.line}" if status.line else ""
     return (
-        f"Worker {status.rank} has made no progress for {seconds:.0f} s: it is at step "
+        f"Worker {status.worker} has made no progress for {seconds:.0f} s: it is at step "
         f"{status.step}, {doing}.{where}"
     )
 
 
-def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
-    """Whom the ranks that wait are waiting for, as far as what they say tells."""
-    waiting = [status.rank for status in said if status.waits]
-    absent = sorted(set(range(size)) - {status.rank for status in said} - set(silent))
+def accuse(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
+    """Whom the workers that wait are waiting for, as far as what they say tells."""
+    waiting = [status.worker for status in said if status.waits]
+    absent = sorted(set(everyone) - {status.worker for status in said} - set(silent))
     causes = [
-        f"worker {status.rank}, which is {status.place}, at {status.line or 'no line'}"
+        f"worker {status.worker}, which is {status.place}, at {status.line or 'no line'}"
         for status in said
         if not status.waits
     ]
@@ -218,7 +219,7 @@ def accuse(said: Sequence[Status], silent: Sequence[int], size: int) -> str:
         has = "has" if len(absent) == 1 else "have"
         causes.append(f"{_workers(absent)}, which {has} not come this far")
     if not causes:
-        return f"All {size} workers wait for each other: they are not at the same sum."
+        return f"All {len(everyone)} workers wait for each other: they are not at the same sum."
     verb = "waits" if len(waiting) == 1 else "wait"
     who = _workers(waiting)
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
@@ -294,7 +295,8 @@ class StallWatch:
                         # The training thread may be holding the other connection in a wait.
                         store = membership.group.get_group_store().clone()
                         generation = membership.generation
-                    self.exchange(store, status_of(watch, membership.rank, beat), membership.size)
+                    mine = status_of(watch, membership, beat)
+                    self.exchange(store, mine, membership.numbers)
             left_s = self._speaks_after_s - (self._clock() - watch.since_ns) / 1e9
             del watch, membership  # whose end would not be noticed while this thread pauses
             period_s = self.timeout_s / 8
@@ -318,16 +320,16 @@ class StallWatch:
             self._say(f"This worker continues, at step {watch.step}.")
         if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
             self._said_at_ns = now
-            self._say(say(status_of(watch, membership.rank), (now - since) / 1e9))
+            self._say(say(status_of(watch, membership), (now - since) / 1e9))
             if now - self._answered_ns > self.timeout_s * 1e9 / 2:
                 self._say(
                     "The store of the group does not answer: the process that serves it, usually "
                     "rank 0, is stopped or gone."
                 )
 
-    def exchange(self, store: Any, mine: Status, size: int) -> None:
+    def exchange(self, store: Any, mine: Status, everyone: Sequence[int]) -> None:
         """Say where this rank is, and, when it has waited for too long, who is the cause."""
-        store.set(_KEY.format(rank=mine.rank), json.dumps(mine._asdict()))
+        store.set(_KEY.format(worker=mine.worker), json.dumps(mine._asdict()))
         self._answered_ns = self._clock()
         watch = self.watch()
         since = self._clock() if watch is None else watch.since_ns
@@ -336,38 +338,39 @@ class StallWatch:
             self._beats.clear()
             return
         said = [mine]
-        for rank in sorted(set(range(size)) - {mine.rank}):
-            key = _KEY.format(rank=rank)
+        for worker in sorted(set(everyone) - {mine.worker}):
+            key = _KEY.format(worker=worker)
             status = Status.from_json(store.get(key)) if store.check([key]) else None
-            if status is not None and status.rank == rank:
+            if status is not None and status.worker == worker:
                 said.append(status)
         if not self._beats:
-            self._beats = {status.rank: status.beat for status in said}
+            self._beats = {status.worker: status.beat for status in said}
         elif stands_s >= self._speaks_after_s:
             self._accused_since_ns = since
-            silent = [s.rank for s in said if self._beats.get(s.rank) == s.beat]
-            alive = sorted(status for status in said if status.rank not in silent)
+            silent = [s.worker for s in said if self._beats.get(s.worker) == s.beat]
+            alive = sorted(status for status in said if status.worker not in silent)
             # One of those that wait is enough.
-            if mine.rank == min(status.rank for status in alive if status.waits):
-                self._say(accuse(alive, silent, size))
+            if mine.worker == min(status.worker for status in alive if status.waits):
+                self._say(accuse(alive, silent, everyone))
 
 
-def status_of(watch: Stopwatch, rank: int, beat: int = 0) -> Status:
+def status_of(watch: Stopwatch, members: Membership, beat: int = 0) -> Status:
     """Where the rank of a stopwatch is now."""
     what = ""
     if watch.awaited is not None:
         with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
-            what = _describe(watch.awaited, rank)
+            what = _describe(watch.awaited, members)
     line = line_of(sys._current_frames().get(watch.thread))
-    return Status(rank, watch.step, watch.phase, what, line, beat)
+    return Status(members.numbers[members.rank], watch.step, watch.phase, what, line, beat)
 
 
-def _describe(awaited: Awaited, rank: int) -> str:
+def _describe(awaited: Awaited, members: Membership) -> str:
     what = re.sub(r"^Step \d+: ", "", awaited.describe(awaited.bucket))
     missing: list[int] = getattr(awaited.reduction, "missing", list)()
-    if rank in missing:  # nobody lacks oneself: this host's part is complete
+    if members.rank in missing:  # nobody lacks oneself: this host's part is complete
         return f"{what}, which lacks other hosts"
-    return f"{what}, which lacks {_workers(missing)}" if missing else what
+    numbers = [members.numbers[rank] for rank in missing]
+    return f"{what}, which lacks {_workers(numbers)}" if missing else what
 
 
 def begin_stall_watch(

@@ -414,7 +414,7 @@ class FiniteCheck:
         before = "one of the steps before" if self._is_late else f"step {step - 1}"
         state = f"The model is as it was after {before}"
         state += "; the last checkpoint is good." if self._is_saved else "."
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(members.numbers, everyone, strict=False):
             if theirs:
                 number, value, samples = theirs[0]
                 text = f"Step {step}: the loss of shard {number}, on rank {rank}, is {value}."
@@ -426,6 +426,7 @@ class FiniteCheck:
                     state,
                     "Look at these samples; if they are good, lower the learning rate or set "
                     "clip_norm.",
+                    rank=rank,
                 )
         grads = [(name, p.grad.to_dense()) for name, p in self._named if p.grad is not None]
         bad = [f" of {name!r}" for name, grad in grads if not torch.isfinite(grad).all()]
