@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sentences import says
 
 from paceline.launcher.lines import MAX_LINE_BYTES, Lines
-from paceline.launcher.output import Console, Stream
+from paceline.launcher.output import Console, PipeWriter, Stream
 from paceline.launcher.plan import Route
 
 
@@ -105,3 +107,22 @@ def test_a_full_disk_under_the_output_of_a_run_ends_nobody(stream: str, tmp_path
     assert other.count(b"] a" if stream == "stderr" else b"] b") == 2
     if stream == "stdout":
         assert other.count(b"standard output cannot be written: No space left on device") == 1
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for_in_the_end_and_that_is_said() -> None:
+    (reader, writer), (heard, speaks) = os.pipe(), os.pipe()
+    pipes = [PipeWriter(writer), PipeWriter(speaks)]
+    kept: list[tuple[int | None, bytes]] = []
+    console = Console({1: pipes[0].write, 2: pipes[1].write}, pipes)
+    console.log = SimpleNamespace(add=kept.extend)  # type: ignore[assignment]
+    console.show(1, [(0, b"x" * 2**17), (0, b"last")])
+    assert console.is_waiting
+    console.flush(0.01)
+    assert not console.is_waiting
+    console.show(1, [(0, b"after it")])
+    assert not console.is_waiting
+    said = os.read(heard, 2**16).decode()
+    assert (said.count("\n"), says(said, "0.01 s")) == (1, True)
+    assert kept[1:] == [(0, b"last"), (None, said.strip().encode()), (0, b"after it")]
+    for fd in (reader, writer, heard, speaks):
+        os.close(fd)

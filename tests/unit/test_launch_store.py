@@ -265,14 +265,19 @@ def test_a_run_has_room_for_its_workers_and_no_more(server: StoreServer) -> None
     assert OUR_BYTES < fill() <= 256 * WORKER_BYTES
 
 
-def test_callers_that_say_nothing_make_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("said", [b"", HELLO, HELLO + SET_X], ids=["nothing", "hello", "a value"])
+def test_callers_that_say_nothing_more_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(store_module, "MOST_CALLERS", 8)
-    with closing(StoreServer(str(tmp_path))) as server:
+    with closing(StoreServer(str(tmp_path), key=KEY)) as server:
         server.start()
         silent = [stranger(server) for _ in range(20)]
+        for each in silent:
+            with suppress(OSError):  # dropped already
+                each.sendall(said)
         assert is_alive(server)
+        call(f"127.0.0.1:{server.port}", KEY)[0].close()
         assert len(server.theirs.callers) <= 8
         for each in silent:
             each.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
+import socket
 import sys
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -99,3 +102,22 @@ def test_a_member_that_waits_for_one_who_is_not_coming_is_called_off_by_the_laun
             maker.meet(Generation(1, rank=0, size=2), is_overtaken)
         timer.join()
         assert heard == [False, False, True]
+
+
+def test_connections_are_shut_where_a_process_has_no_descriptor_left() -> None:
+    shut, limits = Connections(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        with shut.recorded():
+            near = stack.enter_context(socket.create_connection(listener.getsockname()))
+        far = stack.enter_context(listener.accept()[0])
+        most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(OSError):
+            while True:
+                stack.enter_context(open(os.devnull))
+        shut._before = {}  # as while a group is being made
+        shut.shut()
+        assert near.recv(1) == b""
+        far.sendall(b"it can still be written to")

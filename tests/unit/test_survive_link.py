@@ -104,3 +104,20 @@ def test_a_worker_hears_of_every_generation_in_order(ledger: Ledger) -> None:
     launcher.close()
     assert list(link.announcements()) == announced
     worker.close()
+
+
+def test_a_worker_that_reads_nothing_for_a_while_misses_nothing_that_it_was_told() -> None:
+    line = WorkerChannel.open()
+    worker = socket.socket(fileno=line.theirs[0])
+    told = [{"number": number, "text": "x" * 40_000} for number in range(50)]
+    for message in told:
+        line.tell(message)
+    assert line.unsent  # the kernel has not room for all of it
+    heard = []
+    while len(heard) < len(told):
+        heard.append(receive(worker))
+        line.tell()
+    assert heard == told
+    line.close()
+    worker.close()
+    os.close(line.theirs[1])

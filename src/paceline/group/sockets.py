@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -150,14 +151,16 @@ class Connections:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") != name:
                     continue  # closed, and its number given to something else
-                with socket.socket(fileno=os.dup(fd)) as found:
-                    if found.family == socket.AF_UNIX:
-                        continue  # to the launcher
-                    # Not one that listens: Gloo ends the process when it cannot accept any more.
-                    if found.getpeername()[1] != self.kept_port:
+                found = socket.socket(fileno=fd)  # no copy, for which there may be no number left
+                try:
+                    # Not that to the launcher, nor one that listens, which has no peer: Gloo ends
+                    # the process when it cannot accept any more.
+                    if found.family != socket.AF_UNIX and found.getpeername()[1] != self.kept_port:
                         # Gloo closes what it cannot read. What it has yet to write it would forget
                         # if it could not, and a thread would wait for that for ever.
                         found.shutdown(socket.SHUT_RD)
+                finally:
+                    found.detach()
 
     def _opened_now(self) -> dict[int, str]:
         """What was opened in the block that is being recorded."""
@@ -172,8 +175,12 @@ CONNECTIONS = Connections()
 
 def _open_sockets() -> dict[int, str]:
     """By descriptor, the name that the kernel has for the socket."""
+    try:
+        numbers = list(map(int, os.listdir("/proc/self/fd")))
+    except OSError:  # all numbers are taken, and listing them takes one
+        numbers = list(range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 2**20)))
     found = {}
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    for fd in numbers:
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{fd}")
             if name.startswith("socket:"):

@@ -29,7 +29,7 @@ import paceline
 from paceline import env
 from paceline.errors import UsageError, WireError, WorkerError, check_whole
 from paceline.launcher.flags import MAX_WORKERS, SHUTDOWN_TIMEOUT_S, LaunchOptions
-from paceline.launcher.output import Pipes, open_console
+from paceline.launcher.output import LAST_WAIT_S, Pipes, open_console
 from paceline.launcher.plan import STDERR, STDOUT, WorkerSpec, count_cores, plan_workers
 from paceline.launcher.process import WorkerProcess, private_folder
 from paceline.launcher.store import StoreServer
@@ -80,7 +80,7 @@ def launch(
         )
         specs = [replace(spec, takes_terminal=False) for spec in specs]
         console = open_console(os.environ)
-        stack.callback(console.flush, None)
+        stack.callback(console.flush, LAST_WAIT_S)
         result = Supervisor(specs, forks.start, options, console, store=store).run()
         if (reason := result.reason) is not None:
             raise WorkerError(

@@ -8,6 +8,7 @@ Bytes stay bytes: what is not text passes through unchanged. On a terminal the c
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -37,6 +38,8 @@ from paceline.telemetry import (
 )
 
 MAX_WAITING_BYTES = 2**20
+LAST_WAIT_S = 10.0
+"""How long a launcher that has nothing else to do waits for somebody to read what it has said."""
 TERMINAL_PATIENCE_S = 1.0
 LOG_PATIENCE_S = 10.0
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -48,7 +51,7 @@ class PipeWriter(io.RawIOBase):
 
     def __init__(self, fd: int) -> None:
         self.fd, self.waiting = fd, bytearray()
-        self._opened = -1
+        self._opened, self._is_given_up = -1, False
         if os.isatty(fd):  # opened once more, to write without waiting: others share this one
             with suppress(OSError):
                 flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -56,18 +59,24 @@ class PipeWriter(io.RawIOBase):
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLOUT)
 
-    def write(self, data: Any, wait_ms: int | None = 0) -> int:
-        """Write what there is room for; the rest waits. None waits for room."""
-        self.waiting += data
+    def write(self, data: Any, wait_s: float = 0.0) -> int:
+        """Write what there is room for; the rest waits. With `wait_s` this is the last call: what
+        finds no room for so long is lost, which is an error."""
+        self.waiting += b"" if self._is_given_up else data
         # A pipe that has room at all has room for so much.
-        while self.waiting and self._poll.poll(wait_ms):
+        while self.waiting and self._poll.poll(1000 * wait_s):
             try:
                 del self.waiting[: os.write(self.fd, self.waiting[: select.PIPE_BUF])]
             except BlockingIOError:
-                break
+                if not wait_s:
+                    break
             except OSError:
                 self.waiting.clear()  # a terminal that is gone takes nothing any more
                 raise
+        if self.waiting and wait_s:
+            self.waiting.clear()
+            self._is_given_up = True
+            raise TimeoutError(errno.ETIMEDOUT, f"nobody has read it for {wait_s:g} s")
         return len(data)
 
     def writable(self) -> bool:
@@ -118,10 +127,11 @@ class Console:
         """Whether so much waits that workers should, too."""
         return any(len(pipe.waiting) > MAX_WAITING_BYTES for pipe in self.pipes)
 
-    def flush(self, wait_ms: int | None = 0) -> None:
-        """Write what waits, as far as there is room; None waits until all is written."""
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Write what waits, as far as there is room. With `wait_s` this is the end: who has read
+        nothing for so long, as behind Ctrl-S, is not waited for any more."""
         for pipe in self.pipes:
-            self.try_to_write(partial(pipe.write, wait_ms=wait_ms), b"", "the console")
+            self.try_to_write(partial(pipe.write, wait_s=wait_s), b"", "the console")
 
     def greet(self, text: str) -> None:
         """Say at the bottom of the screen why nothing is to be seen yet."""

@@ -11,7 +11,7 @@ import selectors
 import time
 from functools import partial
 
-from paceline.launcher.output import Console, Source
+from paceline.launcher.output import LAST_WAIT_S, Console, Source
 
 # How long output may still come after the last worker has ended.
 DRAIN_S = 0.25
@@ -66,7 +66,7 @@ class Reading:
     def drain(self) -> None:
         """All workers have ended: read the last of it, which others may hold open."""
         if self._is_held:
-            self._console.flush(None)
+            self._console.flush(LAST_WAIT_S)
             self.turn()
         deadline_s = time.monotonic() + DRAIN_S
         while self._sources and (left_s := deadline_s - time.monotonic()) > 0:

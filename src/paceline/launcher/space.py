@@ -41,7 +41,7 @@ class Space:
         self.given_up: deque[bytes] = deque(maxlen=MOST_GIVEN_UP)
         """What keys begin with that nobody will set any more."""
         self.callers: dict[Caller, None] = {}
-        """In the order in which they came."""
+        """In the order in which they last said something."""
 
     def take(self, count: int) -> None:
         """Count bytes that are kept from now on; negative for those that are not any more."""

@@ -213,7 +213,7 @@ class StoreServer:
                     raise PermissionError("another user of this machine")
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if len(space.callers) >= self.most_callers:
-                self._drop(next(other for other in space.callers if not other.has_asked))
+                self._drop(self._most_idle(space))
             caller.count()
         except (OSError, ValueError, StopIteration):
             connection.close()
@@ -224,6 +224,13 @@ class StoreServer:
         space.callers[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, caller)
 
+    def _most_idle(self, space: Space) -> Caller:
+        """Who makes room for another: one that has never asked for anything, or, of those that
+        prove nothing, the one that has said nothing for the longest and waits for nothing."""
+        silent = (other for other in space.callers if not other.has_asked)
+        idle = (other for other in self.theirs.callers if not other.awaited)
+        return next(silent, None) or next(idle if space is self.theirs else iter(()))
+
     def _attend(self, caller: Caller, events: int) -> None:
         """Read and answer; whoever does not read answers is not heard, and nobody waits for it."""
         try:
@@ -232,6 +239,7 @@ class StoreServer:
                 caller.arrived += (arrived := caller.connection.recv(_READ_BYTES))
                 if not arrived:
                     raise ConnectionError
+                caller.space.callers[caller] = caller.space.callers.pop(caller)  # the last now
             while len(caller.arrived) >= caller.wanted and not caller.unsent:
                 taken = bytes(caller.arrived[: caller.wanted])
                 del caller.arrived[: caller.wanted]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class WorkerChannel:
     ledger: Ledger
     theirs: tuple[int, int]
     """Descriptors for the worker: its end of the channel, and its ledger."""
+    unsent: deque[dict[str, Any]] = field(default_factory=deque)
 
     @classmethod
     def open(cls) -> WorkerChannel:
@@ -39,6 +40,19 @@ class WorkerChannel:
             os.close(descriptor)
             raise
         return cls(ours, ledger, (theirs.detach(), descriptor))
+
+    def tell(self, message: dict[str, Any] | None = None) -> None:
+        """Send a message as soon as there is room for it: a worker that is stopped, or its busy
+        machine, reads what it was told later, and nothing of it may be missing then."""
+        self.unsent += [] if message is None else [message]
+        try:
+            while self.unsent:
+                send(self.socket, self.unsent[0])
+                self.unsent.popleft()
+        except BlockingIOError:
+            pass  # the next turn tries again
+        except OSError:
+            self.unsent.clear()  # its end will be heard of next
 
     def close(self) -> None:
         self.socket.close()
@@ -137,8 +151,8 @@ class Workers:
         """Do what was decided about a worker of this machine."""
         match order:
             case {"do": "tell", "worker": int(worker), "generation": generation}:
-                with suppress(OSError, KeyError):  # its end will be heard of next
-                    send(self.worker_channels[worker].socket, generation)
+                if worker in self.worker_channels:
+                    self.worker_channels[worker].tell(generation)
             case {"do": "start", "worker": int(worker)}:
                 self.wanted.append(worker)
             case {"do": "dismiss", "worker": int(worker)}:
@@ -148,8 +162,7 @@ class Workers:
         """Tell the workers of this machine that no generation follows, so that nobody waits."""
         end = {"number": LAST_GENERATION, "rank": 0, "size": 1, "ends": reason}
         for channel in self.worker_channels.values():
-            with suppress(OSError):
-                send(channel.socket, end)
+            channel.tell(end)
 
     def take_starts(self) -> list[int]:
         """Workers that are to be started now."""
@@ -181,7 +194,10 @@ class Workers:
         return waits or any(self._waiting.get(machine) for machine in self.channels)
 
     def keep_in_touch(self) -> None:
-        """Let other launchers know that this one lives, and notice which of them is silent."""
+        """Tell workers what they had no room for; let other launchers know that this one lives,
+        and notice which of them is silent."""
+        for worker_channel in self.worker_channels.values():
+            worker_channel.tell()
         for machine, channel in list(self.channels.items()):
             # First what has come: it may have been this launcher that was stopped for a while.
             self.on_channel(machine)
