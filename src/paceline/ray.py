@@ -28,8 +28,7 @@ try:
     from ray import train
 except ModuleNotFoundError as error:
     raise MissingLibraryError(
-        f"paceline.ray needs Ray Train: {error}.",
-        advice="Install it: pip install 'paceline[ray]'",
+        f"paceline.ray needs Ray Train: {error}.", advice="Install it: pip install 'paceline[ray]'"
     ) from error
 
 __all__ = ["RayRun"]

@@ -161,10 +161,7 @@ class ResumableSampler(Sampler[T], ABC):
         self._warn_if_the_order_repeats()
         before = self._current_pass()
         current = self._pass = SamplerPass(
-            self.epoch,
-            self._next_start(),
-            finished=before.finished,
-            prefetched=before.prefetched,
+            self.epoch, self._next_start(), finished=before.finished, prefetched=before.prefetched
         )
         return self._count(self._deal(current.start), current)
 

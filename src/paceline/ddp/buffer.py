@@ -334,11 +334,7 @@ class Bucket:
 
 def geometry(views: Sequence[Tensor]) -> list[Any]:
     """Where each tensor lies, and how: address, strides, number of elements."""
-    return [
-        *map(Tensor.data_ptr, views),
-        *map(Tensor.stride, views),
-        *map(Tensor.numel, views),
-    ]
+    return [*map(Tensor.data_ptr, views), *map(Tensor.stride, views), *map(Tensor.numel, views)]
 
 
 def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:

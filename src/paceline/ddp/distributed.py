@@ -40,13 +40,7 @@ from paceline.ddp.torch_compat import (
 )
 from paceline.ddp.wrapper import Wrapper
 from paceline.errors import DesyncError, HookError
-from paceline.group import (
-    Membership,
-    announce_exit,
-    default_group,
-    find_tensors,
-    map_tensors,
-)
+from paceline.group import Membership, announce_exit, default_group, find_tensors, map_tensors
 from paceline.telemetry import Observer, Phase, begin_observing
 from paceline.torch_private import has_rpc_agent, outside_graphs
 from paceline.transport import TransportChoice, check_transport, describe

@@ -26,10 +26,7 @@ class BucketLayout:
     """Which parameter's gradient goes into which bucket, and what each bucket waits for."""
 
     def __init__(
-        self,
-        params: Sequence[ParamRef],
-        capacities_bytes: Sequence[int] | None,
-        always_views: bool,
+        self, params: Sequence[ParamRef], capacities_bytes: Sequence[int] | None, always_views: bool
     ) -> None:
         self.params = list(params)
         self.trailer_apart = False

@@ -66,11 +66,7 @@ class Trailer:
         self._plain = torch.tensor(plain, dtype=dtype, device=device)
 
     def write(
-        self,
-        target: Tensor,
-        unused: Sequence[int],
-        words: Words,
-        fingerprint: Tensor | None = None,
+        self, target: Tensor, unused: Sequence[int], words: Words, fingerprint: Tensor | None = None
     ) -> None:
         target.copy_(self._plain)
         label = self._params + len(words) - 1

@@ -54,11 +54,7 @@ def average_sparse(
 
 
 def average_unfrozen(
-    group: Group,
-    newly: Sequence[ParamRef],
-    factor: float | Tensor,
-    device: torch.device,
-    step: int,
+    group: Group, newly: Sequence[ParamRef], factor: float | Tensor, device: torch.device, step: int
 ) -> None:
     """Give each of these the mean of all ranks' gradients, times `factor`.
 

@@ -80,10 +80,7 @@ def read_json(
 
 
 def parse_json(
-    data: bytes,
-    origin: object,
-    error: type[PacelineError] = WireError,
-    limits: JsonLimits = LIMITS,
+    data: bytes, origin: object, error: type[PacelineError] = WireError, limits: JsonLimits = LIMITS
 ) -> Any:
     """What the text of `origin` says, within limits; infinities and NaN are not JSON."""
     try:

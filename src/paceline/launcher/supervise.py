@@ -37,23 +37,14 @@ from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec
-from paceline.launcher.process import (
-    EndRecord,
-    OrphanGuard,
-    SignalInbox,
-    WorkerProcess,
-    end_now,
-)
+from paceline.launcher.process import EndRecord, OrphanGuard, SignalInbox, WorkerProcess, end_now
 from paceline.launcher.reading import Reading
 from paceline.launcher.stalls import StallJudge, main_thread, read_stack
 from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
 from paceline.launcher.worker import ALIVE, ALONE, FAILED, HANGS, WAITS
-from paceline.telemetry import (
-    count_text,
-    read_terminal,
-)
+from paceline.telemetry import count_text, read_terminal
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2

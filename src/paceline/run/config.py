@@ -414,12 +414,7 @@ class RunConfig:
         return found
 
     def opening_lines(
-        self,
-        world: World,
-        device: torch.device,
-        shards: int,
-        plan: Plan | None,
-        position: Position,
+        self, world: World, device: torch.device, shards: int, plan: Plan | None, position: Position
     ) -> list[str]:
         """What is said when the loop begins."""
         lines = [STREAM] if plan is None and self.loader is None else []

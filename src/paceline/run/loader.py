@@ -110,10 +110,7 @@ class ShardFetcher(Dataset[Any]):
 
 
 def make_loader(
-    dataset: Any,
-    loading: dict[str, Any],
-    collate_fn: Collate,
-    shards: Iterable[Any] | None = None,
+    dataset: Any, loading: dict[str, Any], collate_fn: Collate, shards: Iterable[Any] | None = None
 ) -> DataLoader[Any]:
     """A `DataLoader` of whole batches that leaves the generators of this process alone."""
     return DataLoader(

@@ -312,11 +312,7 @@ class Step:
             self._training.buffers.end_shard(shard.number)
 
     def backward(
-        self,
-        loss: Tensor,
-        items: float | Tensor | None = None,
-        reduction: str = "mean",
-        **old: Any,
+        self, loss: Tensor, items: float | Tensor | None = None, reduction: str = "mean", **old: Any
     ) -> None:
         """Add the gradients of one shard's loss: the mean over `items`, or, with "sum", their sum.
 

@@ -236,10 +236,7 @@ class TerminalSink:
 
     def step(self, report: StepReport) -> None:
         self._progress.step(
-            report.step,
-            epoch=report.epoch,
-            samples=report.samples,
-            metrics=lambda: report.metrics,
+            report.step, epoch=report.epoch, samples=report.samples, metrics=lambda: report.metrics
         )
 
     def epoch(self, summary: Summary) -> None:

@@ -29,9 +29,7 @@ sparse_values: Callable[[Tensor], Tensor] = find("torch.Tensor._values")
 _use_count: Any = find("torch._C._storage_Use_Count")
 _below_autograd: Any = find("torch._C._AutoDispatchBelowAutograd")
 _exclude: Any = find("torch._C._ExcludeDispatchKeyGuard")
-_view_keys: Any = find("torch._C.DispatchKeySet")(
-    find("torch._C.DispatchKey.ADInplaceOrView"),
-)
+_view_keys: Any = find("torch._C.DispatchKeySet")(find("torch._C.DispatchKey.ADInplaceOrView"))
 _functorch_level: Callable[[], int | None] = find("torch._C._functorch.maybe_current_level")
 for _path in (
     "torch.Tensor._backward_hooks",

@@ -32,14 +32,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, PeerError
-from paceline.group import (
-    Group,
-    explain_failure,
-    have_left,
-    is_aborted,
-    waiting,
-    world_ranks,
-)
+from paceline.group import Group, explain_failure, have_left, is_aborted, waiting, world_ranks
 from paceline.torch_private import group_timeout_s
 from paceline.transport.interface import Flat, Reduction, mean_factor, slices
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment

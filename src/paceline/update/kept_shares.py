@@ -21,13 +21,7 @@ from paceline.group import waiting
 from paceline.transport import Flat, SharedBuckets
 from paceline.update.cut import in_memory_order, is_cut, piece_at
 from paceline.update.exchange import States
-from paceline.update.kept import (
-    KEYS,
-    KeptMap,
-    KeptState,
-    cut_lots,
-    has_common_memory,
-)
+from paceline.update.kept import KEYS, KeptMap, KeptState, cut_lots, has_common_memory
 from paceline.update.shares import ElementShares, Own
 
 LOOK_S = 0.001

@@ -145,11 +145,7 @@ def lost_share(lab: Lab) -> Found:
 
 def own_speedup(lab: Lab) -> Found:
     size = lab.study["sizes"][-1]
-    return Found(
-        size["speedup"],
-        lab.study_table,
-        is_sure=lab.is_quiet,
-    )
+    return Found(size["speedup"], lab.study_table, is_sure=lab.is_quiet)
 
 
 def largest_loss(lab: Lab) -> Found:

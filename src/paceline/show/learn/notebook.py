@@ -32,11 +32,7 @@ def lesson(
 
 
 def make_lab(
-    *,
-    seed: int = 0,
-    workers: int | None = None,
-    batch: int | None = None,
-    model: str | None = None,
+    *, seed: int = 0, workers: int | None = None, batch: int | None = None, model: str | None = None
 ) -> Lab:
     """Everything that the lessons run, each when it is first asked for."""
     return Lab(LearnOptions(seed=seed, workers=workers, batch=batch, model=model))

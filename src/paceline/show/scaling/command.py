@@ -30,13 +30,7 @@ from paceline.show.scaling.attribution import (
     detect_mode,
 )
 from paceline.show.scaling.measure import Profile, measure
-from paceline.show.scaling.prediction import (
-    NETWORKS,
-    Network,
-    PredictionCheck,
-    learn_job,
-    suggest,
-)
+from paceline.show.scaling.prediction import NETWORKS, Network, PredictionCheck, learn_job, suggest
 from paceline.telemetry import Phase, count_text, list_text, percentages, share_text, table_lines
 
 SCHEMA = 1
