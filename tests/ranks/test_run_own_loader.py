@@ -17,6 +17,7 @@ from paceline import DistributedSampler
 from paceline.errors import UsageError
 from paceline.group.world import World
 from paceline.run import Run, RunOptions
+from paceline.run.user_loader import count_samples
 from paceline.testing import run_ranks
 
 
@@ -177,6 +178,20 @@ def test_at_another_number_of_workers_the_epoch_begins_anew_and_the_run_says_so(
     ((_, step, lines),) = told.of("start")
     assert step == 9
     assert any("Epoch 2 begins anew" in line and "2 workers" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ({"text": ["a", "b", "c"], "label": ["x", "y", "z"]}, 3),
+        ({"text": ["a", "b", "c"], "label": torch.ones(2)}, 2),
+        (["a", "b"], 2),
+        ({}, 0),
+        (7, 1),
+    ],
+)
+def test_samples_are_the_rows_of_a_batch_and_not_its_columns(batch: Any, samples: int) -> None:
+    assert count_samples(batch) == samples
 
 
 def test_torchs_loader_with_a_sampler_is_told_the_epoch() -> None:

@@ -13,7 +13,7 @@ before each batch is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,10 +191,12 @@ def find_global_batch(loader: Any, size: int) -> int:
 
 
 def count_samples(batch: Any) -> int:
-    """The rows of the first tensor in a batch; without one its length."""
+    """The rows of the first tensor in a batch; without one its length, or that of its columns."""
     for tensor in find_tensors(batch):
         if tensor.ndim:
             return len(tensor)
+    if isinstance(batch, Mapping):
+        return count_samples(next(iter(batch.values()), ()))
     try:
         return len(batch)
     except TypeError:
