@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,60 +23,35 @@ def make_update(
     make: Callable[..., Update],
 ) -> Update:
     """What applies the gradients of a run; `make` makes that of one model."""
-    wanted, models = config.options.update, config.models
+    options, models = config.options, config.models
+
+    def settings(module: nn.Module, scaler: Any) -> dict[str, Any]:
+        finite = None
+        if options.check_finite != "off":
+            named, is_complete = list(module.named_parameters()), options.check_finite == "all"
+            finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
+        return {"scaler": precision.find_scaler(scaler), "finite": finite}
+
     if models is not None:
-        make_one = partial(_make, WholeUpdate, config, precision, members, average=None)
         updates = {
-            name: make_one(
-                models.modules[name],
+            name: WholeUpdate(
+                list(models.modules[name].parameters()),
                 optimizer,
                 scheduler=models.schedulers.get(name),
-                scaler=models.scalers.get(name),
                 clip_norm=models.clip_norms.get(name),
+                average=None,
+                **settings(models.modules[name], models.scalers.get(name)),
             )
             for name, optimizer in models.optimizers.parts.items()
         }
         return TurnUpdate(models, updates)
-    if not isinstance(wanted, str):
-        return wanted
-    update: Update = _make(
-        make,
-        config,
-        precision,
-        members,
-        module,
-        config.optimizer,
-        scheduler=config.scheduler,
-        scaler=config.scaler,
-        clip_norm=config.options.clip_norm,  # type: ignore[arg-type]
-        average=average,
-    )
-    return update
-
-
-def _make(
-    make: Callable[..., Any],
-    config: RunConfig,
-    precision: Precision,
-    members: Membership,
-    module: nn.Module,
-    optimizer: Any,
-    *,
-    scheduler: Any,
-    scaler: Any,
-    clip_norm: float | None,
-    average: WeightAverage | None,
-) -> Any:
-    options, finite = config.options, None
-    if options.check_finite != "off":
-        named, is_complete = list(module.named_parameters()), options.check_finite == "all"
-        finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
+    if not isinstance(options.update, str):
+        return options.update
     return make(
         list(module.parameters()),
-        optimizer,
-        scheduler=scheduler,
-        scaler=precision.find_scaler(scaler),
-        clip_norm=clip_norm,
-        finite=finite,
+        config.optimizer,
+        scheduler=config.scheduler,
+        clip_norm=options.clip_norm,
         average=average,
+        **settings(module, config.scaler),
     )
