@@ -89,24 +89,16 @@ def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> RunResu
 
 def _make_workers(run: LocalRun, rendezvous: Rendezvous) -> Generations | Follower:
     """What tells the other machines about the workers of this one, and keeps them alive."""
+    alike: dict[str, Any] = {"say": run.console.tell, "channels": rendezvous.channels}
+    alike |= {name: getattr(rendezvous, name) for name in ("survives", "survives_errors")}
     if rendezvous.server is None:
-        return Follower(
-            say=run.console.tell,
-            survives=rendezvous.survives,
-            survives_errors=rendezvous.survives_errors,
-            channels=rendezvous.channels,
-            silence_s=rendezvous.patience_s + FOLLOWER_GRACE_S,
-            lead=LEAD,
-            lead_name=rendezvous.lead_name,
-        )
+        silence_s = rendezvous.patience_s + FOLLOWER_GRACE_S
+        return Follower(**alike, silence_s=silence_s, lead=LEAD, lead_name=rendezvous.lead_name)
     machines = [node for node, size in enumerate(rendezvous.sizes) for _ in range(size)]
     roster = run.make_roster(len(machines), dict(enumerate(machines)))
     roster.here = rendezvous.node
     return Generations(
-        say=run.console.tell,
-        survives=rendezvous.survives,
-        survives_errors=rendezvous.survives_errors,
-        channels=rendezvous.channels,
+        **alike,
         silence_s=rendezvous.patience_s + LEAD_GRACE_S,
         roster=roster,
         on_machine_gone=rendezvous.on_machine_gone,
@@ -288,7 +280,8 @@ class Rendezvous:
         def missing() -> str:
             nonlocal count, last_call_s
             for name in server.channels.keys() - callers.keys():
-                renew = partial(_take_connection, server, name)
+                # What the machine has connected anew with, if it has.
+                renew = lambda _, name=name: server.channels.pop(name, None)  # noqa: E731
                 callers[name] = Channel(renew, is_lead=True)
             for channel in callers.values():
                 self._admit(channel, size_by_node)
@@ -401,11 +394,6 @@ class Rendezvous:
         numbers = self.inbox.read() if self.inbox in ready else []
         if numbers:
             raise Interrupted(numbers[0])
-
-
-def _take_connection(server: StoreServer, name: bytes, is_needed: bool) -> Any:
-    """What a machine has connected anew with, if it has."""
-    return server.channels.pop(name, None)
 
 
 def _bind_address(host: str) -> str:
