@@ -1,6 +1,6 @@
 from paceline.record.facts import find_weight as find_weight
 from paceline.record.facts import flat_facts as flat_facts
-from paceline.record.facts import size_facts as size_facts
+from paceline.record.facts import tensor_bytes as tensor_bytes
 from paceline.record.facts import tree_facts as tree_facts
 from paceline.record.hooks import StepRecording as StepRecording
 from paceline.record.hooks import trained_parameters as trained_parameters

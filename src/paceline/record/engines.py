@@ -168,7 +168,7 @@ def describe_replicas(
     weights = list(bare(rec.model).parameters())
     copies = {call.weights for call in calls if not call.weights <= memories(weights)}
     model = TensorFacts(
-        name="model", shape=[], dtype="", device="", bytes=facts.size_facts(weights)
+        name="model", shape=[], dtype="", device="", bytes=facts.tensor_bytes(weights)
     )
     on_replicas = {
         "split": [tree("input", call.arguments) for call in calls],
@@ -190,10 +190,10 @@ def describe_replicas(
         at_home["gather"] = tree("output", whole.output)
         seconds["split"] = (begin_ns - whole.begin_ns) / 1e9
         seconds["gather"] = max(0, whole.end_ns - end_ns) / 1e9
-        moved["batch"] = facts.size_facts(whole.inputs)
-        moved["gather"] = facts.size_facts(whole.outputs) if size > 1 else 0
+        moved["batch"] = facts.tensor_bytes(whole.inputs)
+        moved["gather"] = facts.tensor_bytes(whole.outputs) if size > 1 else 0
         cut_off = [call.inputs for call in calls if not call.memories <= whole.memories]
-        moved["split"] = facts.size_facts(cut_off)
+        moved["split"] = facts.tensor_bytes(cut_off)
     parts = {
         name: [
             Part(title=place, worker=i, device=place, tensors=tensors[i])
@@ -263,10 +263,10 @@ def _main_device(
     """How many bytes pass through the main device in a step, and what they are, in words."""
     others = calls[1:]
     ways = {
-        "rows": facts.size_facts([call.inputs for call in others]),
+        "rows": facts.tensor_bytes([call.inputs for call in others]),
         "weights": model_bytes * len(others),
-        "outputs": facts.size_facts([call.outputs for call in others]) if "gather" in moved else 0,
-        "gradients": facts.size_facts(list(rec.averaged.values())) * len(others),
+        "outputs": facts.tensor_bytes([c.outputs for c in others]) if "gather" in moved else 0,
+        "gradients": facts.tensor_bytes(list(rec.averaged.values())) * len(others),
     }
     told = [f"{bytes_text(number)} of {name}" for name, number in ways.items() if number]
     through, copied = sum(ways.values()), sum(moved.values()) - moved.get("batch", 0)

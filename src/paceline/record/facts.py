@@ -39,7 +39,7 @@ def tree_facts(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
             shape=list(tensor.shape),
             dtype=dtype_name(tensor),
             device=str(tensor.device),
-            bytes=size_facts(tensor),
+            bytes=tensor_bytes(tensor),
             stats=_stats(tensor) if values or tensor.numel() >= FEWEST_FOR_STATS else None,
             first=first_values(tensor) if values else None,
         )
@@ -79,7 +79,7 @@ def row_values(tensors: Sequence[Tensor], row: int, rows: int) -> list[float] | 
     return None if found is None else first_values(found[row])
 
 
-def size_facts(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
     """The bytes of all tensors in a tree."""
     return sum(tensor.numel() * tensor.element_size() for tensor in find_tensors(value))
 

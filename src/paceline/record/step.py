@@ -278,7 +278,7 @@ def _trace(
         model=Model(
             name=type(whole).__name__,
             parameters=sum(p.numel() for p in parameters),
-            bytes=facts.size_facts(parameters),
+            bytes=facts.tensor_bytes(parameters),
         ),
         batch_rows=rows,
         dataset_rows=facts.dataset_rows(rec.dataset),

@@ -17,7 +17,7 @@ from torch import nn
 from paceline.ddp import DistributedDataParallel
 from paceline.files import read_value
 from paceline.group import World, exchange
-from paceline.record import Part, Stage, TensorFacts, flat_facts, size_facts
+from paceline.record import Part, Stage, TensorFacts, flat_facts, tensor_bytes
 from paceline.telemetry import bytes_text
 
 
@@ -51,7 +51,7 @@ def wrap_on_worker(
         [read_value(Part, parts[number], "part") for parts in everyone] for number in (0, 1)
     )
     several = world.size > 1
-    sent = size_facts(list(model.parameters())) * (world.size - 1)
+    sent = tensor_bytes(list(model.parameters())) * (world.size - 1)
     return wrapped, [
         _stage(
             "meet",
@@ -79,7 +79,7 @@ def wrap_on_worker(
 
 def place_replicas(model: nn.Module, main: str) -> list[Stage]:
     """The stage `place` of one process: the model on the main device."""
-    size = size_facts(list(model.parameters()))
+    size = tensor_bytes(list(model.parameters()))
     text = (
         f"The model, {bytes_text(size)} of weights, is brought to {main}, the main device, before "
         "it is wrapped; and so is every batch before the call."
