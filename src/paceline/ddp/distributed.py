@@ -148,7 +148,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         if is_followed:
             self._before_forward((inputs, kwargs))
         if self.device_ids:
-            inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
+            move = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
+            inputs, kwargs = map_tensors(move, (inputs, kwargs))
         if self._low_precision is not None:
             output = self._low_precision(module, inputs, kwargs)
         else:
@@ -474,6 +475,3 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
             if tensor.grad_fn is not None:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
                 reducer.unmarked_wish = None
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)

@@ -158,7 +158,8 @@ class Generations(Workers):
         if worker in self.dismissed:
             return True
         is_kill = end.killed_by and end.killed_by not in ASKS_TO_END
-        if is_kill and self.is_run and not self.channels and not self._has_trained():
+        has_trained = self.is_on and self.roster.has_trained
+        if is_kill and self.is_run and not self.channels and not has_trained:
             text = f"worker {worker} {end.how} before training began"
             self._end(StopReason.of(end, text, lost_in=BEFORE_TRAINING))
             return False
@@ -214,9 +215,6 @@ class Generations(Workers):
     def give_up(self, worker: int, reason: str) -> None:
         """A worker cannot be started."""
         self._carry_out(self.roster.give_up(worker, reason))
-
-    def _has_trained(self) -> bool:
-        return self.is_on and self.roster.has_trained
 
     def _rest(self) -> str:
         left = len(self.roster.members)

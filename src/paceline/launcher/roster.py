@@ -247,7 +247,11 @@ class Roster:
         if not place.is_leaving:
             place.is_leaving = True
             self.size -= 1
-        return [] if self.is_left else self._fill(now_s) + self._invite()
+        if self.is_left:
+            return []
+        # Others for workers that leave, where too few would be left.
+        more = self.grow(now_s) if self.size < self.min_workers else []
+        return more + self._invite()
 
     def on_left(self, worker: int) -> list[Order]:
         """A member has gone, as it was asked to; its process ends soon."""
@@ -306,10 +310,6 @@ class Roster:
 
     def machine_of(self, worker: int) -> int:
         return self.machine_by_worker.get(worker, self.here)
-
-    def _fill(self, now_s: float) -> list[Order]:
-        """Others for workers that leave, where too few would be left."""
-        return self.grow(now_s) if self.size < self.min_workers else []
 
     def _dismiss(self) -> list[Order]:
         """Those who have never joined are not waited for."""

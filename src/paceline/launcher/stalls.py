@@ -44,7 +44,7 @@ class StallJudge:
                 worker.is_dumped = False
             elif not worker.is_dumped:
                 worker.is_dumped = True  # and is ended at the next look
-                if DUMP_SIGNAL and worker.can_dump:
+                if DUMP_SIGNAL and worker.beats:  # it runs code of ours, which listens to that
                     os.kill(worker.pid, DUMP_SIGNAL)
             elif hangs:
                 seconds = self._end_s

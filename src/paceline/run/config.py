@@ -166,8 +166,8 @@ class RunOptions:
                 advice='Pass best_metric="loss", or another name that run.evaluate() returns.',
             )
         check_whole("steps_per_epoch", self.steps_per_epoch, or_none=True)
-        least_by_name = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0}
-        for name, least in (least_by_name | {"trace_step": 0}).items():
+        leasts = {"prefetch": 1, "keep": 2, "keep_best": 0, "noise_every": 0, "trace_step": 0}
+        for name, least in leasts.items():
             check_whole(name, getattr(self, name), least)
         check_choice("better", self.better, ("lower", "higher", None))
         find_better(self.best_metric, self.better)

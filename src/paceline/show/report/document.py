@@ -80,7 +80,8 @@ def learning(data: RunData) -> Json | None:
     names = dict.fromkeys(data.metrics)
     for event in (*epochs, *evaluations):
         names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
-    names = dict.fromkeys(each if each in data.metrics else parent_of(each) for each in names)
+    # A metric of the averaged weights is to be seen beside that of the others.
+    names = dict.fromkeys(n if n in data.metrics else n.removeprefix(AVERAGED) for n in names)
     order = {"loss": 0, "accuracy": 1}
     charts = [_chart(data, name) for name in sorted(names, key=lambda each: order.get(each, 2))]
     noise = [
@@ -129,11 +130,6 @@ def _chart(data: RunData, name: str) -> Json:
         "is_share": name.lower() in SHARES and all(0 <= value <= 1.0001 for value in values),
         "first_bad": curve.first_bad if curve else None,
     }
-
-
-def parent_of(name: str) -> str:
-    """The metric that one of the averaged weights is to be seen beside."""
-    return name.removeprefix(AVERAGED)
 
 
 def _points_of(data: RunData, kind: str, name: str) -> list[CurvePoint]:
