@@ -184,12 +184,10 @@ class Bucket:
             raise self._why_refused() from error
 
     def _hand_out_all(self, params: Sequence[Parameter | None]) -> None:
-        """Make the views the gradients as soon as they hold what the gradients held.
-
-        That frees the gradients' own memory in the middle of backward, where the next layers
-        can have it. The views are what they should be only when backward has ended, but nobody
-        looks before.
-        """
+        """Make the views the gradients as soon as they hold what the gradients held."""
+        # That frees the gradients' own memory in the middle of backward, where the next layers
+        # can have it. The views are what they should be only when backward has ended, but nobody
+        # looks before.
         try:
             for param, view in zip(params, self.views, strict=True):
                 if param is not None:

@@ -205,13 +205,12 @@ def refuse_transforms() -> None:
 
 
 def stop_idle_openmp_threads() -> None:
-    """End the OpenMP threads that help the calling one, where they are GNU's and can be asked to.
-
-    After every operation they spin for some milliseconds, in the hope of another one. The caller's
-    optimizer is such an operation, and the replicas start right after it: on two cores a step of
-    a small convolutional net took 37 ms instead of 31. The next large operation makes new ones, in
-    some 10 us for each. A forked process has none, but its OpenMP would wait for them forever.
-    """
+    """End the OpenMP threads that help the calling one, where they are GNU's and can be asked."""
+    # After every operation they spin for some milliseconds, in the hope of another one. The
+    # caller's optimizer is such an operation, and the replicas start right after it: on two cores a
+    # step of a small convolutional net took 37 ms instead of 31. The next large operation makes new
+    # ones, in some 10 us for each. A forked process has none, but its OpenMP would wait for them
+    # forever.
     functions = _openmp_pause_functions()
     if not functions or len(os.listdir(_TASKS)) <= threading.active_count():
         return  # there are no threads but Python's

@@ -109,12 +109,10 @@ class FlatCopies:
         self._seen: list[tuple[int, int, int]] | None = None
 
     def refresh(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters, unless it is certain that they have not changed.
-
-        A write through `param.data` leaves no trace, and training loops do that. So with gradients
-        on, they count as changed; see decision 0011. The buffer is a new one every time: graphs of
-        earlier forward passes still look at the old.
-        """
+        """Copy the parameters, unless it is certain that they have not changed."""
+        # A write through `param.data` leaves no trace, and training loops do that. So with
+        # gradients on, they count as changed; see decision 0011. The buffer is a new one every
+        # time: graphs of earlier forward passes still look at the old.
         is_training = torch.is_grad_enabled()
         seen = [(id(p), p.data_ptr(), -1 if p.is_inference() else p._version) for p in params]
         if seen == self._seen and not is_training:

@@ -102,13 +102,12 @@ _END_S = 0.5
 
 
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
-    """From now on no wait outlives the group that it is in, and what was aborted is refused.
-
-    A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in memory;
-    and what was started on the device after it goes on with that. So all are waited for on the
-    host. One of Gloo's ends with an error, but for a rare race: a message for which the other side
-    just asked, and which can be sent no more, is forgotten, and who waits for it waits for ever.
-    """
+    """From now on no wait outlives the group that it is in, and what was aborted is refused."""
+    # A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in
+    # memory; and what was started on the device after it goes on with that. So all are waited for
+    # on the host. One of Gloo's ends with an error, but for a rare race: a message for which the
+    # other side just asked, and which can be sent no more, is forgotten, and who waits for it waits
+    # for ever.
     _is_aborted[0] = is_aborted
 
 
@@ -351,15 +350,13 @@ _BLIND_WAIT_S = 0.02
 
 
 def give_way_at_exit() -> None:
-    """Let torch's threads finish before Python takes the interpreter apart, once per process.
-
-    Gloo's threads need the interpreter to let go of the last collective's tensors. One that waits
-    for it at the moment Python begins to take the interpreter apart is ended by force, inside code
-    that may not be left that way: the process aborts ("terminate called without an active
-    exception"), and its exit code is lost. A thread that comes later finds the interpreter gone and
-    continues without it. So all that is needed is a moment before, in which Python gives way until
-    those threads stand still.
-    """
+    """Let torch's threads finish before Python takes the interpreter apart, once per process."""
+    # Gloo's threads need the interpreter to let go of the last collective's tensors. One that waits
+    # for it at the moment Python begins to take the interpreter apart is ended by force, inside
+    # code that may not be left that way: the process aborts ("terminate called without an active
+    # exception"), and its exit code is lost. A thread that comes later finds the interpreter gone
+    # and continues without it. So all that is needed is a moment before, in which Python gives way
+    # until those threads stand still.
     pid = os.getpid()
     if pid not in _registered:  # a forked child has its parent's
         _registered.add(pid)

@@ -75,11 +75,6 @@ class WorkerProcess:
         if self.beats and is_idle and state != b"t":
             self.looks_silent += 1
 
-    @property
-    def can_dump(self) -> bool:
-        """Whether it runs code of ours that listens to the signal for it."""
-        return self.beats
-
     def send(self, number: int) -> None:
         """Signal the worker and everything it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -148,12 +143,11 @@ def end_now(workers: Iterable[WorkerProcess]) -> None:
 
 
 class OrphanGuard:
-    """A process that outlives a killed launcher just long enough to clean up.
+    """A process that outlives a killed launcher just long enough to clean up."""
 
-    The kernel kills workers whose launcher dies, but not what those workers have started. The guard
-    waits for the end of a pipe that only the launcher holds open, and kills their process groups.
-    It is not a fork: handlers that run around one would swallow an interrupt.
-    """
+    # The kernel kills workers whose launcher dies, but not what those workers have started. The
+    # guard waits for the end of a pipe that only the launcher holds open, and kills their process
+    # groups. It is not a fork: handlers that run around one would swallow an interrupt.
 
     def __init__(self) -> None:
         script = """trap '' INT QUIT HUP TERM; groups=; while read -r line; do groups=$line; done

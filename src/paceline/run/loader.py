@@ -279,16 +279,12 @@ Leaf = tuple[str, str, list[float]]
 
 
 def sum_up_samples(dataset: Any, size: int, seed: int, processes: int) -> dict[str, Any]:
-    """The first, the middle and the last sample, by index; not where two reads of it differ.
-
-    A run deals indices, so the sample of an index must be the same one on every worker. What
-    differs between two reads of one worker, with the same random numbers, is not compared. Real
-    numbers are compared roughly, because machines of different kinds round, resample and decode
-    differently; everything else exactly.
-
-    A loader process reads them if one reads all: what a dataset opens in the process that reads is
-    not to be shared with it.
-    """
+    """The first, the middle and the last sample, by index; not where two reads of it differ."""
+    # A run deals indices, so the sample of an index must be the same one on every worker. What
+    # differs between two reads of one worker, with the same random numbers, is not compared. Real
+    # numbers are compared roughly, because machines of different kinds round, resample and decode
+    # differently; everything else exactly. A loader process reads them if one reads all: what a
+    # dataset opens in the process that reads is not to be shared with it.
     settings = {"num_workers": min(processes, 1)}
     reader, indices = _TwoReads(dataset, seed), sorted({0, size // 2, size - 1})
     found: dict[str, Any] = {}

@@ -415,13 +415,12 @@ class Saving:
 
 
 class FolderLock:
-    """One run at a time in a folder: two would mix their checkpoints.
+    """One run at a time in a folder: two would mix their checkpoints."""
 
-    The lock is the kernel's and goes with the process, so a killed run leaves nothing to clean up.
-    A record lock and not `flock`: that one would be inherited by the processes that load data,
-    which outlive a killed training by seconds, in which it may be started again. So two runs in one
-    process are not told from one another.
-    """
+    # The lock is the kernel's and goes with the process, so a killed run leaves nothing to clean
+    # up. A record lock and not `flock`: that one would be inherited by the processes that load
+    # data, which outlive a killed training by seconds, in which it may be started again. So two
+    # runs in one process are not told from one another.
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

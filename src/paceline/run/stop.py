@@ -84,12 +84,10 @@ def describe_end(
 
 
 def find_thrown(frame: FrameType | None) -> BaseException | None:
-    """The exception that leaves `frame`, in which a generator is closed; None at a `break`.
-
-    Python tells a generator nothing of the exception that closes it. But the frame has executed
-    nothing since, and the traceback refers to it, and to the traceback the exception: from Python
-    3.12 on. Before, `UNKNOWN` stands for it.
-    """
+    """The exception that leaves `frame`, in which a generator is closed; None at a `break`."""
+    # Python tells a generator nothing of the exception that closes it. But the frame has executed
+    # nothing since, and the traceback refers to it, and to the traceback the exception: from Python
+    # 3.12 on. Before, `UNKNOWN` stands for it.
     while frame is not None and opname[frame.f_code.co_code[frame.f_lasti]] != "POP_TOP":
         traces = [each for each in gc.get_referrers(frame) if type(each) is TracebackType]
         if traces and not frame.f_code.co_flags & CO_GENERATOR:

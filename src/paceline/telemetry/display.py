@@ -284,12 +284,12 @@ class Progress:
 
 
 class _Turn:
-    """One caller draws at a time.
+    """One caller draws at a time."""
 
-    A signal handler may interrupt a drawing of its own thread; waiting for that would be for ever,
-    so its call is made as soon as the interrupted one is over. Or it interrupts a `print` of the
-    script's that waits for its reader, where Python refuses to write: then with the next call.
-    """
+    # A signal handler may interrupt a drawing of its own thread; waiting for that would be for
+    # ever, so its call is made as soon as the interrupted one is over. Or it interrupts a `print`
+    # of the script's that waits for its reader, where Python refuses to write: then with the next
+    # call.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

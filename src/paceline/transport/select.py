@@ -179,13 +179,12 @@ _NEVER_TRIM, _LARGEST_ON_HEAP = 2**31 - 1, 2**25
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed, unless the environment has settled that; whether it did.
-
-    Gradients move into their bucket in the middle of backward and are freed there. glibc gives
-    large blocks back to the system at once, and the next layer's gradient has its pages mapped and
-    cleared again: in a step of a 17M-parameter model that was 10,000 page faults and a tenth of
-    its time. The process's memory then stays near its peak, as with torch's allocator for GPUs.
-    """
+    """Tell glibc to keep what is freed, unless the environment has settled that; whether it did."""
+    # Gradients move into their bucket in the middle of backward and are freed there. glibc gives
+    # large blocks back to the system at once, and the next layer's gradient has its pages mapped
+    # and cleared again: in a step of a 17M-parameter model that was 10,000 page faults and a tenth
+    # of its time. The process's memory then stays near its peak, as with torch's allocator for
+    # GPUs.
     if platform.libc_ver()[0] != "glibc" or env.has_malloc_settings():
         return False
     try:

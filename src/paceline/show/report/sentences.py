@@ -220,12 +220,10 @@ def look_of(data: RunData) -> str:
 
 
 def pauses(data: RunData) -> list[str]:
-    """The longest times that one worker alone stood still, which are no reason to call it slow.
-
-    Either its own work takes long in a step while the others' does not, or the step as a whole:
-    who is stopped while it waits ends the step later than those it waited for. In the next step
-    these wait for it, perhaps in a message that is not counted as waiting.
-    """
+    """The longest times that one worker alone stood still, which are no reason to call it slow."""
+    # Either its own work takes long in a step while the others' does not, or the step as a whole:
+    # who is stopped while it waits ends the step later than those it waited for. In the next step
+    # these wait for it, perhaps in a message that is not counted as waiting.
     ranks = list(data.ranks.values())
     left_out = {done + step for _, done in data.starts for step in range(1, WARM_UP_STEPS + 1)}
     left_out |= {trace.step + step for trace in data.traces for step in range(2)}
