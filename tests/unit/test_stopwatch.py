@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from paceline.group.membership import Membership, NoGroup
 from paceline.telemetry import spans, stopwatch
@@ -126,7 +126,7 @@ def test_a_group_has_one_stopwatch_which_follows_its_members_to_another_group() 
 
 def test_any_optimizer_is_noticed_while_somebody_watches() -> None:
     gc.collect()
-    before = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+    before = dict(stopwatch._followers)
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     membership = Membership(Group())
@@ -138,4 +138,23 @@ def test_any_optimizer_is_noticed_while_somebody_watches() -> None:
     assert (seen, watch.phase) == (["optimizer"], "data")
     del membership
     gc.collect()
-    assert [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks] == before
+    assert stopwatch._followers == before
+
+
+def test_who_follows_optimizers_can_stop_in_the_middle_of_a_step() -> None:
+    """torch's own list of hooks must not change while it, or another thread, goes through it."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer, seen = torch.optim.SGD([parameter], lr=0.1), list[Any]()
+
+    def hear(stepped: Any) -> None:
+        stop()
+        seen.append(stepped)
+
+    stop = stopwatch.follow_optimizers(hear)
+    stop_after = stopwatch.follow_optimizers(lambda _: seen.append("after"), after=True)
+    optimizer.step()
+    optimizer.step()
+    stop_after()
+    optimizer.step()
+    assert seen == [optimizer, "after", "after"]

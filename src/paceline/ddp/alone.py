@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline import env
 from paceline.errors import DesyncError
 from paceline.group import Membership, default_group
+from paceline.telemetry import follow_optimizers
 
 WINDOW_S = 120.0
 """As long as `paceline run` waits before it speaks of a stall, unless told otherwise."""
@@ -41,8 +41,7 @@ class Loner:
         self._since_s = 0.0
         self.is_done = False
         """Gradients are averaged here, or there is nobody to average with."""
-        # It stays: removed, it would change a dictionary that another thread goes through.
-        register_optimizer_step_post_hook(self._on_step)
+        self._stop = follow_optimizers(self._on_step, after=True)
 
     def waits(self, membership: Membership, what: str) -> AbstractContextManager[None]:
         """Inside, this rank waits for all others before it can train."""
@@ -61,9 +60,11 @@ class Loner:
             with suppress(Exception):  # the store may be gone with the process that served it
                 if store is not None:
                     store.set(_KEY, "")  # deleted, it could go while another rank asks for it
-        self.is_done = what == AVERAGING
+        if what == AVERAGING:
+            self.is_done = True
+            self._stop()
 
-    def _on_step(self, *_: object) -> None:
+    def _on_step(self, _optimizer: object) -> None:
         if self.is_done or torch.compiler.is_compiling():
             return
         if not dist.is_initialized() or dist.get_world_size() == 1:

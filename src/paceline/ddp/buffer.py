@@ -87,6 +87,8 @@ class Bucket:
         self._always_views = always_views
         self.home: Tensor | None = None
         """Memory to live in, given by a transport; see Note [Whose memory]."""
+        self._count_home_uses: Callable[[], int] = int
+        self._count_uses: Callable[[], int] = int
         self._home_uses = 0
         self.scale = 1.0
         """What gradients are multiplied with when they are filled in."""
@@ -224,6 +226,7 @@ class Bucket:
         """Give the memory up to the gradients that are views of it."""
         self.buffer = self.flat = self.trailer = _NO_MEMORY
         self.views = []
+        self._count_uses = int
         self._is_lent = False
 
     def lend(self) -> None:
@@ -274,12 +277,13 @@ class Bucket:
 
     def settle_in(self, home: Tensor | None) -> None:
         """Live in this memory from the next fill on, whenever nobody looks at it."""
-        self.home = home
-        self._home_uses = count_storage_uses(home) if home is not None else 0
         self.release()
+        self.home = home
+        self._count_home_uses = int if home is None else count_storage_uses(home)
+        self._home_uses = self._count_home_uses()
 
     def _is_home_free(self) -> bool:
-        return self.home is not None and count_storage_uses(self.home) <= self._home_uses
+        return self.home is not None and self._count_home_uses() <= self._home_uses
 
     def _allocate(self) -> None:
         plan = self.plan
@@ -293,7 +297,8 @@ class Bucket:
         self.views = self._make_views()
         self._geometry = geometry(self.views)
         self._versions = None
-        self._storage_uses = count_storage_uses(self.buffer)
+        self._count_uses = count_storage_uses(self.buffer)
+        self._storage_uses = self._count_uses()
 
     def _make_views(self) -> list[Tensor]:
         buffer, offset = self.buffer, self.buffer.storage_offset()
@@ -315,12 +320,12 @@ class Bucket:
     def _is_unwatched(self) -> bool:
         """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
         references = max(map(sys.getrefcount, self.views), default=0)
-        is_shared = count_storage_uses(self.buffer) > self._storage_uses
+        is_shared = self._count_uses() > self._storage_uses
         return references <= _REFERENCES_TO_A_CACHED_VIEW and not is_shared
 
     def _is_watched(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether somebody still holds a gradient of an earlier step that lives in the buffer."""
-        if count_storage_uses(self.buffer) > self._storage_uses:
+        if self._count_uses() > self._storage_uses:
             return True
         references = list(map(sys.getrefcount, self.views))
         return any(

@@ -8,6 +8,7 @@ a forward pass went through the wrapper.
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -380,11 +381,19 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
 
     @outside_graphs
     def _before_forward(self, inputs: Any) -> None:
-        watched = self._reducer.observer
-        if self._is_alone:
-            assert watched is not None  # else nobody follows
-            watched.forward_begins()
+        if not self._is_alone:
+            self._meet_before_forward(inputs)
+        if (watched := self._reducer.observer) is None:
             return
+        if torch.is_grad_enabled():
+            watched.watch.thread = threading.get_ident()
+            watched.watch.mark((watched.watch.clock(), Phase.FORWARD))
+        else:  # evaluation is the user's own business
+            watched.watch.enter(Phase.OTHER)
+
+    def _meet_before_forward(self, inputs: Any) -> None:
+        """Do what ranks do together here, and look at what this one is about to compute."""
+        watched = self._reducer.observer
         if self._reducer.broken is not None or self.device.type != "cpu":
             self._reducer.on_forward()
         self._reducer.unmarked_wish = None  # a backward inside this forward is not the last one's
@@ -407,8 +416,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
             if has_rpc_agent():
                 refuse_distributed_autograd()
             self._check_model()
-        if watched is not None:
-            watched.forward_begins()
 
     def _check_model(self) -> None:
         """Raise if gradients would go to parameters without a hook of ours.

@@ -96,19 +96,16 @@ def prepare_torch(store_port: int, as_torch: bool) -> None:
 def tell_if_alone(tell: Callable[[], None]) -> None:
     """Call back if this process steps an optimizer before it is in a process group."""
     import torch.distributed
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    is_told = False
+    from paceline.telemetry import follow_optimizers
 
-    def look(*_: object) -> None:
-        nonlocal is_told
-        if not is_told:
-            is_told = True
-            is_possible = torch.distributed.is_available()
-            if not (is_possible and torch.distributed.is_initialized()):
-                tell()
+    def look(_optimizer: object) -> None:
+        stop()
+        is_possible = torch.distributed.is_available()
+        if not (is_possible and torch.distributed.is_initialized()):
+            tell()
 
-    register_optimizer_step_pre_hook(look)
+    stop = follow_optimizers(look)
 
 
 def serve_other_stores(store_port: int) -> None:

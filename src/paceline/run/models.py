@@ -9,8 +9,8 @@ one model is. All models together are one module: buffers, checkpoints and heali
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -294,17 +294,6 @@ def models_to_call(engine: Any) -> dict[str, ModelInTurn]:
     return {name: ModelInTurn(engine, name) for name in names}
 
 
-@dataclass(frozen=True)
-class Handles:
-    """The handles of several hooks, as one."""
-
-    handles: list[Any]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 class TurnUpdate:
     """The update of the model whose turn it is."""
 
@@ -353,7 +342,10 @@ class TurnUpdate:
         for update in self.updates.values():
             update.finish()
 
-    def refuse_others(self, known: Sequence[Any]) -> Handles:
-        """Refuse steps of optimizers that the run knows nothing of."""
+    def refuse_others(self, known: Sequence[Any]) -> Callable[[], None]:
+        """Refuse steps of optimizers that the run knows nothing of; what is returned ends that."""
         known = [*known, *self.parts["optimizer"].parts.values()]
-        return Handles([update.refuse_others(known) for update in self.updates.values()])
+        refusals = ExitStack()
+        for update in self.updates.values():
+            refusals.callback(update.refuse_others(known))
+        return refusals.close

@@ -71,7 +71,7 @@ class RunState:
     def end(self) -> None:
         """The loop is over."""
         if self._guard is not None:
-            self._guard.remove()
+            self._guard()
 
     def gather(
         self, position: Position, epoch_sums: ExactSums, *, with_parts: bool = True

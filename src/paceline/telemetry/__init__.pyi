@@ -34,6 +34,7 @@ from paceline.telemetry.stopwatch import Observer as Observer
 from paceline.telemetry.stopwatch import Stopwatch as Stopwatch
 from paceline.telemetry.stopwatch import begin_observing as begin_observing
 from paceline.telemetry.stopwatch import find_stopwatch as find_stopwatch
+from paceline.telemetry.stopwatch import follow_optimizers as follow_optimizers
 from paceline.telemetry.stopwatch import note_recorder as note_recorder
 from paceline.telemetry.stopwatch import note_waits as note_waits
 from paceline.telemetry.stragglers import StragglerDetector as StragglerDetector

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -232,7 +232,7 @@ class DeviceStopwatch(Stopwatch):
 class Observer:
     """One model's engine, observed.
 
-    forward_begins, bucket_starts ..., wait_for, step_ends
+    bucket_starts ..., wait_for, step_ends
 
     Between these the engine marks what begins on `watch` itself. A sum under way has `wait()`, and
     may have `is_completed()` and `missing()` too.
@@ -270,13 +270,6 @@ class Observer:
             watch.detector = stragglers.StragglerDetector(watch, self._membership)
         if wishes.stall_s and watch.stalls is None:
             stragglers.begin_stall_watch(watch, wishes.stall_s)
-
-    def forward_begins(self) -> None:
-        """In evaluation it is the user's own business."""
-        trains = torch.is_grad_enabled()
-        if trains:
-            self.watch.thread = threading.get_ident()
-        self.watch.enter(Phase.FORWARD if trains else Phase.OTHER)
 
     def note_samples(self, output: Any) -> None:
         """Record how many samples a forward pass had, by the length of what came out."""
@@ -427,41 +420,79 @@ def where() -> tuple[int, bool] | None:
     return max(watch.since_ns for watch in watches), waits
 
 
-def _all_watches() -> list[Stopwatch]:
-    groups = [key() for key in _watches.keyrefs()]  # at once: other threads may add theirs
-    found = [_watches.get(group) for group in groups if group is not None]
-    return [watch for watch in found if watch is not None]
+def _all_watches(*, of_thread: bool = False) -> list[Stopwatch]:
+    """Those of this process, or of this thread; none inside a graph of the compiler's."""
+    if torch.compiler.is_compiling():
+        return []
+    thread = threading.get_ident()
+    return [
+        watch
+        for key in _watches.keyrefs()  # all at once: other threads may add theirs
+        if (group := key()) is not None and (watch := _watches.get(group)) is not None
+        if not of_thread or watch.thread == thread
+    ]
 
 
 _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
 """By group, and as long as the group: models come and go at other times on every rank."""
-_handles: list[Any] = []
+_stops: list[Callable[[], None]] = []
 
 
 def _notice_waiting_and_optimizers() -> None:
     """Hear of collectives that are waited for, and of every optimizer's steps."""
     tell_of_waiting(waiting)
-    if not _handles:
-        before = register_optimizer_step_pre_hook(partial(_enter_here, Phase.OPTIMIZER))
-        after = register_optimizer_step_post_hook(partial(_enter_here, None))
-        _handles.extend((before, after))
+    if not _stops:
+        _stops.append(follow_optimizers(_on_update))
+        _stops.append(follow_optimizers(_on_updated, after=True))
 
 
 def _ignore_optimizers() -> None:
-    """Let go of the hooks when the last group is gone."""
-    if not _watches:
-        while _handles:
-            _handles.pop().remove()
+    """Hear no more of optimizers when the last group is gone."""
+    while _stops and not _watches:
+        _stops.pop()()
 
 
-def _enter_here(phase: Phase | None, *_: object) -> None:
-    """All stopwatches of this thread change their phase; None: to what comes after an update."""
-    if torch.compiler.is_compiling():
-        return
-    thread = threading.get_ident()
-    for watch in _all_watches():
-        if watch.thread == thread:
-            watch.enter(watch.between if phase is None else phase)
+def _on_update(_optimizer: object) -> None:
+    for watch in _all_watches(of_thread=True):
+        watch.mark((watch.clock(), Phase.OPTIMIZER))
+
+
+def _on_updated(_optimizer: object) -> None:
+    for watch in _all_watches(of_thread=True):
+        watch.enter(watch.between)
+
+
+Follower = Callable[[Any], None]
+"""Is given the optimizer."""
+_followers: dict[bool, tuple[Follower, ...]] = {False: (), True: ()}
+"""Who hears of optimizers before their steps and, under True, after them."""
+_changing = threading.Lock()
+
+
+def follow_optimizers(follower: Follower, *, after: bool = False) -> Callable[[], None]:
+    """Call this before, or after, every step of any optimizer; what is returned ends that.
+
+    torch has one hook for all of them, for good: another thread may be going through its list.
+    """
+    _hook_optimizers()
+    with _changing:
+        _followers[after] = (*_followers[after], follower)
+
+    def stop() -> None:
+        with _changing:
+            _followers[after] = tuple(each for each in _followers[after] if each is not follower)
+
+    return stop
+
+
+@cache
+def _hook_optimizers() -> None:
+    def tell(after: bool, optimizer: Any, *_: Any) -> None:
+        for follower in _followers[after]:
+            follower(optimizer)
+
+    register_optimizer_step_pre_hook(partial(tell, False))
+    register_optimizer_step_post_hook(partial(tell, True))
 
 
 def note_recorder() -> None:

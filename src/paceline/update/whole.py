@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import NotFiniteError, UsageError, check_members
 from paceline.group import Membership, exchange
+from paceline.telemetry import follow_optimizers
 from paceline.torch_private import foreach_mul_, foreach_norm, sparse_values
 from paceline.update.average import WeightAverage
 from paceline.update.kind import needs_closure, params_of
@@ -250,13 +249,13 @@ class WholeUpdate:
         if self._finite is not None:
             self._finite.ask()
 
-    def refuse_others(self, known: Collection[Any]) -> RemovableHandle:
-        """Until the handle is removed, refuse steps of optimizers that a run knows nothing of.
+    def refuse_others(self, known: Collection[Any]) -> Callable[[], None]:
+        """Refuse steps of optimizers that a run knows nothing of; what is returned ends that.
 
         `known` are objects that it saves.
         """
 
-        def refuse(other: Optimizer, *_: Any) -> None:
+        def refuse(other: Optimizer) -> None:
             if other is self._optimizer or self._is_stepping or any(other is k for k in known):
                 return
             ours = {id(param) for param in self._params}
@@ -268,7 +267,7 @@ class WholeUpdate:
                     'stepped alike on all workers, pass state={"second": optimizer}.',
                 )
 
-        return register_optimizer_step_pre_hook(refuse)
+        return follow_optimizers(refuse)
 
     def _step_optimizer(self) -> None:
         self._is_stepping = True
