@@ -21,7 +21,7 @@ backend = "cpu:gloo,cuda:nccl"
 assert can_form_anew(backend)
 env.leave_nccl_to_us()
 groups = Groups(HashStore(), Connections(), backend, timedelta(minutes=5))
-comm.refuse_aborted(lambda: groups.is_broken)
+comm.refuse_aborted(groups.broken.is_set)
 for number in range(4):
     alone = Generation(number, 0, 1)
     group = groups.make(alone, groups.meet(alone, bool))

@@ -11,9 +11,9 @@ from runs import CLASSES, QUIET, WIDTH, Rows, Told, assert_same, mlp, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.data.plan import Plan
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
-from paceline.run.plan import Plan
 from paceline.run.precision import Precision
 from paceline.testing import run_ranks, seeded
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.data import Files
 from paceline.data.lanes import DealtFiles, Lanes
+from paceline.data.plan import Plan, Portion, shards_of
 from paceline.errors import UsageError
-from paceline.run.plan import Plan, Portion, shards_of
 
 
 class Memory:

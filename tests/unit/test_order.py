@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline import DistributedSampler
 from paceline.data.order import KEEPS_UP_TO, KeyedOrder, choose_order, draw_order
+from paceline.data.plan import Plan
 from paceline.errors import UsageError
-from paceline.run.plan import Plan
 
 
 @given(st.integers(1, 3000), st.integers(-(2**63) + 1, 2**63 - 1), st.integers(0, 9))

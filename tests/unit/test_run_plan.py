@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
-from paceline.data.third_party_samplers import Generators
+from paceline.data.plan import Generators, Plan, shards_of
 from paceline.errors import UsageError
-from paceline.run.plan import Plan, shards_of
 
 
 @st.composite

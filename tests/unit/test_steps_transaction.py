@@ -16,9 +16,9 @@ from sentences import says
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.data.plan import Position
 from paceline.errors import NotFiniteError, UsageError
 from paceline.run import Run, RunOptions, Step
-from paceline.run.plan import Position
 from paceline.run.recovery import NoRecovery
 from paceline.run.stop import SIGNALS
 from paceline.testing import seeded

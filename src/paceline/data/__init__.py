@@ -6,6 +6,7 @@ cards, and the only thing to remember is how many cards are gone:
     order           the order itself: drawn as torch does, or computed where it is asked for
     deal            which positions of the order are whose, and how far a pass got
     sampler         `DistributedSampler`, `DistributedBatchSampler`: also around any other one
+    plan            which samples form which shard of which step, and their random numbers
     files           `Files`, samples in tar, Parquet, Arrow files or a stream of Hugging Face's
     lanes           which part of which file belongs to which step
     third_party_samplers   make a sampler of another library draw the same order on every rank

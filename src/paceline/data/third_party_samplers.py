@@ -11,12 +11,7 @@ global CPU generator, Python's `random`, and NumPy's `numpy.random` functions. W
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
-from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -25,6 +20,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from torch.utils.data import sampler as torch_samplers
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from paceline.data.plan import Generators, seed_globals
 from paceline.errors import UsageError
 
 # Exchanging the global generators takes some 150 us, so an unknown sampler is asked for this
@@ -91,7 +87,7 @@ def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
         return
     shared = Generators()
     with shared.kept():
-        _seed_globals(seed + epoch)
+        seed_globals(seed + epoch)
         items, state = iter(sampler), shared.state()
     while True:
         with shared.kept():
@@ -114,88 +110,3 @@ def _give_generators(parts: list[Any], seed: int) -> None:
         part.generator = torch.Generator(device).manual_seed(seed)
         # Two samplers in one must not draw the same numbers.
         seed = int(torch.randint(2**63 - 1, (), generator=source, device="cpu"))
-
-
-def _seed_globals(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := _numpy_random()) is not None:
-        numpy.seed(seed % 2**32)
-
-
-def _numpy_random() -> Any:
-    """NumPy's global generator, where NumPy is loaded."""
-    return getattr(sys.modules.get("numpy"), "random", None)
-
-
-class Generators:
-    """The generators of this process that code draws from without naming one.
-
-    They are torch's for the CPU and for the model's device, Python's, and NumPy's where it is
-    loaded. Between two steps they are seeded by (seed, step), so that what is drawn there is the
-    same on every worker, and after a restart.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        """`device` is the model's; without it only the CPU is touched, as in a loader's worker."""
-        is_other = device is not None and device.type not in {"cpu", "meta"}
-        self._device = device if is_other else None
-        self._of_device: Any = torch.get_device_module(device) if is_other else None
-
-    def seed(self, seed: int, purpose: str, *numbers: int) -> None:
-        """Seed all of them for one purpose, step and shard; equal for equal arguments only."""
-        text = "/".join(map(str, (seed, purpose, *numbers)))
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        value = int.from_bytes(digest, "little") >> 1
-        torch.default_generator.manual_seed(value)
-        if self._of_device is not None:
-            with self._of_device.device(self._device):
-                self._of_device.manual_seed(value)
-        random.seed(value)
-        if (numpy := _numpy_random()) is not None:
-            numpy.seed([value & 0xFFFFFFFF, value >> 32])
-
-    def state(self) -> tuple[Any, ...]:
-        numpy = _numpy_random()
-        return (
-            torch.default_generator.get_state(),
-            None if self._of_device is None else self._of_device.get_rng_state(self._device),
-            random.getstate(),
-            None if numpy is None else numpy.get_state(),
-        )
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        cpu, device, python, numpy = state
-        torch.default_generator.set_state(cpu)
-        if device is not None:
-            self._of_device.set_rng_state(device, self._device)
-        random.setstate(python)
-        if numpy is not None:
-            _numpy_random().set_state(numpy)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, anything may be drawn; afterwards the generators stand where they stood."""
-        state = self.state()
-        try:
-            yield
-        finally:
-            self.restore(state)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch on all devices, Python's `random` and NumPy, as `Run(seed=)` does not before it.
-
-    Called first in a program, on every worker alike, it makes the initial weights, and whatever
-    else is drawn before the run, a function of the seed.
-    """
-    check_seed(seed)
-    with suppress(ImportError):
-        import_module("numpy")
-    torch.manual_seed(seed)
-    _seed_globals(seed)
-
-
-def check_seed(seed: Any) -> None:
-    if type(seed) is not int or abs(seed) >= 2**63:
-        raise UsageError(f"seed is {seed!r:.40}.", advice="Pass a whole number.")

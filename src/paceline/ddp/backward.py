@@ -271,7 +271,7 @@ class BackwardFollower:
             not wants_sync,
             # While skipping no bucket is ever full, so the hooks need not ask.
             (layout.missing if wants_sync else layout.never_full).copy(),
-            versions=[] if layout.is_learned else layout.versions(),
+            versions=layout.versions() if wants_sync and not layout.is_learned else [],
             awaited=layout.awaited,
         )
         # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import env
-from paceline.data import Files, Generators
+from paceline.data import Files, Generators, Plan, Position, check_batch
 from paceline.ddp import (
     Audit,
     DDPOptions,
@@ -49,7 +49,13 @@ from paceline.run import islands
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
-from paceline.run.loader import MapLoader, StreamLoader, refuse_other_samples, sum_up_samples
+from paceline.run.loader import (
+    MapLoader,
+    StreamLoader,
+    make_plan,
+    refuse_other_samples,
+    sum_up_samples,
+)
 from paceline.run.member import Groups, can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.models import ByName, TurnEngine
@@ -64,7 +70,6 @@ from paceline.run.parts import (
     Training,
     loading,
 )
-from paceline.run.plan import Plan, Position, check_batch, make_plan
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import Survival
@@ -274,7 +279,7 @@ def _make_groups(link: Link, launched: Launched) -> Groups:
     assert launched.place is not None
     store, backend = connect(launched.place, None), link.backend or dist.get_backend()
     groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
-    refuse_aborted(lambda: groups.is_broken)
+    refuse_aborted(groups.broken.is_set)
     return groups
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import paceline
 from paceline import env
-from paceline.data import Files, check_seed
+from paceline.data import Files, Plan, Position, check_seed
 from paceline.ddp import DDPOptions
 from paceline.errors import (
     UsageError,
@@ -33,7 +33,6 @@ from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.models import Models, name_optimizer, take_models
-from paceline.run.plan import Plan, Position
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
 from paceline.run.same_bits import check_same_bits, describe_arithmetic

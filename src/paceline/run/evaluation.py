@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data import Files
+from paceline.data import Files, Shard
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
@@ -26,7 +26,6 @@ from paceline.run.config import Collate, check_dataset
 from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
-from paceline.run.plan import Shard
 from paceline.run.rows import call, check_rows, join
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary

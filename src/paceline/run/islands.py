@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data import Files
+from paceline.data import Files, Plan, check_batch
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, decode, encode, memory_of
 from paceline.group import Membership, waiting
 from paceline.islands import IslandPlace, Islands, Outer, Presence, Request, Shift, find_place
 from paceline.run import stop
-from paceline.run.plan import Plan, check_batch
 from paceline.run.state import broadcast_state
 from paceline.telemetry import Message, bytes_text, count_text
 from paceline.update import Loss, WholeUpdate
@@ -411,10 +410,3 @@ def attach(run: RunParts, plan: Plan | None) -> None:
     """The run is put together; `plan` is that of its island, if it has one."""
     if isinstance(run.training.update, OuterUpdate):
         run.training.update.attach(run, plan)
-
-
-def tend(run: RunParts) -> bool:
-    """Between two steps, do what islands owe each other; whether this one has steps to do."""
-    if isinstance(run.training.update, OuterUpdate):
-        run.training.update.tend()
-    return not run.progress.stopping

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from paceline.data import Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import find_tensors, gather_bytes, map_tensors
 from paceline.run.parts import Place, Training
-from paceline.run.plan import Shard
 from paceline.run.rows import call, check_rows, join
 from paceline.telemetry import Message, Sinks
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from itertools import islice, tee
 from typing import Any, NamedTuple
@@ -26,13 +26,87 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data import DealtFiles, Generators
+from paceline.data import (
+    DealtFiles,
+    Files,
+    Generators,
+    Lanes,
+    OrderName,
+    Plan,
+    Portion,
+    Position,
+    Shard,
+    choose_order,
+    shards_of,
+)
+from paceline.ddp import in_tree_order
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, memory_of
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
-from paceline.run.plan import Plan, Portion, Position, Shard, shards_of
 from paceline.torch_private import find_queue
+
+
+def make_plan(
+    config: RunConfig,
+    shards: int,
+    order: OrderName | None = None,
+    audits: Callable[[int, int, int], list[int]] | None = None,
+) -> Plan | None:
+    """Which samples form which step; None where samples cannot be asked for by number.
+
+    `order` is the one that the run began with, if it began before.
+    """
+    dataset, options = config.dataset, config.options
+    if config.loader is not None:
+        return None
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"dataset has the type {type(dataset).__name__}, which is not a dataset.",
+                advice="Pass an object with __len__ and __getitem__, or an iterable one.",
+            )
+        return None
+    if not isinstance(dataset, Sized):
+        raise UsageError(
+            f"The dataset has the type {type(dataset).__name__}, which has no length.",
+            advice="Give it __len__, or make it an IterableDataset.",
+        )
+    samples = len(dataset)
+    if options.order != "auto":
+        order = options.order
+    lanes = None
+    if isinstance(dataset, Files):
+        if options.order != "auto":
+            raise UsageError(
+                f"order is {options.order!r}, and files are read one after the other.",
+                advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
+            )
+        lanes = Lanes(
+            counts=dataset.counts,
+            shards=shards,
+            global_batch=config.global_batch,
+            lanes=dataset.lanes,
+            window=dataset.window,
+            seed=config.seed,
+            shuffle=options.shuffle,
+            drop_last=options.drop_last,
+        )
+        order = None
+    return Plan(
+        samples=samples,
+        global_batch=config.global_batch,
+        shards=shards,
+        epochs=config.epochs,
+        seed=config.seed,
+        shuffle=options.shuffle,
+        order=order or choose_order(samples),
+        lanes=lanes,
+        drop_last=options.drop_last,
+        merge_shards=options.merge_shards,
+        arrange=in_tree_order if options.same_bits else None,
+        audits=audits if options.audit else None,
+    )
 
 
 class MapLoader:

@@ -18,18 +18,19 @@ from torch import Tensor, nn
 
 import paceline
 from paceline import env
+from paceline.data import Portion
 from paceline.ddp import DDPOptions, Engine
 from paceline.errors import UsageError, refuse_unknown_arguments
 from paceline.group import World
-from paceline.run import islands, stop
+from paceline.run import stop
 from paceline.run.build import build_run
 from paceline.run.callback import Callback
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Score, evaluate
+from paceline.run.islands import OuterUpdate
 from paceline.run.metrics import Reports
 from paceline.run.models import models_to_call
 from paceline.run.parts import Outcome
-from paceline.run.plan import Portion
 from paceline.run.same_bits import fixed_arithmetic, refuse_other_threads
 from paceline.run.step import Step
 from paceline.run.stop import End, Requests
@@ -319,7 +320,9 @@ class Run:
         """This worker's part of the next step; None after the last."""
         if self._parts.recovery.must_go_back:
             self._parts.recovery.go_back()
-        return next(self._parts.dealing.portions, None) if islands.tend(self._parts) else None
+        if isinstance(self._parts.training.update, OuterUpdate):
+            self._parts.training.update.tend()
+        return None if self._parts.progress.stopping else next(self._parts.dealing.portions, None)
 
     def _why_over(self) -> tuple[End, int]:
         """How the loop has come to its end, and the signal, if it was one."""

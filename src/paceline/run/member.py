@@ -273,8 +273,8 @@ class Groups:
     ) -> None:
         """`connections` are those of the group that is there now."""
         self.backend = backend
-        self.is_broken = False
-        """Whether waits in the current group were ended: what NCCL leaves then is no result."""
+        self.broken = threading.Event()
+        """Waits in the current group were ended: what NCCL leaves then is no result."""
         self._store, self._connections, self._timeout = store, connections, timeout
         self._tries = 0
         self._aborting = threading.Lock()
@@ -295,7 +295,8 @@ class Groups:
     def make(self, generation: Generation, store: Store) -> Any:
         """The group of all who have met; every time that this fails it is tried for longer."""
         _spare_children()
-        self._tries, self.is_broken = self._tries + 1, False
+        self._tries += 1
+        self.broken.clear()
         way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:
             with way, self._connections.recorded():
@@ -322,7 +323,7 @@ class Groups:
     def leave(self) -> None:
         """Let go of the default group, if there is one."""
         has_nccl = bool(find_nccl_backends())
-        if has_nccl and not self.is_broken:
+        if has_nccl and not self.broken.is_set():
             torch.cuda.synchronize()  # what was begun before
         self.interrupt()
         if dist.is_initialized():
@@ -336,7 +337,7 @@ class Groups:
 
     def interrupt(self) -> None:
         """End what this process waits for in its groups; may be called from another thread."""
-        self.is_broken = True
+        self.broken.set()
         self._connections.shut()
         with self._aborting:  # it takes a second, after which another thread finds it done
             abort_together(find_nccl_backends())

@@ -122,7 +122,7 @@ class Metrics:
         """The sums of the step under way; waits for tensors."""
         sums: ExactSums = {}
         for name, entry in self._now.items():
-            read = [[*part.numbers, *(tensor.item() for tensor in part.tensors)] for part in entry]
+            read = [[*part.numbers, *map(Tensor.item, part.tensors)] for part in entry]
             add_sums(sums, {name: read})
         return sums
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data import Generators
+from paceline.data import Generators, Portion, Position
 from paceline.ddp import Audit, Engine
 from paceline.files import RunInfo
 from paceline.group import Membership, World, map_tensors, word_device
@@ -28,7 +28,6 @@ from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
-from paceline.run.plan import Portion, Position
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import NoRecovery, Recovery
@@ -37,6 +36,7 @@ from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.user_loader import UserLoader
 from paceline.run.watching import Watching
 from paceline.telemetry import Sinks
+from paceline.torch_private import count_collectives
 from paceline.update import Update, WeightAverage
 
 Loader = MapLoader | StreamLoader | UserLoader
@@ -121,8 +121,9 @@ class RunProgress:
     position: Position
     size: int
     """Workers of the current generation, as a plain number because every step asks for it."""
-    is_one_each: bool = True
-    """Whether every worker computes exactly one pass of each step: only then can a pass talk."""
+    count_talks: Callable[[], int] = int
+    """How many collectives this worker has started; 0 where every worker computes exactly one pass
+    of each step: only then can a pass talk."""
     scores: dict[str, float] = field(default_factory=dict)
     """What is known of the model as it is now: a step that is applied makes it another one."""
     stopping: int = 0
@@ -202,7 +203,8 @@ class RunParts:
         size, feed = self.progress.size, self.feed
         is_each = self.config.passes(feed.shards, size) == size <= feed.shortest_batch
         is_each = is_each and not self.training.audit.share
-        self.progress.is_one_each = is_each
+        group = self.place.membership.group
+        self.progress.count_talks = int if is_each else count_collectives(group)
 
     def recover_with(self, recovery: Recovery) -> None:
         """Leave lost workers to it."""

@@ -30,9 +30,9 @@ from paceline.run.member import Groups, Member
 from paceline.telemetry import Message, name_steps
 
 if TYPE_CHECKING:
+    from paceline.data import Portion
     from paceline.group import Link
     from paceline.run.parts import RunParts
-    from paceline.run.plan import Portion
 
 T = TypeVar("T")
 AGAIN: Any = object()

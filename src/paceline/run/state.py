@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint import Checkpoints, Saved
+from paceline.data import Position
 from paceline.ddp import broadcast_tensors
 from paceline.errors import CheckpointError, PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, put_together, take_apart
@@ -24,7 +25,6 @@ from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
 from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
-from paceline.run.plan import Position
 from paceline.run.rating import Rating, find_better
 from paceline.telemetry import Written
 from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged

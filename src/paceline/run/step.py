@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.data import Portion, Position, Shard
 from paceline.errors import PeerError, UsageError
 from paceline.record import StepRecording
 from paceline.run import losses
 from paceline.run.joint import JointLoss, refuse_with_joint, say_not_recorded
 from paceline.run.parts import Outcome, RunParts
-from paceline.run.plan import Portion, Position, Shard
 from paceline.telemetry import Message, Phase
-from paceline.torch_private import count_collectives
 from paceline.transport import mean_factor
 from paceline.update import Loss
 
@@ -224,22 +223,25 @@ class Step:
 
     def _batches(self, shards: list[Shard], loaded: Iterable[Any]) -> Generator[Any]:
         training = self._training
-        self._note_talks()
-        for shard, batch in zip(shards, loaded, strict=True):
-            training.generators.seed(self._config.seed, "model", *self._key, shard.number)
-            if training.buffers is not None:
-                training.buffers.begin_shard()
-            self._shard = shard
-            with ExitStack() as inside:
-                inside.enter_context(training.precision.forward)
-                if shard is not self._last:
-                    inside.enter_context(training.engine.no_sync())
-                if shard.is_second:  # what it logs is logged by the other worker
-                    inside.callback(self._metrics.take_back, self._metrics.put_aside())
-                yield batch
-            if self.state is Outcome.LOST:
-                return
-            self._end_shard()
+        self._talks = self._progress.count_talks()
+        with ExitStack() as before_last:
+            if shards and shards[0] is not self._last:
+                before_last.enter_context(training.engine.no_sync())
+            for shard, batch in zip(shards, loaded, strict=True):
+                training.generators.seed(self._config.seed, "model", *self._key, shard.number)
+                if training.buffers is not None:
+                    training.buffers.begin_shard()
+                self._shard = shard
+                if shard is self._last:
+                    before_last.close()
+                with ExitStack() as inside:
+                    inside.enter_context(training.precision.forward)
+                    if shard.is_second:  # what it logs is logged by the other worker
+                        inside.callback(self._metrics.take_back, self._metrics.put_aside())
+                    yield batch
+                if self.state is Outcome.LOST:
+                    return
+                self._end_shard()
 
     def _sum_up(self) -> bool:
         """Do what all workers do together when their shards are computed; False if one died."""
@@ -363,7 +365,9 @@ class Step:
             if training.buffers is not None:
                 training.engine.has_news = training.buffers.has_news(shard.number)
         with training.precision.backward:
-            if not self._recovery.holds(partial(training.update.backward, loss, factor)):
+            if shard is not self._last:  # nobody is waited for
+                training.update.backward(loss, factor)
+            elif not self._recovery.holds(partial(training.update.backward, loss, factor)):
                 self.state = Outcome.LOST
                 return
         self._computed = shard
@@ -371,7 +375,7 @@ class Step:
             self._losses.append(Loss(value, shard.number, shard.indices))
             self._items += count
         if shard is self._last:
-            self._note_talks()
+            self._talks = self._progress.count_talks()
         if training.noise is not None:
             training.noise.add(count)
         self._lap(Phase.BACKWARD)
@@ -473,17 +477,12 @@ class Step:
         if training.buffers is not None:
             training.buffers.restore()
 
-    def _note_talks(self) -> None:
-        if not self._progress.is_one_each:
-            self._talks = count_collectives(self._place.membership.group)
-
     def _refuse_talks(self) -> None:
         """Raise if the passes of shards talked to other workers: they compute other ones, or none.
 
         The engine talks in the last backward only, and the run before and after the passes.
         """
-        before = self._talks
-        self._note_talks()
+        before, self._talks = self._talks, self._progress.count_talks()
         if self._talks != before:
             losses.refuse_talks(self.number, self._feed.shards, self._progress.size)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.data import Portion, Position, Shard
 from paceline.errors import PeerError, UsageError, did_you_mean
 from paceline.run.models import TurnEngine, TurnUpdate
 from paceline.run.parts import Outcome, RunParts
-from paceline.run.plan import Portion, Position, Shard
 from paceline.run.step import Step
 from paceline.telemetry import Phase
 

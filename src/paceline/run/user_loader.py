@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from paceline.data import Generators
+from paceline.data import Generators, Portion, Position, Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import Membership, World, all_gather, find_tensors, gather_bytes
-from paceline.run.plan import Portion, Position, Shard
 from paceline.torch_private import find_queue
 
 

@@ -27,6 +27,7 @@ from paceline.telemetry.sinks import TerminalSink as TerminalSink
 from paceline.telemetry.sinks import Written as Written
 from paceline.telemetry.sinks import check_sinks as check_sinks
 from paceline.telemetry.sinks import means as means
+from paceline.telemetry.spans import note_recorder as note_recorder
 from paceline.telemetry.spans import spans_are_on as spans_are_on
 from paceline.telemetry.spans import start_spans as start_spans
 from paceline.telemetry.spans import stop_spans as stop_spans
@@ -35,7 +36,6 @@ from paceline.telemetry.stopwatch import Stopwatch as Stopwatch
 from paceline.telemetry.stopwatch import begin_observing as begin_observing
 from paceline.telemetry.stopwatch import find_stopwatch as find_stopwatch
 from paceline.telemetry.stopwatch import follow_optimizers as follow_optimizers
-from paceline.telemetry.stopwatch import note_recorder as note_recorder
 from paceline.telemetry.stopwatch import note_waits as note_waits
 from paceline.telemetry.stragglers import StragglerDetector as StragglerDetector
 from paceline.telemetry.stragglers import find_detector as find_detector

@@ -314,6 +314,31 @@ def _json(facts: Facts) -> str:
         return json.dumps({key: str(value) for key, value in facts.items()})
 
 
+def note_recorder() -> None:
+    """Somebody here records steps: a run, or the script itself."""
+    _recorders.append(True)
+
+
+_recorders: list[bool] = []
+
+
+def expect_recorder(step: int) -> None:
+    """`step` is to be recorded; if nobody does that in this program, its end says so."""
+    atexit.unregister(_say_what_was_not_recorded)
+    atexit.register(_say_what_was_not_recorded, step)
+
+
+def _say_what_was_not_recorded(step: int) -> None:
+    """Nobody records a step of a loop that is all the script's own; it must not be silent."""
+    if not _recorders:
+        print(
+            f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
+            f"paceline.Run. Here, put paceline.record_step(model, optimizer, step={step}, "
+            "folder=...) around a step.",
+            file=sys.stderr,
+        )
+
+
 # Note [Nanoseconds as microseconds]
 # The format wants microseconds, which importers read as floats, multiply by 1000, and round or cut
 # off to whole nanoseconds. Cut off, 0.317 may become 316 ns, and spans that touch would overlap.

@@ -12,8 +12,6 @@ says about itself. An engine without an observer tests one attribute and continu
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 import weakref
 from collections import deque
@@ -369,8 +367,7 @@ def begin_observing(membership: Membership, device: torch.device) -> Observer | 
     wishes = env.read_observation()
     rank, size = membership.rank, membership.size
     if wishes.trace_step and rank == 0:
-        atexit.unregister(_say_what_was_not_recorded)
-        atexit.register(_say_what_was_not_recorded, wishes.trace_step)
+        spans.expect_recorder(wishes.trace_step)
     if wishes.timeline and not spans.spans_are_on():
         place = env.read_placement()
         spans.start_spans(wishes.timeline, rank if place is None else place.rank)
@@ -493,22 +490,3 @@ def _hook_optimizers() -> None:
 
     register_optimizer_step_pre_hook(partial(tell, False))
     register_optimizer_step_post_hook(partial(tell, True))
-
-
-def note_recorder() -> None:
-    """Somebody here records steps: a run, or the script itself."""
-    _recorders.append(True)
-
-
-_recorders: list[bool] = []
-
-
-def _say_what_was_not_recorded(step: int) -> None:
-    """Nobody records a step of a loop that is all the script's own; it must not be silent."""
-    if not _recorders:
-        print(
-            f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
-            f"paceline.Run. Here, put paceline.record_step(model, optimizer, step={step}, "
-            "folder=...) around a step.",
-            file=sys.stderr,
-        )

@@ -54,12 +54,14 @@ for _path in (
 _CPU = torch.device("cpu")
 
 
-def count_collectives(group: Any) -> int:
-    """How many this rank has started in the group; 0 where the backend does not count."""
+def count_collectives(group: Any) -> Callable[[], int]:
+    """A function that says how many this rank has started in the group; 0 where that is unknown."""
     try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0
+        count: Callable[[], int] = group._get_sequence_number_for_group
+        count()
+    except (AttributeError, RuntimeError):  # no group of torch's, or a backend that does not count
+        return int
+    return count
 
 
 def can_abort_nccl() -> bool:

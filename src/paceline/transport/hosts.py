@@ -97,6 +97,7 @@ class BridgedBuckets(SharedBuckets):
     """Buckets that are summed on this host first, and then with those of the other hosts."""
 
     applies_weights = False  # this host does not know the weights of the others
+    writes_to_all = False  # they copy the leader's, once it holds the sum of all hosts
 
     def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers, leaders: Any) -> None:
         super().__init__(segment, flats, peers)
@@ -117,9 +118,6 @@ class BridgedBuckets(SharedBuckets):
 
     def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
         return C10d(self.group, "slices belong to single ranks").gather(buffer, what)
-
-    def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return ()
 
     def advance(self) -> None:
         super().advance()

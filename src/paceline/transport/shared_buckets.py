@@ -70,6 +70,8 @@ class SharedBuckets:
     """
 
     applies_weights = True
+    writes_to_all = True
+    """Whether the sum is written to every rank's bucket, and not only to the first one's."""
 
     def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers) -> None:
         self.group, self.ranks = group, ranks = peers.group, peers.ranks
@@ -183,10 +185,6 @@ class SharedBuckets:
         """Where this rank's bucket is handed over while its home is still in use."""
         return self.bucket(self.position, number, is_spare=True)
 
-    def targets(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Where else than in the first rank's bucket the sum is to be written."""
-        return tensors[1:]
-
     def _is_ready(self, number: int) -> bool:
         words, turn = self.words, self.turns[number]
         for row in self.ready:  # noqa: SIM110
@@ -199,11 +197,11 @@ class SharedBuckets:
         is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
         factor = 1.0
         if self.applies_weights:
-            weight = sum(self.segment.weights[row + number] for row in self._weight)
+            weight = sum([self.segment.weights[row + number] for row in self._weight])
             factor = 1.0 if weight == self._size else mean_factor(self._size, weight)
         if is_wide:
             factor /= self._size
-        spares = sum((self.words[row + number] & 1) << p for p, row in enumerate(self.ready))
+        spares = sum([(self.words[row + number] & 1) << p for p, row in enumerate(self.ready)])
         chunks = self._chunks.get((number, spares))
         if chunks is None:
             chunks = self._chunks[number, spares] = self._make_chunks(number)
@@ -215,7 +213,7 @@ class SharedBuckets:
                 total.mul_(factor)
             if is_wide:
                 tensors[0].copy_(total)
-            for tensor in self.targets(tensors):
+            for tensor in tensors[1:] if self.writes_to_all else ():
                 tensor.copy_(total)
 
     def _take_slices(self, number: int) -> None:

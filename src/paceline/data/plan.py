@@ -12,27 +12,21 @@ very samples that `DistributedSampler` with the same seed deals it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from hashlib import blake2b
+from importlib import import_module
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from paceline.data import (
-    EpochOfFiles,
-    Files,
-    KeyedOrder,
-    Lanes,
-    OrderName,
-    choose_order,
-    draw_order,
-)
-from paceline.ddp import in_tree_order
+from paceline.data.lanes import EpochOfFiles, Lanes
+from paceline.data.order import KeyedOrder, OrderName, draw_order
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +90,8 @@ class Plan:
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
     merge_shards: bool = False
     """Whether a worker's shards go through the model as one."""
-    in_tree_order: bool = False
-    """Whether shards whose gradients are added first come one after the other."""
+    arrange: Callable[[Sequence[int], int], Sequence[int]] | None = None
+    """Of a worker's shards and the number of all: the order in which it computes them."""
     audits: Callable[[int, int, int], list[int]] | None = None
     """Of step, rank and size: the shards that a rank computes besides its own."""
     steps_per_epoch: int = field(init=False)
@@ -129,8 +123,8 @@ class Plan:
         """What rank `rank` of `size` computes in every step after `done` steps."""
         per_epoch, order, order_of = self.steps_per_epoch, None, -1
         mine: Sequence[int] = shards_of(rank, size, self.shards)
-        if self.in_tree_order:
-            mine = in_tree_order(mine, self.shards)
+        if self.arrange is not None:
+            mine = self.arrange(mine, self.shards)
         for step in range(done + 1, self.steps + 1):
             epoch, batch = (step - 1) // per_epoch, self.batch(step)
             if epoch != order_of:
@@ -172,68 +166,6 @@ class Plan:
         return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
 
 
-def make_plan(
-    config: RunConfig,
-    shards: int,
-    order: OrderName | None = None,
-    audits: Callable[[int, int, int], list[int]] | None = None,
-) -> Plan | None:
-    """Which samples form which step; None where samples cannot be asked for by number.
-
-    `order` is the one that the run began with, if it began before.
-    """
-    dataset, options = config.dataset, config.options
-    if config.loader is not None:
-        return None
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        if not hasattr(dataset, "__iter__"):
-            raise UsageError(
-                f"dataset has the type {type(dataset).__name__}, which is not a dataset.",
-                advice="Pass an object with __len__ and __getitem__, or an iterable one.",
-            )
-        return None
-    if not isinstance(dataset, Sized):
-        raise UsageError(
-            f"The dataset has the type {type(dataset).__name__}, which has no length.",
-            advice="Give it __len__, or make it an IterableDataset.",
-        )
-    samples = len(dataset)
-    if options.order != "auto":
-        order = options.order
-    lanes = None
-    if isinstance(dataset, Files):
-        if options.order != "auto":
-            raise UsageError(
-                f"order is {options.order!r}, and files are read one after the other.",
-                advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
-            )
-        lanes = Lanes(
-            counts=dataset.counts,
-            shards=shards,
-            global_batch=config.global_batch,
-            lanes=dataset.lanes,
-            window=dataset.window,
-            seed=config.seed,
-            shuffle=options.shuffle,
-            drop_last=options.drop_last,
-        )
-        order = None
-    return Plan(
-        samples=samples,
-        global_batch=config.global_batch,
-        shards=shards,
-        epochs=config.epochs,
-        seed=config.seed,
-        shuffle=options.shuffle,
-        order=order or choose_order(samples),
-        lanes=lanes,
-        drop_last=options.drop_last,
-        merge_shards=options.merge_shards,
-        in_tree_order=bool(options.same_bits),
-        audits=audits if options.audit else None,
-    )
-
-
 def shards_of(rank: int, size: int, shards: int) -> range:
     """The shards that one worker computes, in order."""
     return range(rank, shards, size)
@@ -246,3 +178,88 @@ def check_batch(global_batch: int, shards: int) -> None:
             advice="Use a larger global_batch, fewer shards, or fewer workers: without shards= "
             "there is one shard per worker.",
         )
+
+
+def seed_globals(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := _numpy_random()) is not None:
+        numpy.seed(seed % 2**32)
+
+
+def _numpy_random() -> Any:
+    """NumPy's global generator, where NumPy is loaded."""
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+class Generators:
+    """The generators of this process that code draws from without naming one.
+
+    They are torch's for the CPU and for the model's device, Python's, and NumPy's where it is
+    loaded. Between two steps they are seeded by (seed, step), so that what is drawn there is the
+    same on every worker, and after a restart.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the model's; without it only the CPU is touched, as in a loader's worker."""
+        is_other = device is not None and device.type not in {"cpu", "meta"}
+        self._device = device if is_other else None
+        self._of_device: Any = torch.get_device_module(device) if is_other else None
+
+    def seed(self, seed: int, purpose: str, *numbers: int) -> None:
+        """Seed all of them for one purpose, step and shard; equal for equal arguments only."""
+        text = "/".join(map(str, (seed, purpose, *numbers)))
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        value = int.from_bytes(digest, "little") >> 1
+        torch.default_generator.manual_seed(value)
+        if self._of_device is not None:
+            with self._of_device.device(self._device):
+                self._of_device.manual_seed(value)
+        random.seed(value)
+        if (numpy := _numpy_random()) is not None:
+            numpy.seed([value & 0xFFFFFFFF, value >> 32])
+
+    def state(self) -> tuple[Any, ...]:
+        numpy = _numpy_random()
+        return (
+            torch.default_generator.get_state(),
+            None if self._of_device is None else self._of_device.get_rng_state(self._device),
+            random.getstate(),
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        cpu, device, python, numpy = state
+        torch.default_generator.set_state(cpu)
+        if device is not None:
+            self._of_device.set_rng_state(device, self._device)
+        random.setstate(python)
+        if numpy is not None:
+            _numpy_random().set_state(numpy)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, anything may be drawn; afterwards the generators stand where they stood."""
+        state = self.state()
+        try:
+            yield
+        finally:
+            self.restore(state)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on all devices, Python's `random` and NumPy, as `Run(seed=)` does not before it.
+
+    Called first in a program, on every worker alike, it makes the initial weights, and whatever
+    else is drawn before the run, a function of the seed.
+    """
+    check_seed(seed)
+    with suppress(ImportError):
+        import_module("numpy")
+    torch.manual_seed(seed)
+    seed_globals(seed)
+
+
+def check_seed(seed: Any) -> None:
+    if type(seed) is not int or abs(seed) >= 2**63:
+        raise UsageError(f"seed is {seed!r:.40}.", advice="Pass a whole number.")
