@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,31 +19,49 @@ import os, signal, sys, torch, paceline
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-folder, epochs, kills = sys.argv[1], int(sys.argv[2]), [int(n) for n in sys.argv[3:]]
+folder, epochs, update = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+kills = [(int(step), int(rank), where) for step, rank, where in map(str.split, sys.argv[4:])]
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
 g = torch.Generator().manual_seed(1)
 data = torch.utils.data.TensorDataset(
     torch.randn(90, 8, generator=g), torch.randint(3, (90,), generator=g))
-options = paceline.RunOptions(progress="quiet", same_bits=True, precision="bf16", clip_norm=1.0)
+options = paceline.RunOptions(progress="quiet", same_bits=True, precision="bf16", clip_norm=1.0,
+                              update=update)
+
+def die(where):
+    mark = f"{folder}.{step.number}"
+    if (step.number, run.world.rank, where) in kills and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
 run = paceline.Run(net, torch.optim.AdamW(net.parameters(), lr=0.02), data, global_batch=30,
                    epochs=epochs, shards=6, folder=folder, options=options)
 for step in run:
     with step:
         for x, y in step.batches():
-            mark = f"{folder}.{step.number}"
-            if step.number in kills and run.world.rank == 1 and not os.path.exists(mark):
-                open(mark, "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            step.backward(cross_entropy(run.model(x), y))
+            die("before")
+            out = run.model(x)
+            step.backward(cross_entropy(out, y))
+            die("between")
+            run.log("right", (out.argmax(1) == y).double().mean() / 3, weight=len(y))
+        die("after")
+    die("behind")
 open("after", "w").close()
 """
 
 
-def train(where: Path, name: str, workers: int, epochs: int, *kills: int) -> None:
+WHERE = ("before", "between", "after", "behind")
+
+
+def train(
+    where: Path, name: str, workers: int, epochs: int, *kills: str, update: str = "whole"
+) -> None:
+    """A kill is step, rank and where: before a backward or after it, after the loop over batches
+    or behind the block."""
     (where / "train.py").write_text(SCRIPT)
     launcher = ["-m", "paceline", "run", "--workers", workers] if workers > 1 else []
-    command = [sys.executable, *launcher, "train.py", name, epochs, *kills]
+    command = [sys.executable, *launcher, "train.py", name, epochs, update, *kills]
     done = subprocess.run(
         list(map(str, command)),
         cwd=where,
@@ -53,13 +73,49 @@ def train(where: Path, name: str, workers: int, epochs: int, *kills: int) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_deaths_and_other_sizes_change_no_bit(tmp_path: Path) -> None:
-    train(tmp_path, "alone", 1, 4)
-    train(tmp_path, "disturbed", 2, 1)
-    train(tmp_path, "disturbed", 3, 4, 5, 9)
-    alone = read_hashes(tmp_path / "alone")
-    assert sorted(alone) == [12]
-    assert compare(alone, read_hashes(tmp_path / "disturbed"))["step"] is None
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    """Those of epochs, by epoch, as the run folder has them."""
+    lines = [
+        json.loads(line)
+        for path in sorted((folder / "events").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return {each["epoch"]: each["metrics"] for each in lines if each["kind"] == "epoch"}
+
+
+EPOCHS = 5
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("alone")
+    train(where, "run", 1, EPOCHS)
+    assert sorted(read_hashes(where / "run")) == [3 * EPOCHS]
+    assert metrics_of(where / "run")[EPOCHS - 1].keys() == {"loss", "right", "grad_norm"}
+    return where / "run"
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert compare(read_hashes(expected), read_hashes(found))["step"] is None
+    assert metrics_of(found) == metrics_of(expected)
+
+
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+def test_deaths_change_no_bit(update: str, alone: Path, tmp_path: Path) -> None:
+    draw = random.Random(update)
+    steps = sorted(draw.sample(range(2, 3 * EPOCHS), 8))
+    kills = [f"{step} {number % 3} {WHERE[number % 4]}" for number, step in enumerate(steps)]
+    train(tmp_path, "run", 3, EPOCHS, *kills, update=update)
+    assert len(list(tmp_path.glob("run.*"))) > 4, "ranks were there to die"
+    assert_same(tmp_path / "run", alone)
+
+
+@pytest.mark.timeout(300)  # four launches
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+def test_other_sizes_change_no_bit(update: str, alone: Path, tmp_path: Path) -> None:
+    for epochs, workers in enumerate((3, 2, 1, 4), 2):
+        train(tmp_path, "run", workers, epochs, update=update)
+    assert_same(tmp_path / "run", alone)
 
 
 def test_the_first_difference_is_named() -> None:
@@ -80,10 +136,10 @@ def replay(where: Path, *arguments: str) -> Any:
 
 
 def test_a_recorded_step_is_computed_again_on_one_worker(tmp_path: Path) -> None:
-    train(tmp_path, "run", 3, 4, 5)
+    train(tmp_path, "run", 3, 4, "5 1 before")
     (tmp_path / "after").unlink()
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
-    script = ["--script", "train.py run 4 5"]
+    script = ["--script", "train.py run 4 whole"]
     done = replay(tmp_path, "--step", "12", *script)
     assert done.returncode == 0, done.stderr
     assert "Steps 10 to 12" in done.stdout

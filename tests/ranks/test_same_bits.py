@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from paceline.ddp import DDPOptions, NaiveEngine
 from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fold_from
 from paceline.errors import DesyncError, UsageError
-from paceline.run import Run, RunOptions
+from paceline.run import Run, RunOptions, hash_state
 from paceline.run.metrics import add_exactly, means, round_sum
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.testing import run_ranks, seeded
@@ -232,18 +233,79 @@ def test_no_bit_depends_on_how_short_the_last_batch_is() -> None:
     [
         {"options": {"merge_shards": True}},
         {"options": {"noise_every": 2, "audit": 0.5}},
-        {"options": {"update": "sharded"}},
         {"engine": NaiveEngine},
         {"ddp": DDPOptions(compression="bf16")},
         {"build": lambda: nn.Sequential(mlp(), nn.SyncBatchNorm(CLASSES))},
     ],
-    ids=["merge_shards", "noise_every", "update", "engine", "ddp", "model"],
+    ids=["merge_shards", "noise_every", "engine", "ddp", "model"],
 )
 def test_what_cannot_be_kept_is_refused(cause: dict[str, Any]) -> None:
     cause = dict(cause)
     options = cause.pop("options", {})
     with pytest.raises(UsageError, match=r"same_bits|audit"):
         same(None, cause.pop("build", mlp), options, **cause)
+
+
+class Conv(nn.Module):
+    """Weights in another order of memory than that of their dimensions, and one without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 37, (2, 3), padding=1)
+        self.last, self.unused = nn.Linear(37, CLASSES), nn.Linear(9, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.conv(x.view(-1, 2, 1, 3)).tanh().mean((2, 3)))
+        return out
+
+
+def conv() -> nn.Module:
+    return seeded(Conv()).to(memory_format=torch.channels_last)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True, amsgrad=True),
+    "AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+    "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, fused": partial(torch.optim.SGD, momentum=0.9, fused=True),
+    "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_bit_depends_on_how_the_update_is_shared_out_or_gradients_travel(
+    optimizer: str, transport: Any
+) -> None:
+    def body(world: Any, update: Any) -> dict[str, str]:
+        net = conv()
+        made = OPTIMIZERS[optimizer](net.parameters(), lr=0.01)
+        how = RunOptions(progress="quiet", same_bits=True, update=update, clip_norm=0.5, ema=0.9)
+        ddp = None if world is None else DDPOptions(transport=transport)
+        run = Run(net, made, Rows(48), global_batch=24, epochs=3, shards=8, world=world,
+                  options=how, ddp=ddp)  # fmt: skip
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(cross_entropy(run.model(x), y))
+        return hash_state({"model": net.state_dict(), "optimizer": made.state_dict()})
+
+    expected = body(None, "whole")
+    for size in SIZES:
+        for update in ("whole", "sharded"):
+            assert run_ranks(size, body, update) == [expected] * size, (size, update)
+
+
+def test_an_optimizer_whose_bits_are_not_known_is_refused_by_name() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    net = mlp()
+    how = RunOptions(progress="quiet", same_bits=True, update="sharded", elementwise=True)
+    with pytest.raises(UsageError, match="Mine"):
+        Run(net, Mine(net.parameters()), Rows(48), global_batch=24, epochs=1, options=how)
 
 
 def test_the_tree_knows_no_workers() -> None:

@@ -5,6 +5,7 @@ from paceline.ddp.buffer import geometry as geometry
 from paceline.ddp.checks import broadcast_tensors as broadcast_tensors
 from paceline.ddp.distributed import DistributedDataParallel as DistributedDataParallel
 from paceline.ddp.engine import Engine as Engine
+from paceline.ddp.engine import SummedGradients as SummedGradients
 from paceline.ddp.engine import check_engine as check_engine
 from paceline.ddp.fingerprint import SameRowsWarning as SameRowsWarning
 from paceline.ddp.hooks import GradBucket as GradBucket

@@ -160,12 +160,28 @@ class Bucket:
 
     def fill_zeros(self) -> list[int]:
         """Fill the buffer as if no parameter had a gradient; list them all."""
+        self.fill_from(None)
+        return self.indices
+
+    def fill_from(self, flat: Tensor | None) -> None:
+        """Take over what another buffer of this layout holds; zeros where there is none."""
         self._make_ready()
         if self._is_watched([None] * len(self.views)):
             self._allocate()
-        self.flat.zero_()
+        if flat is None:
+            self.flat.zero_()
+        else:
+            self.buffer.copy_(flat)
         self._is_plain = False
-        return self.indices
+
+    def copy_to(self, flat: Tensor) -> None:
+        """Bring every local gradient into another buffer of this layout; zeros without one."""
+        grads = self._grads()
+        if any(grad is None for grad in grads):
+            flat.zero_()
+        views = self._make_views(flat)
+        pairs = [(g, v) for g, v in zip(grads, views, strict=True) if g is not None]
+        self._copy([grad for grad, _ in pairs], [view for _, view in pairs])
 
     def hand_out(self, used: Sequence[bool], is_untouched: bool = False) -> None:
         """Make the averages the parameters' gradients.
@@ -177,7 +193,7 @@ class Bucket:
         if self._is_plain and is_untouched:
             return  # done already
         if not self._is_intact():  # a hook of the caller's has rebound a gradient
-            self.views = self._make_views()
+            self.views = self._make_views(self.buffer)
         elif all(map(is_, self._grads(), self.views)):
             return
         try:
@@ -294,14 +310,14 @@ class Bucket:
             make = torch.zeros if self._has_gaps else torch.empty
             self.buffer = make(plan.length, dtype=plan.dtype, device=plan.device)
         self.flat, self.trailer = self.buffer[: plan.numel], self.buffer[plan.numel :]
-        self.views = self._make_views()
+        self.views = self._make_views(self.buffer)
         self._geometry = geometry(self.views)
         self._versions = None
         self._count_uses = count_storage_uses(self.buffer)
         self._storage_uses = self._count_uses()
 
-    def _make_views(self) -> list[Tensor]:
-        buffer, offset = self.buffer, self.buffer.storage_offset()
+    def _make_views(self, buffer: Tensor) -> list[Tensor]:
+        offset = buffer.storage_offset()
         with views_unknown_to_autograd():
             return [
                 buffer.as_strided(size, stride, offset + slot.start)

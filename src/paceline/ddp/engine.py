@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import nn
 
+from paceline.ddp.buffer import Bucket
 from paceline.errors import check_members
 from paceline.group import Membership
+from paceline.transport import Transport
 
 
 class Engine(Protocol):
@@ -59,6 +62,31 @@ class Engine(Protocol):
     def on_generation(self) -> None:
         """The membership has moved on: find memory, order and transport anew."""
         ...
+
+
+class SummedGradients(Protocol):
+    """What an update that is shared out needs of an engine: where the sums are, on all ranks."""
+
+    membership: Membership
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def steps(self) -> int:
+        """The number of the step whose gradients were summed last, and one more."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
+    @property
+    def transport(self) -> Transport:
+        """How tensors travel; the first to ask in a generation are all ranks at one point."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether ranks may run out of inputs."""
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, where the transport can."""
 
 
 METHODS = [name for name, member in vars(Engine).items() if callable(member) and name[0] != "_"]

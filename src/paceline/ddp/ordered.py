@@ -22,11 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.audit import Audit
+from paceline.ddp.buffer import Bucket, ParamRef
 from paceline.ddp.naive import NaiveEngine
+from paceline.ddp.plan import BucketPlan, Slot
 from paceline.errors import UsageError
 from paceline.group import Membership, all_gather, all_reduce, word_device
-from paceline.torch_private import foreach_copy_, foreach_mul_
-from paceline.transport import ALIGNMENT, Buckets, Flat, TransportChoice, place, round_up
+from paceline.torch_private import foreach_mul_
+from paceline.transport import (
+    ALIGNMENT,
+    Buckets,
+    Reduction,
+    SharedBuckets,
+    SharedMemory,
+    Transport,
+    TransportChoice,
+    place,
+    round_up,
+)
 
 Sum = list[Tensor | None]
 """Flat buffers, those of a branch's gradients; None where no shard of it has any."""
@@ -88,7 +100,7 @@ class OrderedEngine(NaiveEngine):
     """Keeps one model equal on all workers, and its gradients the same bits at any number of them.
 
         backward of a shard --> its gradient is taken, and added where its neighbour is there
-        the last one        --> weights are exchanged, branches added between workers, all divided
+        take_part()         --> weights are exchanged, branches added between workers, all divided
 
     Invariant: which numbers are added to which depends on the shards alone. A gradient that a shard
     does not have counts as zeros, wherever another shard of the step has one.
@@ -112,12 +124,15 @@ class OrderedEngine(NaiveEngine):
     def listens(self) -> bool:
         return True
 
+    @property
+    def reducer(self) -> OrderedSums:
+        """What an update that is shared out needs of an engine."""
+        return self._sums
+
     def _on_backward_end(self, wants_sync: bool) -> None:
         if self._is_touched:
             self._is_touched = False
-            self._sums.take_gradients()
-            if wants_sync:
-                self.take_part()
+            self._sums.take_gradients(is_last=wants_sync)
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
@@ -135,13 +150,17 @@ class OrderedEngine(NaiveEngine):
         self.has_news = self._sums.finish(has_news=self.has_news)
 
     def on_generation(self) -> None:
-        self._sums.buckets = None
-        if (audit := self._sums.audit) is not None:
-            audit.forget()
+        self._sums.on_generation()
 
 
 class OrderedSums:
-    """The gradients of one step of one model on their way up the tree."""
+    """The gradients of one step of one model on their way up the tree.
+
+    spare memory --(a shard's gradient)--> branches --(the last shard's)--> one branch, in the
+    buckets --(added between workers)--> the sum, there too, which is handed out
+    """
+
+    is_joined, backwards = False, 0
 
     def __init__(
         self,
@@ -156,8 +175,8 @@ class OrderedSums:
         self.audit = audit
         self._second: tuple[int, float] | None = None
         """The shard of the next backward, and its weight, if another worker computes it, too."""
-        self.buckets: Buckets | None = None
-        """Where two workers' branches are added, found anew in every generation."""
+        self._places: Buckets | None = None
+        """Where workers' branches are added, found anew in every generation."""
         self._step = 0
         self._mine: list[int] = []
         self._weights: dict[int, float] = {}
@@ -165,6 +184,38 @@ class OrderedSums:
         self._spare: list[list[Tensor]] = []
         self._layout: _Layout | None = None
         self._choice = TransportChoice(membership, devices, transport)
+
+    @property
+    def size(self) -> int:
+        return self.membership.size
+
+    @property
+    def steps(self) -> int:
+        """As a reducer counts, which has counted this one when its gradients are handed out."""
+        return self._step + 1
+
+    @property
+    def transport(self) -> Transport:
+        return self._choice.get()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._find_layout().buckets
+
+    def align(self) -> None:
+        """Gradients begin where parameters can."""
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, where the transport can."""
+        if isinstance(self.transport, SharedMemory):
+            self.transport.meet(what)
+
+    def on_generation(self) -> None:
+        self._places = None
+        for bucket in () if self._layout is None else self._layout.buckets:
+            bucket.settle_in(None)
+        if self.audit is not None:
+            self.audit.forget()
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -175,7 +226,7 @@ class OrderedSums:
             self._layout.has_grad = [False] * len(self._layout.params)
             trained = [param for param in self.module.parameters() if param.requires_grad]
             if list(map(id, trained)) != list(map(id, self._layout.params)):  # some were unfrozen
-                self._layout, self._spare, self.buckets = None, [], None
+                self._layout, self._spare, self._places = None, [], None
 
     def begin_shard(self, number: int, weight: float, *, is_second: bool = False) -> None:
         if is_second:
@@ -184,9 +235,16 @@ class OrderedSums:
         self._mine.append(number)
         self._weights[number] = weight
 
+    def _find_layout(self) -> _Layout:
+        self._layout = self._layout or _Layout(self.module)
+        return self._layout
+
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Take the gradients of a shard away, and add them to their neighbours in the tree."""
+    def take_gradients(self, *, is_last: bool) -> None:
+        """Take the gradients of a shard away, and add them to their neighbours in the tree.
+
+        Those of the last one go where the sum will lie.
+        """
         second, self._second = self._second, None
         if not self._mine and second is None:
             raise UsageError(
@@ -195,31 +253,35 @@ class OrderedSums:
                 advice="Call step.backward(loss), or compute on the module itself: "
                 "run.model.module.",
             )
-        layout = self._layout = self._layout or _Layout(self.module)
+        layout = self._find_layout()
         if self.audit is not None:
             number, weight = second or (self._mine[-1], self._weights[self._mine[-1]])
-            whole = [param.grad for param in layout.params]
-            self.audit.note(number, second is not None, weight, whole)
-        if second is not None:
-            for param in layout.params:
-                param.grad = None
-            return
-        flats = self._spare.pop() if self._spare else layout.make()
-        taken: Sum = []
-        for part, flat in zip(layout.parts, flats, strict=True):
-            grads = [param.grad for param in part.params]
-            if all(grad is None for grad in grads):
-                taken.append(None)
-                continue
-            if any(grad is None for grad in grads):
-                flat.zero_()
-            pairs = [(v, g) for v, g in zip(part.views(flat), grads, strict=True) if g is not None]
-            foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-            taken.append(flat)
-        for number, param in enumerate(layout.params):
-            layout.has_grad[number] |= param.grad is not None
+            # No name for the gradients: one more reference to each, and buckets would copy them.
+            self.audit.note(number, second is not None, weight, [p.grad for p in layout.params])
+        if second is None:
+            for number, param in enumerate(layout.params):
+                layout.has_grad[number] |= param.grad is not None
+            self._add((depth_of(self.shards), self._mine[-1]), self._take(layout, is_last))
+        for param in layout.params:
             param.grad = None
-        self._add((depth_of(self.shards), self._mine[-1]), taken)
+
+    def _take(self, layout: _Layout, is_last: bool) -> Sum:
+        if is_last:
+            self._place()
+        spare: list[Tensor] = []
+        if not is_last:
+            spare = self._spare.pop() if self._spare else layout.make()
+        taken: Sum = []
+        for number, bucket in enumerate(layout.buckets):
+            if all(param is None or param.grad is None for param in bucket.params):
+                taken.append(None)
+            elif is_last:
+                bucket.fill()
+                taken.append(bucket.buffer)
+            else:
+                bucket.copy_to(spare[number])
+                taken.append(spare[number])
+        return taken
 
     def _add(self, branch: Branch, flats: Sum) -> None:
         size, rank = self.membership.size, self.membership.rank
@@ -233,108 +295,139 @@ class OrderedSums:
                 other = self._have.pop(neighbour, None)
                 if other is None:
                     break
-                flats = self._sum(flats, other)
+                flats = _sum(flats, other)
+                self._give_back(other, flats)
             branch = parent
         self._have[branch] = flats
 
-    def _sum(self, one: Sum | None, other: Sum | None) -> Sum:
-        """The sum of two branches, in the memory of the first; what is not there is zero."""
-        if one is None or other is None:
-            one, other = one or other, None
-        assert one is not None
-        other = other or [None] * len(one)
-        summed: Sum = []
-        for mine, theirs in zip(one, other, strict=True):
-            left, right = (theirs, None) if mine is None else (mine, theirs)
-            if left is not None:
-                left.add_(0.0 if right is None else right)  # which makes zeros of negative zeros
-            summed.append(left)
-        spare = [flat for flat in other if flat is not None]
-        if len(spare) == len(one) and all(a is not b for a, b in zip(summed, spare, strict=True)):
+    def _give_back(self, flats: Sum, *used: Sum) -> None:
+        """Use this memory again for other shards, unless it is used, or that of the buckets."""
+        kept = {id(flat) for each in used for flat in each}
+        kept |= {id(bucket.buffer) for bucket in self.buckets}
+        spare = [flat for flat in flats if flat is not None and id(flat) not in kept]
+        if len(spare) == len(flats):
             self._spare.append(spare)
-        return summed
 
     @torch.no_grad()
     def finish(self, *, has_news: bool) -> bool:
         """Add the branches of all workers, divide by all weights, and hand the gradients out;
         whether any worker has news."""
-        layout = self._layout = self._layout or _Layout(self.module)
-        members, what = self.membership, f"Step {self._step}: the sum of gradients"
+        layout = self._find_layout()
+        members = self.membership
+        self._place()
         weights = [self._weights.get(shard, 0.0) for shard in range(self.shards)]
         audited = [] if self.audit is None else self.audit.words()
         told = torch.tensor([*weights, has_news, *layout.has_grad, *audited], dtype=torch.float64)
         if members.size > 1:
-            told = told.to(word_device(members.group, layout.flats[0].device))
+            told = told.to(word_device(members.group, layout.device))
             all_reduce(members.group, told, f"Step {self._step}: agreeing on weights")
         words = told.tolist()
         weights, news, users = words[: self.shards], words[self.shards], words[self.shards + 1 :]
         users, audited = users[: len(layout.params)], users[len(layout.params) :]
         if self.audit is not None:
             self.audit.names = layout.names
-            self.audit.settle(audited, members, layout.flats[0].device)
+            self.audit.settle(audited, members, layout.device)
             if self.audit.is_disputed:
                 return False
         mine = [
             self._fold_own(each) for each in branches_of(members.rank, members.size, self.shards)
         ]
-        total = self._add_between_workers(mine, what) if members.size > 1 else mine[0]
+        self._add_between_workers(layout, mine)
+        for bucket in layout.buckets:
+            bucket.hand_out(list(map(bool, users)))
         weight = math.fsum(weights)  # rounded once, whatever the order
-        views = layout.hand_out(total, users)
-        if views and not math.isclose(weight, 1.0, rel_tol=1e-15):
-            foreach_mul_(views, 1 / weight if weight else 0.0)
+        handed = [param.grad for param in layout.params if param.grad is not None]
+        if handed and not math.isclose(weight, 1.0, rel_tol=1e-15):
+            foreach_mul_(handed, 1 / weight if weight else 0.0)
+        for flats in mine:
+            self._give_back(flats)
         self.begin(self._step)
         return bool(news)
 
-    def _fold_own(self, branch: Branch) -> Sum | None:
+    def _fold_own(self, branch: Branch) -> Sum:
         """What this worker has of one of its branches; a short batch leaves shards out."""
         inside = {each: have for each, have in self._have.items() if _is_in(each, branch)}
         if branch in inside:
             return inside[branch]
-        if not inside:
-            return None
-        found: Sum = fold_from(branch, inside, self.shards, self._sum)
-        return found
+        found = fold_from(branch, inside, self.shards, _sum) if inside else None
+        return found or [None] * len(self.buckets)
 
-    def _add_between_workers(self, mine: Sequence[Sum | None], what: str) -> Sum:
-        layout, members = self._layout, self.membership
-        assert layout is not None
-        size, shards = members.size, self.shards
-        all_branches = [branches_of(rank, size, shards) for rank in range(size)]
-        filled = [
-            [layout.filled(index, None if own is None else own[index]) for own in mine]
-            for index in range(len(layout.parts))
-        ]
-        if size == 2 and [len(each) for each in all_branches] == [1, 1] and layout.is_plain:
-            return self._add_two([each[0] for each in filled], what)
-        totals: Sum = []
+    @property
+    def _has_one_branch(self) -> bool:
+        """Whether every worker has: then the buckets are all that travels."""
+        size = self.membership.size
+        return all(len(branches_of(rank, size, self.shards)) == 1 for rank in range(size))
+
+    def _place(self) -> None:
+        """Find memory for the buckets; all workers do so at one point, once in a generation."""
+        if self._places is None and self.membership.size > 1 and self._has_one_branch:
+            what = f"Step {self._step}: finding memory for the buckets"
+            buckets = self.buckets
+            self._places = place(self._choice.get(), [bucket.plan for bucket in buckets], what)
+            for bucket, home in zip(buckets, self._places.homes, strict=True):
+                bucket.settle_in(home)
+
+    def _add_between_workers(self, layout: _Layout, mine: Sequence[Sum]) -> None:
+        """Have the sum of all branches in the buckets."""
+        members, places = self.membership, self._places
+        what = f"Step {self._step}: the sum of gradients"
+        is_shared = type(places) is SharedBuckets
+        # One addition has no order: any transport may do it.
+        is_one_addition = members.size == 2 and layout.is_plain
+        if members.size > 1 and not (places and (is_shared or is_one_addition)):
+            self._gather(layout, mine, what)
+            return
+        for bucket, flat in zip(layout.buckets, mine[0], strict=True):
+            if flat is None or flat is not bucket.buffer:
+                bucket.fill_from(flat)
+        if places is None:
+            return
+        under_way: list[Reduction] = []
+        for number, bucket in enumerate(layout.buckets):
+            if isinstance(places, SharedBuckets):
+                under_way.append(places.begin(number, bucket.buffer, self._fold_slices, what))
+            else:
+                under_way.append(places.start(number, bucket.buffer, 1.0, what))
+        for each in under_way:
+            each.wait()
+
+    def _fold_slices(self, number: int) -> None:
+        """Add this worker's slice of everybody's bucket, and write the sum to all."""
+        assert isinstance(self._places, SharedBuckets)
+        size, shards = self.membership.size, self.shards
+        branches = [branches_of(rank, size, shards)[0] for rank in range(size)]
+        for tensors, _ in self._places.chunks(number):
+            total = fold(dict(zip(branches, tensors, strict=True)), shards, _add_flats)
+            for tensor in tensors:
+                if tensor is not total:
+                    tensor.copy_(total)
+
+    def _gather(self, layout: _Layout, mine: Sequence[Sum], what: str) -> None:
+        """Have all branches of all workers here, and add them."""
+        members, shards = self.membership, self.shards
+        all_branches = [branches_of(rank, members.size, shards) for rank in range(members.size)]
         most = max(len(each) for each in all_branches)
-        for index, part in enumerate(filled):
+        for index, bucket in enumerate(layout.buckets):
             have: dict[Branch, Tensor] = {}
             for turn in range(most):
                 # A worker with fewer branches than others sends nothing that is read.
-                sent = part[turn] if turn < len(part) else layout.filled(index, None)
+                sent = mine[turn][index] if turn < len(mine) else None
+                sent = layout.zeros(index) if sent is None else sent
                 for rank, flat in enumerate(all_gather(members.group, sent, what)):
                     if turn < len(all_branches[rank]):
                         have[all_branches[rank][turn]] = flat
-            totals.append(fold(have, shards, _add_flats))
-        return totals
+            bucket.fill_from(fold(have, shards, _add_flats))
 
-    def _add_two(self, flats: Sequence[Tensor], what: str) -> Sum:
-        """One addition has no order: any transport may do it."""
-        assert self._layout is not None
-        if self.buckets is None:
-            self.buckets = place(self._choice.get(), self._layout.flats, what)
-        started = []
-        for number, flat in enumerate(flats):
-            home = self.buckets.homes[number]
-            buffer = flat if home is None else home.copy_(flat)
-            started.append((self.buckets.start(number, buffer, 1.0, what), buffer, flat))
-        totals: Sum = []
-        for reduction, buffer, flat in started:
-            reduction.wait()
-            # The home is written again in the next step, while somebody may keep a gradient.
-            totals.append(flat if buffer is flat else flat.copy_(buffer))
-        return totals
+
+def _sum(one: Sum | None, other: Sum | None) -> Sum:
+    """The sum of two branches, in the memory of the first; what is not there is zero."""
+    one, other = (one, other) if one is not None else (other, None)
+    assert one is not None
+    theirs: Sum = other or [None] * len(one)
+    return [
+        None if a is None and b is None else _add_flats(a, b)
+        for a, b in zip(one, theirs, strict=True)
+    ]
 
 
 def fold_from(
@@ -353,63 +446,39 @@ def _is_in(inner: Branch, outer: Branch) -> bool:
 def _add_flats(one: Tensor | None, other: Tensor | None) -> Tensor:
     left, right = (other, None) if one is None else (one, other)
     assert left is not None
-    return left.add_(0.0 if right is None else right)
-
-
-class _Part:
-    """Parameters of one dtype and device whose gradients lie in one flat buffer."""
-
-    def __init__(self, params: list[nn.Parameter], starts: list[int], flat: Flat) -> None:
-        self.params, self.starts, self.flat = params, starts, flat
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        return [
-            flat[start : start + param.numel()].view(param.shape)
-            for start, param in zip(self.starts, self.params, strict=True)
-        ]
+    return left.add_(0.0 if right is None else right)  # which makes zeros of negative zeros
 
 
 class _Layout:
-    """How the gradients of a model lie in flat buffers: the same at any number of workers."""
+    """How the gradients of a model lie in buckets: the same at any number of workers."""
 
     def __init__(self, module: nn.Module) -> None:
         named = [each for each in module.named_parameters() if each[1].requires_grad]
         self.names, self.params = [name for name, _ in named], [param for _, param in named]
         self.has_grad = [False] * len(self.params)
-        self.parts: list[_Part] = []
-        by_kind: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-        for param in self.params:
-            groups = by_kind.setdefault((param.dtype, param.device), [[]])
-            if sum(p.numel() * p.element_size() for p in groups[-1]) > _BUCKET_BYTES:
+        self.device = self.params[0].device if self.params else torch.device("cpu")
+        members: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+        for number, param in enumerate(self.params):
+            groups = members.setdefault((param.dtype, param.device), [[]])
+            if sum(self.params[n].nbytes for n in groups[-1]) > _BUCKET_BYTES:
                 groups.append([])
-            groups[-1].append(param)
-        for (dtype, device), groups in by_kind.items():
-            for params in groups:
-                starts, end = [], 0
-                for param in params:
-                    starts.append(end)
-                    end += round_up(param.numel(), ALIGNMENT)
-                self.parts.append(_Part(params, starts, Flat(max(end, 1), dtype, device)))
-        self.flats = [part.flat for part in self.parts]
-        self.is_plain = all(flat.dtype in _SUMMED_AS_THEY_ARE for flat in self.flats)
+            groups[-1].append(number)
+        refs = [ParamRef(name, param) for name, param in named]
+        plans = [self._plan(each) for groups in members.values() for each in groups]
+        self.buckets = [Bucket(plan, refs) for plan in plans]
+        self.is_plain = all(plan.dtype in _SUMMED_AS_THEY_ARE for plan in plans)
+
+    def _plan(self, members: Sequence[int]) -> BucketPlan:
+        slots, end = [], 0
+        for number in members:
+            slots.append(Slot(number, end, end + self.params[number].numel()))
+            end += round_up(self.params[number].numel(), ALIGNMENT)
+        first = self.params[members[0]]
+        return BucketPlan(max(end, 1), first.dtype, first.device, slots=tuple(slots))
+
+    def zeros(self, index: int) -> Tensor:
+        plan = self.buckets[index].plan
+        return torch.zeros(plan.length, dtype=plan.dtype, device=plan.device)
 
     def make(self) -> list[Tensor]:
-        return [torch.zeros(f.length, dtype=f.dtype, device=f.device) for f in self.flats]
-
-    def filled(self, index: int, flat: Tensor | None) -> Tensor:
-        """The buffer, or zeros where no shard has a gradient in it."""
-        of = self.flats[index]
-        return torch.zeros(of.length, dtype=of.dtype, device=of.device) if flat is None else flat
-
-    def hand_out(self, totals: Sum | None, users: Sequence[float]) -> list[Tensor]:
-        """Give every parameter that any shard had a gradient for its part of the sum."""
-        is_used = dict(zip(map(id, self.params), users, strict=True))
-        handed = []
-        for part, flat in zip(self.parts, totals or [None] * len(self.parts), strict=True):
-            if flat is None:
-                continue
-            for param, view in zip(part.params, part.views(flat), strict=True):
-                if is_used[id(param)]:
-                    param.grad = view
-                    handed.append(view)
-        return handed
+        return [self.zeros(index) for index in range(len(self.buckets))]

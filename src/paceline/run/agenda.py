@@ -70,7 +70,12 @@ BETWEEN_STEPS = (
     ),
     Entry("exchanges", ("run.exchanges",), "at the end of an epoch, evaluations, saves, the end"),
     Entry("noise", ("policy.noise",), "at the end of an epoch"),
-    Entry("saving", ("run.state", "update.shares"), "when all save: by step, epoch or metric"),
+    Entry(
+        "saving",
+        ("run.state", "update.shares"),
+        "when all save: by step, epoch or metric; with same_bits, also to hash what is shared out, "
+        "every 100 steps and after the last",
+    ),
 )
 AGENDA = (*BEGIN, *STEP, *BETWEEN_STEPS)
 """In the order in which they happen."""

@@ -212,7 +212,7 @@ def build_run(config: RunConfig) -> RunParts:
     lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step, launched)]
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
-    metrics = Metrics(sinks.tell_step)
+    metrics = Metrics(sinks.tell_step, members)
     if members.leads:
         metrics.epoch = sums
     outlets = Outlets(sinks, metrics, saving, watching, info, lines)
@@ -262,6 +262,8 @@ def _find_link(
         and config.loader is None  # which cannot be dealt anew
     )
     shares_out, word = config.options.update == "sharded", config.options.elementwise
+    if config.options.same_bits:
+        word = None  # a user's word is not about bits
     if config.options.update == "auto":
         shares_out = is_worth_sharing(
             config.optimizer, size=members.size, can_survive=can_survive, elementwise=word

@@ -131,7 +131,7 @@ def score_share(
         batches = _load(parts, dataset, batch, collate_fn, loader_workers, step, rank, size)
     else:
         batches = _read(dataset, batch, collate_fn, rank, size)
-    metrics = Metrics(lambda _report, _sums: None)
+    metrics = Metrics(lambda _report, _sums: None, members)
     add = metrics.add_sum if reduction == "sum" else metrics.add
     weights: AbstractContextManager[None] = nullcontext()
     prefix = ""

@@ -170,15 +170,19 @@ class Healing:
         state, progress = parts.training.state, parts.progress
         sent = None
         if members.rank == verdict.leader:
-            sent = state.gather(progress.position, {}, with_parts=verdict.is_whole)
+            common = parts.outlets.metrics.common_sums()
+            sent = state.gather(progress.position, common, with_parts=verdict.is_whole)
         sent = broadcast_state(members, sent, verdict.leader, "Healing")
         if members.rank in verdict.behind:
             # Who missed the end of a step still runs the code that follows it in the loop, and
             # so does to the state objects what the others have done to theirs.
             state.forget()
-            progress.position, _ = state.load(
+            before = progress.position
+            progress.position, common = state.load(
                 sent, with_objects=is_new, with_parts=verdict.is_whole
             )
+            if is_new or before != progress.position:
+                parts.outlets.metrics.take_common(common)
 
     def _adopt(self, verdict: Verdict, mine: Standing, *, is_new: bool) -> None:
         """Take what the workers have agreed on."""
@@ -187,7 +191,7 @@ class Healing:
         if (mine.step, mine.turn) < (verdict.step, verdict.turn):
             here = (verdict.step + 1, verdict.turn) if verdict.turn else (verdict.step,)
             training.generators.seed(parts.config.seed, "between", *here)
-            parts.outlets.metrics.epochs = verdict.epochs
+            parts.outlets.metrics.epochs, parts.outlets.metrics.step = verdict.epochs, verdict.step
             exchanges.asked = 0
         progress = parts.progress
         progress.stopping, (progress.save_at, progress.evaluate_at) = (

@@ -396,7 +396,7 @@ class OuterUpdate(WholeUpdate):
         self.outer.forget_rest()
         position = run.progress.position
         training.generators.seed(run.config.seed, "between", position.step)
-        run.outlets.metrics.begin_at(position.epoch, {})
+        run.outlets.metrics.begin_at(position.epoch, {}, position.step)
         run.exchanges.begin_step()
         run.recovery.write_ledger()
         run.dealing.deal()

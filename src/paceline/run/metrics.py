@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline import env
 from paceline.errors import UsageError
+from paceline.group import Membership
 from paceline.run.same_bits import EVERY, hash_state
 from paceline.telemetry import Message, StepReport, Summary, Sums
 from paceline.update import HostCopy
@@ -51,17 +52,24 @@ class _Sum:
 class Metrics:
     """The metrics of the step under way, of steps whose numbers are on their way, of the epoch."""
 
-    def __init__(self, report: Callable[[Any, Sums], None]) -> None:
+    def __init__(self, report: Callable[[Any, Sums], None], members: Membership) -> None:
         """`report(report, sums)` is called once per step, in order, some time after it."""
         self.epoch: ExactSums = {}
+        self.step = 0
+        """The step under way, or the last one."""
         self.epochs = 0
         """How many are over: the number of the one whose sums these are."""
-        self._report = report
+        self._report, self._members = report, members
         self._now: dict[str, tuple[_Sum, _Sum]] = {}
         """Name to sum and count."""
+        self._common: ExactSums = {}
+        """What all workers know of the epoch alike: nobody has to leave it behind."""
+        self._common_now: dict[str, Number] = {}
         self._before: dict[str, tuple[_Sum, _Sum]] = {}
         """What was there when the loop over the step's batches began."""
-        self._pending: deque[tuple[Any, dict[str, Any], HostCopy | list[float]]] = deque()
+        self._pending: deque[tuple[Any, dict[str, Any], dict[str, Any], HostCopy | list[float]]] = (
+            deque()
+        )
 
     def add(self, name: str, value: Number, weight: Number) -> None:
         """Add a mean over `weight` items."""
@@ -89,6 +97,10 @@ class Metrics:
                     f"The metric {name!r} has {each.numel()} elements.",
                     advice="Log one number: a mean, and over how many items as weight=.",
                 )
+
+    def add_common(self, name: str, value: Number) -> None:
+        """Add a number of the step under way that is the same on all workers."""
+        self._common_now[name] = value
 
     def begin_loop(self) -> None:
         """The loop over the step's batches begins."""
@@ -129,14 +141,16 @@ class Metrics:
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
         entries, self._now = self._now, {}
+        common, self._common_now = self._common_now, {}
         tensors = [each for entry in entries.values() for part in entry for each in part.tensors]
-        self._pending.append((report, entries, _together(tensors)))
+        tensors += [each for each in common.values() if isinstance(each, Tensor)]
+        self._pending.append((report, entries, common, _together(tensors)))
         self.flush(wait=len(self._pending) > _MOST_PENDING)
 
     def flush(self, *, wait: bool) -> None:
         """Report the steps whose numbers have arrived, or, with `wait`, all of them."""
         while self._pending:
-            report, entries, values = self._pending[0]
+            report, entries, common, values = self._pending[0]
             if isinstance(values, HostCopy):
                 if not wait and not values.is_here:
                     return
@@ -147,22 +161,46 @@ class Metrics:
                 found = [[*part.numbers, *islice(read, len(part.tensors))] for part in entry]
                 add_sums(self.epoch, {name: found})
                 sums[name] = list(map(round_sum, found))
+            for name, value in common.items():
+                number = next(read) if isinstance(value, Tensor) else value
+                add_sums(self._common, {name: [[number], [1.0]]})
+                if self._members.leads:
+                    sums[name] = [number, 1.0]
             self._report(report, sums)
 
     def sums_of_epoch(self) -> ExactSums:
-        """This worker's sums of the epoch so far, all of them."""
+        """This worker's sums of the epoch so far, all of them; those in common are rank 0's."""
         self.flush(wait=True)
-        return self.epoch
+        if not self._members.leads:
+            return self.epoch
+        sums: ExactSums = {}
+        add_sums(sums, self.epoch)
+        add_sums(sums, self._common)
+        return sums
 
-    def begin_at(self, epochs: int, sums: ExactSums) -> None:
-        """Begin again where so many epochs are over, and the next has these sums."""
-        self.forget()
+    def common_sums(self) -> ExactSums:
+        """What is in common so far, with the step under way."""
         self.flush(wait=True)
-        self.epoch, self.epochs = sums, epochs
+        sums: ExactSums = {}
+        add_sums(sums, self._common)
+        for name, value in self._common_now.items():
+            add_sums(sums, {name: [[float(value)], [1.0]]})
+        return sums
+
+    def take_common(self, sums: ExactSums) -> None:
+        """Another worker has come further: take over what it has in common with the others."""
+        self.flush(wait=True)
+        self._common, self._common_now = sums, {}
+
+    def begin_at(self, epochs: int, sums: ExactSums, step: int) -> None:
+        """Begin again at this step, where so many epochs are over, and the next has these sums."""
+        self.forget()
+        self.take_common({})
+        self.epoch, self.epochs, self.step = sums, epochs, step
 
     def end_epoch(self) -> None:
         """The epoch is over, and the next has no sums yet."""
-        self.epoch, self.epochs = {}, self.epochs + 1
+        self.epoch, self._common, self.epochs = {}, {}, self.epochs + 1
 
 
 def _copied(entries: Mapping[str, tuple[_Sum, _Sum]]) -> dict[str, tuple[_Sum, _Sum]]:
@@ -260,6 +298,9 @@ class Reports:
         if step.number == self.last:
             return
         self.tell_step(step)
+        state = self._parts.training.state
+        if self._parts.config.options.same_bits and not state.is_whole:
+            self._tell_hash(step.number)
         if step.ends_epoch:
             self._tell_epoch(step)
             parts = self._parts
@@ -293,19 +334,32 @@ class Reports:
                 queued=None if queue is None else queue.qsize(),
             )
         )
-        if parts.config.options.same_bits and parts.place.membership.leads:
+        if parts.config.options.same_bits and parts.training.state.is_whole:
             self._tell_hash(step.number)
 
     def _tell_hash(self, number: int) -> None:
-        """Write down the hash of the state now and then, so that two runs can be compared."""
+        """Write down the hash of the state now and then, so that two runs can be compared.
+
+        Every worker calls it where each has a part of the state; where one dies in it, or is gone
+        with its part, nothing is written this time.
+        """
         parts, last = self._parts, self._parts.outlets.info.steps
         is_replayed = str(number) == env.read(env.REPLAY_VARIABLE)
-        if number % EVERY == 0 or number == last or is_replayed:
-            state = parts.training.state.gather(parts.progress.position, {})
-            facts = {"step": number, "hashes": hash_state(state)}
-            parts.outlets.sinks.tell("message", Message("", "info", "hashes", facts))
+        is_due = number % EVERY == 0 or number == last or is_replayed
+        if is_due and not parts.recovery.must_go_back:
+            hashes = parts.recovery.attempt(self._hash, instead=None)
+            if hashes is not None:
+                facts = {"step": number, "hashes": hashes}
+                parts.outlets.sinks.tell("message", Message("", "info", "hashes", facts))
         if is_replayed:
             raise SystemExit(0)  # what the script does after its loop is not wanted
+
+    def _hash(self) -> dict[str, str] | None:
+        parts = self._parts
+        if parts.place.membership.leads:
+            return hash_state(parts.training.state.gather(parts.progress.position, {}))
+        parts.training.state.take_part()
+        return None
 
     def _tell_epoch(self, step: Step) -> None:
         parts = self._parts

@@ -90,7 +90,7 @@ class Recovery:
         """This worker alone was asked to stop; False if the others cannot do without it."""
         return False
 
-    def write_ledger(self, *, is_applied: bool = True) -> None:
+    def write_ledger(self) -> None:
         """Keep what nobody else knows where it outlives this worker."""
 
     def regroup(self, *, is_lost: bool = True) -> None:
@@ -211,18 +211,18 @@ class Survival(Recovery):
         self.member.tell_left(self._parts.progress.position.step)
         return False
 
-    def write_ledger(self, *, is_applied: bool = True) -> None:
-        """Write down the sums of the epoch, and those of the last step.
+    def write_ledger(self) -> None:
+        """Write down the sums of the epoch, and apart those of the step under way.
 
-        In every step before the sum that completes it, and so before it is applied; between two
-        steps that last step may not be among those of the epoch yet.
+        In every step before the sum that completes it, and so before anybody applies it: the others
+        know whether they have.
         """
         if self._is_over:
             return
         parts = self._parts
         metrics = parts.outlets.metrics
         word = {
-            "last": parts.progress.position.step + (not is_applied),
+            "last": metrics.step,
             "epoch": metrics.epochs,
             "sums": metrics.epoch,
             "next": metrics.so_far() if parts.place.device.type == "cpu" else {},
@@ -245,7 +245,7 @@ class Survival(Recovery):
         step = progress.position.step
         training.generators.seed(parts.config.seed, "between", step)
         leads = parts.place.membership.leads
-        outlets.metrics.begin_at(progress.position.epoch, sums if leads else {})
+        outlets.metrics.begin_at(progress.position.epoch, sums if leads else {}, step)
         self.must_go_back = self.is_apart = False
         parts.exchanges.begin_step()
         self.write_ledger()

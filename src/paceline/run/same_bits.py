@@ -23,6 +23,7 @@ from paceline import env
 from paceline.data import Files
 from paceline.errors import UsageError
 from paceline.files import as_plain, memory_of
+from paceline.update import is_known
 
 EVERY = 100
 """Hashes are written after every so many steps, and at the end."""
@@ -52,7 +53,7 @@ def check_same_bits(config: Any) -> None:
         "loader": (config.loader is not None, "whose batches are cut by the workers"),
         "engine": (config.engine is not None, "which adds gradients in an order of its own"),
         "compression": (compression is not None, "which rounds what workers have added"),
-        "update": (options.update not in ("whole", "auto"), "which this option does not know yet"),
+        "update": (not isinstance(options.update, str), "of which no bit is known"),
     }
     for name, (is_set, why) in causes.items():
         if is_set:
@@ -60,6 +61,13 @@ def check_same_bits(config: Any) -> None:
                 f"same_bits was asked for together with {name}, {why}.",
                 advice=f"Leave one of them out: same_bits or {name}.",
             )
+    if options.update == "sharded" and not is_known(config.optimizer):
+        raise UsageError(
+            'same_bits was asked for together with update="sharded", and whether '
+            f"{type(config.optimizer).__name__} gives a part of a tensor the bits that it gives "
+            "the whole is not known.",
+            advice='Use update="whole", or an optimizer of torch.optim.',
+        )
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in config.model.modules()):
         raise UsageError(
             "same_bits was asked for, and the model has a SyncBatchNorm, whose statistics are "
@@ -144,7 +152,7 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, bytes]]:
         plain = as_plain(value)
         yield path, f"{value.dtype} {tuple(value.shape)} ".encode() + bytes(memory_of(plain))
     elif isinstance(value, Mapping):
-        for key in value:
+        for key in sorted(value, key=str):  # whoever has gathered it
             yield from _values(value[key], f"{path}/{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):

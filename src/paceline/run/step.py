@@ -91,6 +91,8 @@ class Step:
         self._busy = portion.busy or min(self._feed.shards, portion.samples)
         self._shards, self._audited = portion.shards, portion.audited
         self._last = portion.shards[-1] if portion.shards else None
+        # What the loop logs of the last shard is then in the ledger before others apply the step.
+        self._sums_at_end = bool(self._config.options.same_bits) or not portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
         """How many of the samples this worker computes."""
         self._shard: Shard | None = None
@@ -123,6 +125,7 @@ class Step:
         if self._note is not None:
             self._note[0] = number
         self.state, self._recovery.is_apart = Outcome.OPEN, False
+        self._metrics.step = number
         lr = self._config.optimizer.param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
         if training.buffers is not None:
@@ -248,16 +251,18 @@ class Step:
         if self.state is Outcome.LOST:
             return False
         votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
-        meets = votes or not self._shards or self._training.buffers is not None
-        meets = meets and not self._audit.is_disputed
+        meets = votes or self._sums_at_end or self._training.buffers is not None
         holds = not meets or self._recovery.holds(partial(self._meet, votes))
         self.state = Outcome.SUMMED if holds else Outcome.LOST
         return holds and not self._audit.is_disputed
 
     def _meet(self, votes: bool) -> None:
         training = self._training
-        if not self._shards:
+        if self._sums_at_end:
+            self._recovery.write_ledger()
+            self._clock_s = time.perf_counter()
             training.engine.take_part()
+            self._lap(Phase.BACKWARD)
             if self._audit.is_disputed:
                 return
         if votes:
@@ -285,13 +290,10 @@ class Step:
         self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
         is_disputed = self._audit.is_disputed
         self._undo()
-        losses = self._metrics.put_aside()
         deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
         portion = self._dealing.again() if is_disputed else deal()
         if portion is None and self._is_passed():
             self.state, self._progress.scores = Outcome.HEALED, {}
-            self._metrics.take_back(losses)
-            self._recovery.write_ledger()
         elif portion is None:
             self.state = Outcome.UNDONE
         return portion
@@ -361,7 +363,8 @@ class Step:
         add = self._metrics.add if is_mean else self._metrics.add_sum
         add(self._loss_name, value, count)
         if shard is self._last:
-            self._recovery.write_ledger(is_applied=False)
+            if not self._sums_at_end:
+                self._recovery.write_ledger()
             if training.buffers is not None:
                 training.engine.has_news = training.buffers.has_news(shard.number)
         with training.precision.backward:
@@ -457,14 +460,13 @@ class Step:
         return self._recovery.holds(self._apply)
 
     def _apply(self) -> None:
-        training = self._training
-        norm = training.update.commit(self._losses)
+        training, norm = self._training, self._training.update.commit(self._losses)
         self.state, progress = Outcome.APPLIED, self._progress
         done = 0 if self.ends_epoch else progress.position.step_of_epoch + 1
         progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
         progress.scores = {}
-        if norm is not None and self._place.membership.leads:  # all have the same one
-            self._metrics.add(self._norm_name, norm, 1.0)
+        if norm is not None:
+            self._metrics.add_common(self._norm_name, norm)
         training.generators.seed(self._config.seed, "between", self.number)
         self._lap(Phase.OPTIMIZER)
 

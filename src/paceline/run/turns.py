@@ -204,8 +204,8 @@ class Turn(Step):
         self.state, progress = Outcome.APPLIED, self._progress
         progress.position = replace(progress.position, turn=self.index)
         progress.scores = {}
-        if norm is not None and self._place.membership.leads:
-            self._metrics.add(self._norm_name, norm, 1.0)
+        if norm is not None:
+            self._metrics.add_common(self._norm_name, norm)
         training.generators.seed(self._config.seed, "between", *self._key)
         self._lap(Phase.OPTIMIZER)
 

@@ -201,11 +201,7 @@ class SharedBuckets:
             factor = 1.0 if weight == self._size else mean_factor(self._size, weight)
         if is_wide:
             factor /= self._size
-        spares = sum([(self.words[row + number] & 1) << p for p, row in enumerate(self.ready)])
-        chunks = self._chunks.get((number, spares))
-        if chunks is None:
-            chunks = self._chunks[number, spares] = self._make_chunks(number)
-        for tensors, is_scaled in chunks:
+        for tensors, is_scaled in self.chunks(number):
             total = self._widened(tensors[0]) if is_wide else tensors[0]
             for tensor in tensors[1:]:
                 total.add_(tensor)
@@ -228,6 +224,14 @@ class SharedBuckets:
         if self._wide.numel() == 0:
             self._wide = torch.empty(CHUNK_NUMEL, dtype=torch.float32)
         return self._wide[: tensor.numel()].copy_(tensor)
+
+    def chunks(self, number: int) -> list[Chunk]:
+        """This rank's slice of everybody's bucket, in pieces."""
+        spares = sum([(self.words[row + number] & 1) << p for p, row in enumerate(self.ready)])
+        found = self._chunks.get((number, spares))
+        if found is None:
+            found = self._chunks[number, spares] = self._make_chunks(number)
+        return found
 
     def _make_chunks(self, number: int) -> list[Chunk]:
         flat, buckets = self._flats[number], self._buckets_of_all(number)

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.ddp import Reducer
+from paceline.ddp import SummedGradients
 from paceline.errors import PeerError
 from paceline.group import waiting
 from paceline.transport import Flat, SharedBuckets
@@ -30,7 +30,7 @@ LOOK_S = 0.001
 class KeptShares(ElementShares):
     """As `ElementShares`, where that memory is to be had; otherwise no more than that."""
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
+    def __init__(self, reducer: SummedGradients, optimizer: Optimizer, states: States) -> None:
         self.kept: KeptState | None = None
         self._has_looked = False
         self._lots: list[list[Own]] = []

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.ddp import DistributedDataParallel, Engine, Reducer
+from paceline.ddp import DistributedDataParallel, Engine, OrderedEngine, SummedGradients
 from paceline.errors import DesyncError, PacelineError, PeerError, UsageError
 from paceline.group import exchange, word_device
 from paceline.torch_private import step_without_hooks
@@ -28,6 +28,9 @@ from paceline.update.kept_shares import KeptShares
 from paceline.update.kind import Kind, find_kind, params_of
 from paceline.update.shares import ElementShares, FlatShares, Own, TensorShares
 from paceline.update.whole import refuse_other_params
+
+_Shareable = DistributedDataParallel | OrderedEngine
+"""Engines whose gradients lie in buckets, alike on all ranks."""
 
 
 def shard_update(
@@ -46,7 +49,7 @@ def shard_update(
     `elementwise` is your word on an optimizer that Paceline does not know: True if the step of an
     element depends on no other element, False if that of a parameter depends on no other parameter.
     """
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, _Shareable):
         raise UsageError(
             f"shard_update() was given a {type(model).__name__}, which is not wrapped.",
             advice="Wrap it in paceline.DistributedDataParallel first, and pass the wrapper.",
@@ -54,7 +57,7 @@ def shard_update(
     reducer = model.reducer
     problem, kind = None, Kind.ELEMENT
     try:
-        _refuse_misuse(model, reducer, optimizer)
+        _refuse_misuse(model, optimizer)
         kind = find_kind(optimizer, elementwise)
     except PacelineError as error:
         problem = error
@@ -73,7 +76,7 @@ class ShardedUpdate(ExchangedStep):
     first step among others, the optimizer works as any other does.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, kind: Kind) -> None:
+    def __init__(self, reducer: SummedGradients, optimizer: Optimizer, kind: Kind) -> None:
         super().__init__(optimizer)
         self.reducer = reducer
         self._kind = kind
@@ -154,13 +157,14 @@ class ShardedUpdate(ExchangedStep):
         return self._shares is None
 
 
-_sharded_updates: weakref.WeakKeyDictionary[Reducer, weakref.ref[ShardedUpdate]] = (
+_sharded_updates: weakref.WeakKeyDictionary[SummedGradients, weakref.ref[ShardedUpdate]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: Optimizer) -> None:
+def _refuse_misuse(model: _Shareable, optimizer: Optimizer) -> None:
     """Raise if this rank's optimizer does not belong to this model, or it is too late."""
+    reducer = model.reducer
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"shard_update() was given a {type(optimizer).__name__} as optimizer.",
@@ -188,9 +192,7 @@ def _refuse_misuse(model: DistributedDataParallel, reducer: Reducer, optimizer: 
         )
 
 
-def _refuse_differences(
-    model: DistributedDataParallel, optimizer: Any, problem: PacelineError | None
-) -> None:
+def _refuse_differences(model: _Shareable, optimizer: Any, problem: PacelineError | None) -> None:
     """Raise on every rank if any has a problem, or another optimizer than rank 0."""
     names = {id(param): name for name, param in model.named_parameters()}
     groups = [] if problem else optimizer.param_groups
@@ -203,8 +205,8 @@ def _refuse_differences(
             for group in groups
         ],
     }
-    group = model.process_group
-    device = word_device(group, model.device)
+    group = model.reducer.membership.group
+    device = word_device(group, next(model.parameters()).device)
     everyone = exchange(group, mine, device, "Comparing the optimizers")
     if problem is not None:
         raise problem
@@ -250,7 +252,7 @@ def is_worth_sharing(
 
 def is_worth_gathering(model: Engine, *, can_survive: bool) -> bool:
     """Whether `auto` shares out: gathering through sockets takes longer than the update saves."""
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, _Shareable):
         return False
     transport = model.reducer.transport
     return has_common_memory(transport) if can_survive else isinstance(transport, SharedMemory)
@@ -260,7 +262,7 @@ def describe_sharing(
     model: Engine, optimizer: Optimizer, *, can_survive: bool, is_saved: bool
 ) -> list[str]:
     """What is said when a run begins."""
-    assert isinstance(model, DistributedDataParallel)
+    assert isinstance(model, _Shareable)
     size = model.reducer.size
     if size == 1:
         return []

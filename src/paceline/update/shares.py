@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.ddp import Bucket, Reducer, Slot, broadcast_tensors, geometry
+from paceline.ddp import Bucket, Slot, SummedGradients, broadcast_tensors, geometry
 from paceline.errors import DeviceError
 from paceline.files import dtype_name
 from paceline.group import exchange, waiting, word_device
@@ -125,7 +125,7 @@ class FlatShares(Shares):
     parameters) is not in it: every rank steps that as it is.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
+    def __init__(self, reducer: SummedGradients, optimizer: Optimizer, states: States) -> None:
         """`states` are those of whole parameters; they are cut here, and kept by the optimizer."""
         self.reducer = reducer
         self.rank, self.size = reducer.membership.rank, reducer.size
@@ -224,7 +224,7 @@ class ElementShares(FlatShares):
     most_numel = PIECE_NUMEL
     """Of a piece."""
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, states: States) -> None:
+    def __init__(self, reducer: SummedGradients, optimizer: Optimizer, states: States) -> None:
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         self._buckets: list[Bucket] = []
         super().__init__(reducer, optimizer, states)
