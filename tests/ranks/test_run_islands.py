@@ -121,6 +121,107 @@ def test_all_workers_of_all_islands_end_with_the_same_bits(options: dict[str, An
         assert_equal(first, workers)
 
 
+def simulate(
+    dealt: list[list[list[int]]],
+    fragments: int,
+    period: int,
+    delay: int,
+    lr: float,
+    momentum: float,
+) -> list[Tensor]:
+    """Streaming islands written down plainly: `dealt` has the samples by island and step."""
+    nets = []
+    for _ in dealt:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        seeded(net)
+        nets.append(net.double())
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets]
+    names = (
+        [["0.weight"], ["0.bias", "2.weight", "2.bias"]]
+        if fragments == 2
+        else [[*nets[0].state_dict()]]
+    )
+    of_net = [dict(net.named_parameters()) for net in nets]
+    anchor = {name: param.detach().clone() for name, param in of_net[0].items()}
+    velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+    seen = [[0] * fragments for _ in nets]
+    """Samples by island and fragment since it began to be exchanged."""
+    flying: list[tuple[int, int, list[dict[str, Tensor]], list[int]]] = []
+    last = len(dealt[0])
+
+    def begin(step: int, fragment: int) -> None:
+        local = [{n: params[n].detach().clone() for n in names[fragment]} for params in of_net]
+        flying.append((step, fragment, local, [each[fragment] for each in seen]))
+        for each in seen:
+            each[fragment] = 0
+
+    def land() -> None:
+        _, fragment, local, weights = flying.pop(0)
+        for name in names[fragment]:
+            pairs = zip(weights, local, strict=True)
+            move = sum(w * (each[name] - anchor[name]) for w, each in pairs) / sum(weights)
+            velocity[name] = momentum * velocity[name] + move
+            anchor[name] = anchor[name] + lr * (move + momentum * velocity[name])
+            for params, each in zip(of_net, local, strict=True):
+                params[name].data += anchor[name] - each[name]
+
+    for step in range(1, last + 1):
+        for island, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            rows = dealt[island][step - 1]
+            optimizer.zero_grad()
+            cross_entropy(net(X[rows].double()), Y[rows]).backward()
+            optimizer.step()
+            seen[island] = [count + len(rows) for count in seen[island]]
+        if flying and (step == last or flying[0][0] + delay == step):
+            land()
+        if step == last:
+            for fragment in range(fragments):
+                begin(step, fragment)
+                land()
+        elif step % period == 0:
+            begin(step, (step // period - 1) % fragments)
+            if not delay:
+                land()
+    return [param.detach() for param in of_net[0].values()]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay"), [(1, 0), (1, 3), (2, 0), (2, 1)], ids=lambda each: str(each)
+)
+def test_streaming_is_what_a_plain_simulation_computes(fragments: int, delay: int) -> None:
+    dealt: dict[int, list[list[int]]] = {0: [], 1: []}
+
+    def island(world: World, at: str) -> list[Tensor]:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        seeded(net)
+        net = net.double()
+        options = Islands(every=4, lr=0.9, momentum=0.6, fragments=fragments, delay=delay, at=at)
+        run = Run(
+            net,
+            torch.optim.AdamW(net.parameters(), lr=0.1),
+            TensorDataset(X.double(), Y, torch.arange(len(X))),
+            global_batch=12,
+            epochs=3,
+            seed=3,
+            world=world,
+            options=RunOptions(progress="quiet", islands=options, handle_signals=False),
+        )
+        for step in run:
+            rows: list[int] = []
+            with step:
+                for x, y, number in step.batches():
+                    rows += number.tolist()
+                    step.backward(cross_entropy(run.model(x), y))
+            dealt[int(at[0])].append(rows)
+        return [value.detach().clone() for value in net.state_dict().values()]
+
+    [first], [second] = run_islands(2, 1, island)
+    expected = simulate([dealt[0], dealt[1]], fragments, 4 // fragments, delay, 0.9, 0.6)
+    assert_equal(first, second)
+    for got, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
 def test_statistics_of_batch_norm_are_averaged_too() -> None:
     def island(world: World, at: str) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))

@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 
 from paceline import Islands
 from paceline.errors import PeerError, SettingError, UsageError
-from paceline.islands import IslandPlace, Outer, Presence, Request, find_place
+from paceline.islands import (
+    IslandPlace,
+    Outer,
+    Presence,
+    Request,
+    find_place,
+    forecast_islands,
+)
 from paceline.islands.bits import pack, packed_bytes, unpack
 from paceline.islands.outer import cut
 from paceline.run.islands import IslandPlan
 from tests.archipelago import meeting_place
+from tests.sentences import says
 
 
 @pytest.mark.parametrize(
@@ -167,6 +175,30 @@ def test_an_epoch_is_covered_once_by_all_workers_of_all_islands(
     assert sorted(seen) == list(range(samples))
 
 
+def test_what_islands_save_is_the_time_of_the_exchange() -> None:
+    """34 million weights at 20 Mbit/s: 136 MB in every step, or 68 MB there and back in 30."""
+    slow = forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=2.5e6)
+    assert slow.together_s == pytest.approx(0.15 + 136 / 2.5)
+    assert slow.apart_s == pytest.approx(0.15 + 2 * 68 / 2.5 / 30)
+    assert (slow.pays, slow.gain > 25) == (True, True)
+    assert says(slow.sentence, "136.0 MB", "68.0 MB", "Islands pay")
+    fast = forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=10e9)
+    assert (fast.pays, says(fast.sentence, "do not pay")) == (False, True)
+    overlapped = Islands(bits=8, fragments=3, delay=9)
+    hidden = forecast_islands(step_s=9.0, parameters=34e6, bytes_per_s=2.5e6, options=overlapped)
+    assert hidden.apart_s == 9.0
+    four = forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=2.5e6, islands=4)
+    assert four.apart_s == pytest.approx(0.15 + (3 + 9) * 68 / 2.5 / 30)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step_s": 0.0}, {"parameters": -1.0}, {"bytes_per_s": 0.0}, {"islands": 1}], ids=str
+)
+def test_a_forecast_of_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        forecast_islands(**{"step_s": 0.1, "parameters": 1e6, "bytes_per_s": 1e6, **wrong})
+
+
 @pytest.mark.parametrize("text", ["2/2@h:1", "0/2", "0/2@", "x", "0/2@host", "-1/2@h:1"])
 def test_a_place_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SettingError):
@@ -206,9 +238,9 @@ def test_islands_meet_and_get_what_all_have_sent() -> None:
         asked = [island.join(7) for island in islands]
         assert [answer(each)[0] for each in asked] == [{"step": 7, "gives": False}] * 2
         asked = [islands[n].meet(10, text) for n, text in enumerate((b"one", b"two"))]
-        for each in asked:
+        for each, others in zip(asked, (b"two", b"one"), strict=True):
             head, body = answer(each)
-            assert (head["islands"], body) == ([0, 1], b"onetwo")
+            assert (head["islands"], head["has_own"], body) == ([0, 1], False, others)
         # The same round again, as a new leader would ask: what was sent first counts.
         assert answer(islands[0].meet(10, b"new"))[1] == b"onetwo"
         for island in islands:
@@ -236,7 +268,8 @@ def test_a_round_goes_on_without_an_island_that_is_gone_and_it_comes_back_at_the
             answer(each)
         waiting = first.meet(5, b"a")
         second.presence.close()
-        assert answer(waiting) == ({"islands": [0], "weights": [[1.0]], "gives": False}, b"a")
+        alone = {"islands": [0], "weights": [[1.0]], "gives": False, "has_own": False}
+        assert answer(waiting) == (alone, b"")
         assert len(said) == 1
         second.presence.renew()
         back = second.join(3)
@@ -245,7 +278,7 @@ def test_a_round_goes_on_without_an_island_that_is_gone_and_it_comes_back_at_the
         Request(first.place, {"ask": "state", "step": 10}, b"state").wait(lambda: False)
         assert answer(back)[1] == b"state"
         both = [first.meet(15, b"c"), second.meet(15, b"d")]
-        assert [answer(each)[1] for each in both] == [b"cd", b"cd"]
+        assert [answer(each)[1] for each in both] == [b"d", b"c"]
         first.presence.close()
         second.presence.close()
 
@@ -255,7 +288,7 @@ def test_an_island_that_misses_a_deadline_is_late_and_has_to_join_again() -> Non
         first, second = (Island(address, number, 2) for number in range(2))
         for each in [first.join(0), second.join(0)]:
             answer(each)
-        assert answer(first.meet(5, b"a", timeout_s=0.01))[1] == b"a"
+        assert answer(first.meet(5, b"a", timeout_s=0.01))[0]["islands"] == [0]
         assert answer(second.meet(5, b"b"))[0] == {"is_late": True}
         back = second.join(5)
         while not answer(first.meet(10, b"c"))[0]["gives"]:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from sentences import says
 from torch import nn
 
+from paceline.cli import main
 from paceline.errors import UsageError
+from paceline.islands import forecast_islands
 from paceline.policy import (
     LearningRate,
     LearningRateScheduler,
@@ -296,7 +298,17 @@ def test_the_page_quotes_what_is_really_said() -> None:
         plan_batch(32, 4, keep="global").sentence,
         warm.sentence,
         NoiseEstimate(1_900.0, 128.0, 50).advice,
+        forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=2.5e6).sentence,
     ):
         assert said in page
     plan = plan_global_batch(512, 2, device_limit=100)
     assert f"{plan.accumulation} passes of at most {plan.rows_per_pass} rows" in page
+
+
+def test_the_command_says_whether_islands_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["policy", "--batch", "8", "--workers", "2", "--parameters", "34e6"]
+    assert main([*command, "--step-ms", "150", "--bandwidth-gbps", "0.02", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"]["global_batch"], found["islands"]["pays"]) == (16, True)
+    assert main(command) == 2
+    assert says(capsys.readouterr().err, "--step-ms", "--bandwidth-gbps")

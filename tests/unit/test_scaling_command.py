@@ -183,6 +183,18 @@ def test_workers_that_the_batch_is_too_small_for_are_counted() -> None:
     assert weak["predicted"][0]["without_rows"] == 0
 
 
+def test_islands_pay_on_slow_networks_and_not_on_this_machine() -> None:
+    here = study(*GOOD)["islands"]
+    assert [(each["network"], each["pays"]) for each in here] == [("this machine", False)]
+    assert says(here[0]["text"], "Islands do not pay", "below about", "MB/s")
+    chosen = [NETWORKS["nvlink"], NETWORKS["home"]]
+    found = study(*GOOD, predict=[4, 8], networks=chosen)["islands"]
+    assert [(e["network"], e["islands"], e["pays"]) for e in found] == [
+        ("nvlink", 8, False),
+        ("home", 8, True),
+    ]
+
+
 def test_json_has_what_the_report_reads() -> None:
     found = study(*GOOD, predict=[8], networks=[NETWORKS["1g"]])
 

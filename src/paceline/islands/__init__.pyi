@@ -1,6 +1,8 @@
 from paceline.islands.client import IslandsError as IslandsError
 from paceline.islands.client import Presence as Presence
 from paceline.islands.client import Request as Request
+from paceline.islands.forecast import Forecast as Forecast
+from paceline.islands.forecast import forecast_islands as forecast_islands
 from paceline.islands.options import Islands as Islands
 from paceline.islands.outer import Outer as Outer
 from paceline.islands.outer import Shift as Shift

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 1024
-_SCALE_BYTES = 4
+from paceline.islands.options import BLOCK, SCALE_BYTES
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -39,7 +38,7 @@ def unpack(data: Tensor, like: Tensor, bits: int) -> Tensor:
 def packed_bytes(count: int, dtype: torch.dtype, bits: int) -> int:
     """How many bytes so many values take."""
     if bits == 8:
-        return count + _SCALE_BYTES * -(-count // BLOCK)
+        return count + SCALE_BYTES * -(-count // BLOCK)
     return count * (dtype.itemsize if bits == 32 else 2)
 
 
@@ -53,7 +52,7 @@ def _pack_8(values: Tensor) -> Tensor:
 
 def _unpack_8(data: Tensor, like: Tensor) -> Tensor:
     count = like.numel()
-    split = _SCALE_BYTES * -(-count // BLOCK)
+    split = SCALE_BYTES * -(-count // BLOCK)
     scales = data[:split].clone().view(torch.float32).to(like.device)
     numbers = data[split:].view(torch.int8).to(like.device)
     each = scales.repeat_interleave(BLOCK)[:count]

@@ -16,6 +16,8 @@ from typing import Literal
 from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
 
 MOMENTUM_BY_OUTER = {"nesterov": 0.5, "sgd": 0.0}
+BLOCK, SCALE_BYTES = 1024, 4
+"""With 8 bits, so many values have a scale in common, which takes so many bytes."""
 
 
 @refuse_unknown_arguments()

@@ -264,12 +264,15 @@ class RoundServer:
                 del self._rounds[old]
             islands = sorted(found.sent)
             gives = bool(self._joining) and island == min(self._members & set(islands), default=-1)
+            # What the caller has just sent need not travel back, unless another came first.
+            has_own = found.sent[island][1] != body
             told = {
                 "islands": islands,
                 "weights": [found.sent[each][0] for each in islands],
                 "gives": gives,
+                "has_own": has_own,
             }
-            return (told, *(found.sent[each][1] for each in islands))
+            return (told, *(found.sent[n][1] for n in islands if n != island or has_own))
 
     def _end_if_complete(self, round_: Round) -> None:
         if not round_.is_over and round_.sent and self._members <= round_.sent.keys():

@@ -1,4 +1,4 @@
-"""`paceline policy`: from the batch of one device to several, and what becomes of the rate."""
+"""`paceline policy`: from the batch of one device to several, the rate, and whether islands pay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import textwrap
 from typing import Any
 
+from paceline.errors import SettingError
+from paceline.islands import Forecast, forecast_islands
 from paceline.policy.batch import LearningRate, plan_batch
 from paceline.telemetry import count_text
 
@@ -17,12 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline policy`."""
     parser.description = (
         "From the batch that works on one device to several workers: the batch in all, the rows of "
-        "each, and the learning rate, in both honest ways."
+        "each, and the learning rate, in both honest ways. With three more numbers also whether "
+        "islands pay, where each worker is one and they average their parameters rarely."
     )
     add = parser.add_argument
     add("--batch", metavar="N", type=int, required=True, help="rows of a step on one device")
     add("--workers", metavar="N", type=int, required=True, help="how many workers there will be")
     add("--rows", metavar="N", type=int, help="rows of the dataset, to count steps")
+    add("--parameters", metavar="N", type=float, help="of the model, such as 34e6")
+    add("--step-ms", metavar="MS", type=float, help="how long a step computes")
+    add("--bandwidth-gbps", metavar="GBPS", type=float, help="gigabits per second between workers")
     add("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -47,11 +53,29 @@ def describe(batch: int, workers: int, rows: int | None = None) -> dict[str, dic
     return found
 
 
+def weigh_islands(args: argparse.Namespace) -> Forecast | None:
+    """What islands would bring, where that is asked for."""
+    given = (args.parameters, args.step_ms, args.bandwidth_gbps)
+    if given == (None, None, None):
+        return None
+    if None in given:
+        raise SettingError(
+            "Whether islands pay depends on three numbers.",
+            advice="Pass --parameters, --step-ms and --bandwidth-gbps together.",
+        )
+    parameters, step_ms, gbps = given
+    per_s = gbps * 1e9 / 8
+    return forecast_islands(
+        step_s=step_ms / 1e3, parameters=parameters, bytes_per_s=per_s, islands=args.workers
+    )
+
+
 def main(args: argparse.Namespace) -> int:
     """Print both ways."""
     found = describe(args.batch, args.workers, args.rows)
+    islands = weigh_islands(args)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(found | ({"islands": islands.as_json()} if islands else {})))
         return 0
     for keep, way in found.items():
         whole, share = way["global_batch"], way["rows_by_worker"]
@@ -69,4 +93,6 @@ def main(args: argparse.Namespace) -> int:
             lines.append(f"{count_text(way['steps_per_epoch'], 'step')} in an epoch.")
         for line in lines:
             print(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+    if islands:
+        print(textwrap.fill(islands.sentence, WIDTH, subsequent_indent="  "))
     return 0

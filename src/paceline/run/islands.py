@@ -293,7 +293,7 @@ class OuterUpdate(WholeUpdate):
             request, self._request = self._request or self._send(step, last), None
             head, body = self._wait(request)
             seconds = request.ended_s - request.began_s
-            data = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0)
+            data = torch.frombuffer(body or bytearray(1), dtype=torch.uint8)[: len(body)]
             answer = head, data, seconds
         answer = broadcast_state(members, answer, 0, "Exchanging with other islands")
         head, sent, seconds = answer
@@ -301,8 +301,11 @@ class OuterUpdate(WholeUpdate):
             outer.drop()
             outer.must_join = True
             return
-        size, numbers = len(outer.payload), self._options.starts(step, last)  # type: ignore[arg-type]
+        assert outer.payload is not None
+        size, numbers = len(outer.payload), self._options.starts(step, last)
         own = head["islands"].index(self._place.number)
+        if not head["has_own"]:
+            sent = torch.cat([sent[: own * size], outer.payload, sent[own * size :]])
         shift = outer.finish(numbers, head["weights"], sent, own)
         self._gives = head["gives"]
         self._tell(shift, size, seconds)

@@ -29,6 +29,7 @@ from paceline.show.scaling.attribution import (
     attribute,
     detect_mode,
 )
+from paceline.show.scaling.islands import weigh
 from paceline.show.scaling.measure import Profile, measure
 from paceline.show.scaling.prediction import NETWORKS, Network, PredictionCheck, learn_job, suggest
 from paceline.telemetry import Phase, count_text, list_text, percentages, share_text, table_lines
@@ -77,6 +78,7 @@ def make_study(
     fitted = [1, several[0].workers] if several else []
     checks = [job.check(profile) for profile in several[1:]] if job else []
     pairs = [(size, network) for network in networks for size in predict]
+    predicted = [(job.predict(*pair), pair[1]) for pair in pairs] if job else []
     suggestion = suggest(results, profiles[-1])
     return {
         "schema": SCHEMA,
@@ -87,7 +89,8 @@ def make_study(
         "threads": one.threads,
         "repeats": repeats,
         "sizes": [_size(*pair) for pair in zip(results, profiles, strict=True)],
-        "predicted": [asdict(job.predict(*pair)) for pair in pairs] if job else [],
+        "predicted": [asdict(each) for each, _ in predicted],
+        "islands": weigh(job, predicted) if job else [],
         "suggestion": suggestion
         and {
             "text": f"{suggestion.text} Predicted gain: {share_text(suggestion.gain)}.",
@@ -156,6 +159,7 @@ def lines(study: Study) -> Iterator[str]:
         _wrapped(f"Try: {suggestion['text']}") if suggestion else (),
         _predictions(study["predicted"]) if study["predicted"] else (),
         _wrapped(study["check"]["text"]),
+        [line for each in study["islands"] for line in _wrapped(each["text"])],
     ]
     written = [section for each in sections if (section := list(each))]
     for number, section in enumerate(written):

@@ -1,0 +1,86 @@
+"""Whether islands would pay: from the step that was measured, and what a network carries.
+
+Every worker is taken to be an island. Where sizes are predicted, the largest is asked about on each
+network; otherwise the size that was measured, on this machine's own transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.islands import Forecast, forecast_islands
+from paceline.show.scaling.prediction import Job, Network, SizePrediction, exposed_s
+from paceline.telemetry import Phase, bytes_text
+
+_HALVINGS = 60
+_LEAST, _MOST = 1e3, 1e13
+"""Bytes per second between which a network is looked for on which islands begin to pay."""
+
+
+def weigh(job: Job, predicted: Sequence[tuple[SizePrediction, Network]]) -> list[dict[str, Any]]:
+    """By network, what a step would take on islands, with the bandwidth that this is for."""
+    largest = {network: size for size, network in predicted}  # sizes come in order
+    if not largest:
+        measured = job.several
+        exchange_s = measured.seconds[Phase.TRANSFER]
+        alone_s = measured.step_s - exchange_s
+        found = _forecast(job, measured.workers, job.local, alone_s, exchange_s)
+        return [_as_json(found, job.local, _below(job, found))] if found else []
+    weighed = []
+    for network, size in largest.items():
+        if size.workers == 1 or size.without_rows:
+            continue
+        found = _forecast(job, size.workers, network, size.step_s - size.exposed_s, size.exposed_s)
+        text = f"{network.name}: {found.sentence}" if found else ""
+        weighed += [_as_json(found, network, text)] if found else []
+    return weighed
+
+
+def _below(job: Job, found: Forecast) -> str:
+    """On which networks they would pay, if not between workers of this machine."""
+    if found.pays:
+        return found.sentence
+    limit = find_limit(job, found.islands, found.apart_s)
+    known = f", {bytes_text(found.bytes_per_s)}/s," if found.bytes_per_s < _MOST else ""
+    return (
+        f"Islands do not pay on this machine's own transport{known} and would below about "
+        f"{bytes_text(limit)}/s between workers: {found.settings} would send "
+        f"{bytes_text(found.round_bytes)} in {found.options.every} steps instead of "
+        f"{bytes_text(found.step_bytes)} in each. They are another training: see docs/islands.md."
+    )
+
+
+def _forecast(
+    job: Job, workers: int, network: Network, alone_s: float, exchange_s: float
+) -> Forecast | None:
+    parameters = sum(bucket.nbytes for bucket in job.several.buckets) / 4
+    if not parameters or alone_s <= 0:
+        return None
+    return forecast_islands(
+        step_s=alone_s,
+        parameters=parameters,
+        bytes_per_s=network.bytes_per_s,
+        latency_s=network.latency_s,
+        islands=workers,
+        exchange_s=exchange_s,
+    )
+
+
+def find_limit(job: Job, workers: int, alone_s: float) -> float:
+    """The bandwidth below which islands pay, in bytes per second."""
+    backward_s, low, high = job.several.seconds[Phase.BACKWARD], _LEAST, _MOST
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        network = Network("", 0.0, middle)
+        exchange_s = exposed_s(job.several.buckets, backward_s, workers, network)
+        found = _forecast(job, workers, network, alone_s, exchange_s)
+        if found is not None and found.pays:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _as_json(found: Forecast, network: Network, text: str) -> dict[str, Any]:
+    return {**found.as_json(), "network": network.name, "text": text}
