@@ -102,6 +102,30 @@ def test_deaths_and_replacements_are_on_the_time_axis(tmp_path: Path) -> None:
     assert rows == [(8, "worker 1 was killed by signal 9", 3), (9, "worker 1 joined", 4)]
 
 
+def test_rounds_between_islands_have_a_section_and_are_no_learning(tmp_path: Path) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=1, ranks=1)
+    for rank in range(2):
+        folder.events_of(rank).unlink(missing_ok=True)
+        with EventWriter(folder, rank) as events:
+            events.write("start", step=0, size=2)
+            for step in range(1, 9):
+                values = {"drift": step, "bytes": 1000, "round_s": 0.25} if step % 4 == 0 else {}
+                # As all workers of an island say the same, each counts as its part of one.
+                metrics = {f"island_{name}": [0.5 * each, 0.5] for name, each in values.items()}
+                metrics["loss"] = [1.0, 1.0]
+                facts: dict[str, Any] = {"epoch": 0, "samples": 5, "seconds": 1.0, "phases": {}}
+                events.write("step", step=step, metrics=metrics, **facts)
+    found = built(folder)
+    islands = found["islands"]
+    assert says(islands["verdict"], "1.0 kB", "2.0 kB", "2 rounds", "250 ms", 8)
+    assert islands["verdict"] in found["sentences"]
+    drawn = {each["name"]: each["curves"][0]["columns"][:2] for each in islands["charts"]}
+    assert drawn["island_drift"] == [[4, 8], [4, 8]]
+    assert list(drawn) == ["island_drift", "island_bytes", "island_round_s"]
+    names = [each["name"] for each in found["learning"]["charts"]]
+    assert not [name for name in names if name.startswith("island")]
+
+
 def test_what_all_wait_for_one_that_dies_is_no_transfer(tmp_path: Path) -> None:
     folder = synthetic_run(tmp_path / "run", steps=1, ranks=1)
     for rank in range(2):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.show.learn import about_engines, about_results
+from paceline.show.learn import about_engines, about_islands, about_results
 from paceline.show.learn.lab import Lab
 from paceline.show.learn.lessons import LESSONS, Lesson
 from paceline.show.learn.question import Answered, Question
 
-_FUNCTIONS = vars(about_engines) | vars(about_results)
+_FUNCTIONS = vars(about_engines) | vars(about_islands) | vars(about_results)
 QUESTIONS = [
     Question(lesson.name, asked, _FUNCTIONS[asked.name.replace("-", "_")])
     for lesson in LESSONS

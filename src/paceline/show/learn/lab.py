@@ -10,7 +10,15 @@ from typing import Any
 
 from paceline.launcher import count_cores
 from paceline.record import Epoch, SampleStop, Stage, Trace
-from paceline.show.learn.runs import CLASSES, FEATURES, NAP_S, LearnOptions, Runs
+from paceline.show.learn.runs import (
+    CLASSES,
+    EVERY,
+    FEATURES,
+    ISLAND_STEPS,
+    NAP_S,
+    LearnOptions,
+    Runs,
+)
 from paceline.show.scaling.attribution import MEANINGS
 from paceline.show.scaling.command import lines as study_lines
 from paceline.show.trace.drawing import (
@@ -195,5 +203,8 @@ NAMES: dict[str, Callable[[Lab], Any]] = {
     "places": lambda _lab: PLACES,
     "fates": lambda _lab: FATES,
     "cores": lambda _lab: count_cores(),
+    "every": lambda _lab: EVERY,
+    "island_steps": lambda _lab: ISLAND_STEPS,
+    "island_weights": lambda lab: [f"{each:.6g}" for each in lab.train_apart(EVERY).locals],
     "losses": lambda _lab: [*MEANINGS.values(), "nothing was lost"],
 }

@@ -71,7 +71,7 @@ _WORDS = tomllib.loads(
 )
 LESSONS: list[Lesson] = read_value(list[Lesson], _WORDS["lessons"], "lessons")
 PROBLEMS: list[Problem] = read_value(list[Problem], _WORDS["problems"], "problems")
-FACTS = [*map(str, range(1, 17)), "pipeline", "multi-gpu", "epochs", "prediction"]
+FACTS = [*map(str, range(1, 17)), "pipeline", "multi-gpu", "epochs", "prediction", "islands"]
 """What the lessons cover; docs/learn.md lists them."""
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset, default_collate
 from paceline.data import DistributedSampler
 from paceline.dp import DataParallel
 from paceline.errors import PacelineError, UsageError, check_whole
+from paceline.islands import Islands
 from paceline.launcher import count_cores, launch
 from paceline.record import Trace, from_json, record_step
 from paceline.show.learn import scripts
@@ -41,6 +42,7 @@ MOST_WORKERS, MOST_ROWS = 8, 2_000
 FEATURES, CLASSES, ROWS = 10, 5, 1_000
 EPOCHS = 5
 NAP_S, SLOW_S = 0.05, 0.02
+ISLANDS, EVERY, ISLAND_STEPS = 2, 4, 12
 TRIES = 4
 """So often something is measured, until it is clear."""
 STEADY = 0.25
@@ -311,6 +313,17 @@ class Runs:
             "kept": after(small, self.many),
             "grown": after(large, self.many),
         }
+
+    def train_apart(self, every: int, islands: int = ISLANDS) -> scripts.Apart:
+        """Some steps on islands whose average is assigned in a round."""
+        options = Islands(every=every, outer="sgd")
+        return scripts.train_apart(self.make_task, self.batch, ISLAND_STEPS, options, islands)
+
+    def compare_with_one(self, every: int) -> tuple[float, float]:
+        """How far islands end from one training of the same batches, and how far that went."""
+        one, apart = self.train_apart(1, 1).weights, self.train_apart(every).weights
+        begin = scripts.flat_weights(self.make_task().model)
+        return float((apart - one).norm()), float((one - begin).norm())
 
     @property
     def single_batch(self) -> int:

@@ -27,6 +27,7 @@ from paceline.data import DistributedSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.dp import DataParallel
 from paceline.group import find_tensors, init_process_group
+from paceline.islands import Islands, Outer
 from paceline.record import record_step, to_json
 from paceline.show.trace.preparation import draw_weights
 from paceline.show.trace.task import Task
@@ -142,6 +143,50 @@ def timed_steps(folder: str, seed: int, slow_s: float) -> str:
         world.barrier()
         stop_spans()
         return said.getvalue().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """What a short training on islands has come to."""
+
+    locals: list[float]
+    """The first weight on each island before the first round."""
+    average: float
+    """The same after it, on all."""
+    weights: Tensor
+    """All weights in the end."""
+    rounds: list[int]
+    """After which steps there was one."""
+
+
+def train_apart(
+    make: Callable[[], Task], batch: int, steps: int, options: Islands, islands: int
+) -> Apart:
+    """Train each island on its part of every batch, with rounds between them."""
+    tasks = [make() for _ in range(islands)]
+    optimizers = [task.optimizer(task.model.parameters()) for task in tasks]
+    outers = [Outer(list(task.model.parameters()), [], options) for task in tasks]
+    local, average, rounds, length = list[float](), 0.0, list[int](), len(tasks[0].dataset)
+    for step in range(1, steps + 1):
+        taken = [row % length for row in range((step - 1) * batch, step * batch)]
+        parts = [taken[number::islands] for number in range(islands)]
+        for task, optimizer, rows in zip(tasks, optimizers, parts, strict=True):
+            optimizer.zero_grad()
+            take_step(task.model, task, default_collate([task.dataset[row] for row in rows]))
+            optimizer.step()
+        if numbers := options.starts(step, steps):
+            local = local or [first_weight(task.model) for task in tasks]
+            sent = torch.cat([outer.begin(step, numbers) for outer in outers])
+            weights = [[float(len(rows))] for rows in parts]
+            for own, outer in enumerate(outers):
+                outer.finish(numbers, weights, sent, own)
+            average = average if rounds else first_weight(tasks[0].model)
+            rounds.append(step)
+    return Apart(local, average, flat_weights(tasks[0].model), rounds)
+
+
+def flat_weights(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
 
 
 @dataclass(frozen=True, slots=True)

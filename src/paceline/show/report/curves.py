@@ -61,6 +61,11 @@ class Curve:
         before = self._cells.get(cell, (0.0, 0.0))
         self._cells[cell] = before[0] + total, before[1] + weight
 
+    def totals(self) -> tuple[float, float]:
+        """The sum of all that was added, and of its weights."""
+        sums = self._cells.values()
+        return sum(total for total, _ in sums), sum(weight for _, weight in sums)
+
     def points(self, limit: int = POINTS_LIMIT) -> list[CurvePoint]:
         """The curve as at most `limit` points; no low or high is lost on the way."""
         middle = (self._stride - 1) / 2

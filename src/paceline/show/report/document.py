@@ -34,6 +34,8 @@ MISSING_LIMIT, TRACEBACK_LINES, TRACEBACK_BYTES, LOG_LINES = 20, 60, 2**14, 1000
 LEAST_SPEEDUP = 1e-9
 AVERAGED = "ema_"
 """Begins the name of a metric of the averaged weights."""
+ISLANDS = "island_"
+"""Begins the name of a metric of a round between islands."""
 
 Json = dict[str, Any]
 
@@ -55,6 +57,7 @@ def build(data: RunData) -> Json:
         "pipeline": [pipeline(trace) for trace in data.traces] or None,
         "workers": workers(data),
         "generations": generations(data),
+        "islands": islands(data),
         "timeline": data.timeline,
         "scaling": scaling(data),
         "checkpoints": checkpoints(data),
@@ -82,6 +85,7 @@ def learning(data: RunData) -> Json | None:
         names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
     # A metric of the averaged weights is to be seen beside that of the others.
     names = dict.fromkeys(n if n in data.metrics else n.removeprefix(AVERAGED) for n in names)
+    names = {each: None for each in names if not each.startswith(ISLANDS)}
     order = {"loss": 0, "accuracy": 1}
     charts = [_chart(data, name) for name in sorted(names, key=lambda each: order.get(each, 2))]
     noise = [
@@ -215,6 +219,17 @@ def generations(data: RunData) -> Json | None:
     verdict += "" if data.redone else " No step was lost."
     times, sizes = [time for time, _ in points], [each for _, each in points]
     return {"verdict": verdict, "columns": [times, sizes, sizes, sizes], "events": rows}
+
+
+def islands(data: RunData) -> Json | None:
+    """What was exchanged with other islands: how much, how long, and how far apart they were."""
+    charts = []
+    for name in ("drift", "bytes", "round_s"):
+        points = curve.points() if (curve := data.metrics.get(ISLANDS + name)) else []
+        lines = [_line("each round", "measured", points, dots=True)] if points else []
+        charts.append({"name": ISLANDS + name, "curves": lines})
+    charts = [chart for chart in charts if chart["curves"]]
+    return {"verdict": sentences.between_islands(data), "charts": charts} if charts else None
 
 
 def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:

@@ -15,6 +15,7 @@ from paceline.show.report.run_data import LONGEST_STEPS, LongStep, RankTotals, R
 from paceline.telemetry import (
     ALL_APPLIED,
     Phase,
+    bytes_text,
     count_text,
     list_text,
     metric_text,
@@ -40,6 +41,7 @@ def overview(data: RunData) -> list[str]:
     if data.status in TOO_EARLY:
         said = [*reversed(said), how_to_continue(data)]
     said += how_it_learned(data)
+    said.append(between_islands(data))
     if data.ranks:
         said.append(where_time_went(data))
         said += [who_waited(data), *pauses(data)] if data.workers > 1 else []
@@ -165,6 +167,23 @@ def values_of(data: RunData, kind: str, name: str, by: str) -> list[tuple[int, f
         if value is not None and math.isfinite(value) and at is not None:
             found.append((at, value))
     return found
+
+
+def between_islands(data: RunData) -> str:
+    """What rounds with other islands have cost; empty of a run that had none."""
+    drift, sent, waited = (data.metrics.get(f"island_{n}") for n in ("drift", "bytes", "round_s"))
+    if not (drift and sent and waited) or not (points := drift.points()):
+        return ""
+    (sent_bytes, rounds), (waited_s, _) = sent.totals(), waited.totals()
+    spent_s, count = data.last_t - data.first_t, max(1, round(rounds))
+    share = f", {share_text(waited_s / spent_s)} of the time" if spent_s > 0 else ""
+    each = f"{bytes_text(sent_bytes / count)} in each, " if count > 1 else ""
+    return (
+        f"This island sent {each}{bytes_text(sent_bytes)} in {count_text(count, 'round')}. A round "
+        f"took {seconds_text(waited_s / count)}{share}. Before the last one the islands were "
+        f"{metric_text('drift', points[-1].mean)} from their average, "
+        f"{metric_text('drift', max(point.high for point in points))} at most."
+    )
 
 
 def who_was_slow(span: SlowSpan, data: RunData) -> str:

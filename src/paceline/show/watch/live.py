@@ -55,6 +55,7 @@ def build(data: RunData, machine: Machine | None = None) -> Json:
         "blame": sentences.who_waited(data) if shown else "",
         "blame_look": sentences.look_of(data),
         "generations": died["events"] if died else [],
+        "islands": sentences.between_islands(data),
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": read_log(data.folder, LOG_LINES, tail_bytes=LOG_BYTES),
     }

@@ -103,4 +103,5 @@ def draw(live: dict[str, Any], width: int) -> Group:
     legend = Text(" ").join(
         Text(f"█ {phase}", style) for phase, style in style_by_phase.items() if phase in used
     )
-    return Group(Text(head(live), "bold"), table, legend, Text(live["blame"]))
+    said = [Text(text) for text in (live["blame"], live["islands"]) if text]
+    return Group(Text(head(live), "bold"), table, legend, *said)

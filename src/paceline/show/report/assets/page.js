@@ -35,6 +35,14 @@ const SECTIONS = [
     "",
   ],
   [
+    "islands",
+    Islands,
+    "Between islands",
+    "Islands train apart, and average their parameters in rounds. This is one of them; the others " +
+      "have pages of their own.",
+    "",
+  ],
+  [
     "timeline",
     Timeline,
     "When it happened",

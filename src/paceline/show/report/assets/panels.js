@@ -60,7 +60,12 @@ function Missing({ missing }) {
 }
 
 // What a metric is called where its name is one for programs.
-const TITLES = { grad_norm: "gradient norm" },
+const TITLES = {
+    grad_norm: "gradient norm",
+    island_drift: "how far islands are from their average",
+    island_bytes: "bytes sent in a round",
+    island_round_s: "seconds that a round took",
+  },
   parentOf = (name) => name.replace(/^ema_/, ""),
   titleOf = (name) =>
     TITLES[name] || (name.startsWith("ema_") ? parentOf(name) + ", averaged weights" : name);
@@ -253,6 +258,16 @@ function Generations({ data: { verdict, columns, events } }) {
       words=${[2]}
     />
     ${left > 0 && html`<${Note}>${count(left, "event")} before these are left out.<//>`}`;
+}
+
+function Islands({ data: { verdict, charts } }) {
+  return html`<p class="verdict">${verdict}</p>
+    <div class="charts">
+      ${charts.map(
+        (chart) =>
+          html`<${Metric} key=${chart.name} ...${chart} ticks=${[]} yLog=${false} smoothing=${0} />`,
+      )}
+    </div>`;
 }
 
 const MODES = {

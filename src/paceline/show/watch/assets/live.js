@@ -536,7 +536,7 @@ const LIVE_SECTIONS = [
   ["waits", Waits, "Who waits", "The last 100 steps of every worker, all on one scale.", ""],
   ...SECTIONS.filter(([name]) => name === "learning"),
   ["runs", Runs, "These runs side by side", "", ""],
-  ...SECTIONS.filter(([name]) => name === "generations"),
+  ...SECTIONS.filter(([name]) => ["generations", "islands"].includes(name)),
   ["batch", Recorded, ...BATCH.slice(2)],
   ...SECTIONS.filter(([name]) => ["checkpoints", "workers", "timeline", "scaling"].includes(name)),
   ["messages", Messages, "What it said", "Messages, the newest first, and what was printed.", ""],
