@@ -37,6 +37,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "tracker": ("no", "csv", "broken"),
     "transport": ("auto", "c10d"),
     "engine": ("buckets", "checked", "naive", "audited"),
+    "islands": ("no", "one"),
     "hosts": ("1", "2"),
     "output": ("plain", "json", "quiet"),
     "fault": (
@@ -165,6 +166,13 @@ _EXCLUDED: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("engine", ("audited",)), ("data", ("stream", "files", "own loader"))),
     (("engine", ("audited",)), ("loss", ("whole batch",))),
     (("engine", ("audited",)), ("noise", ("yes",))),
+    # Refused, as documented: what islands cannot average or deal. One that assigns its own average
+    # has the bits of a run without; several would be another training, see docs/decisions/0090.
+    (("islands", ("one",)), ("update", ("sharded", "auto"))),
+    (("islands", ("one",)), ("ema", ("yes",))),
+    (("islands", ("one",)), ("stopping", ("early",))),
+    (("islands", ("one",)), ("data", ("stream", "files", "own loader"))),
+    (("islands", ("one",)), ("engine", ("audited",))),
     # What one worker alone makes NaN is wrong, and the audit replaces that worker.
     (("engine", ("audited",)), ("fault", _faults("NaN"))),
     # Not exact, as documented: what is computed over a batch, or rounded in it, is another one.

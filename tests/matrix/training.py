@@ -168,6 +168,7 @@ def make_run() -> paceline.Run:
             noise_every=3 if OPTIONS["noise"] == "yes" else 0,
             same_bits=IS_AUDITED,
             audit=float(IS_AUDITED),
+            islands=paceline.Islands(every=3, outer="sgd") if OPTIONS["islands"] == "one" else None,
         ),
         **arguments,
     )
