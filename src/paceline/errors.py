@@ -30,6 +30,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+LINE_LENGTH = 500
+
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
@@ -154,7 +156,16 @@ def describe_failure(worker: int, summary: str, step: int, *, is_late: bool = Fa
 
 def summarize(error: BaseException) -> str:
     """The first line of an exception's message, with its class."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+    try:
+        return first_line(f"{type(error).__name__}: {error}")
+    except Exception:  # its own str() fails
+        return type(error).__name__
+
+
+def first_line(text: str) -> str:
+    """As much of a message as goes into a sentence."""
+    line = text.partition("\n")[0]
+    return line.rstrip(".: ") if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…"
 
 
 def check_whole(

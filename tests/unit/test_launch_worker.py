@@ -8,11 +8,16 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
+from multiprocessing import current_process
+from multiprocessing.connection import Listener
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.launcher.worker import Instructions, Worker, when_imported
+from paceline.errors import summarize
+from paceline.launcher.deaths import read_error
+from paceline.launcher.worker import Instructions, Worker, when_imported, write_error
 
 
 @pytest.fixture
@@ -84,3 +89,34 @@ def test_an_error_that_cannot_be_written_for_the_launcher_is_printed(
 
     assert Worker(Instructions(parent=os.getpid())).call(fail) == 1
     assert "ValueError: of the script" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("length", [1, 120])
+def test_sockets_of_loaders_lie_in_the_launchers_folder_however_long_its_name(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * length)
+    folder.mkdir()
+    config: dict[str, Any] = {"authkey": b"", "semprefix": "/mp"}
+    monkeypatch.setattr(current_process(), "_config", config)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    Worker(Instructions(parent=0)).keep_sockets_together()
+    with Listener(family="AF_UNIX"):
+        assert len(list(folder.iterdir())) == 1
+    if length > 100:
+        os.close(int(config["tempdir"].rpartition("/")[2]))
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [Wordless(), ValueError("x" * 10**7), ValueError("\x00" * 10**6)])
+def test_an_error_is_read_whatever_its_words_are(error: Exception, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_error(str(path), error)
+    found = read_error(str(path))
+    assert found["summary"].startswith(type(error).__name__)
+    assert found["traceback"].rstrip().endswith(("failed>", "x", "\x00"))
+    assert summarize(error).startswith(type(error).__name__)

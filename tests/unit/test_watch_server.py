@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,11 +341,11 @@ def test_a_token_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_it_listens_on_loopback_alone_and_a_port_that_is_taken_is_said() -> None:
-    with command._listen(0) as listening:
+    with server.listen(0) as listening:
         address, port = listening.getsockname()
         assert address == "127.0.0.1"
         with pytest.raises(UsageError, match=f"Port {port} of 127.0.0.1 cannot be used") as error:
-            command._listen(port)
+            server.listen(port)
         assert "--port" in error.value.advice
 
 
@@ -397,3 +402,39 @@ def test_a_hostile_name_of_a_run_stays_a_name(tmp_path: Path) -> None:
     assert "set-cookie" not in report.headers
     assert b"<script>alert" not in page.body + report.body
     assert json.loads(document.body)["live"]["step"] == 4
+
+
+FLOOD = """
+import encodings.idna, os, socket, sys  # before it may not read them any more
+os.setgroups([]); os.setgid(54321); os.setuid(54321)
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(1000)]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_flood_of_another_user_is_turned_away_before_the_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    taken: list[socket.socket] = []
+    with server.listen(0) as listening:
+        listening.setblocking(False)
+        address = listening.getsockname()
+        command = [sys.executable, "-c", FLOOD, str(address[1])]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as flood:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == b"held\n"
+            with socket.create_connection(address) as owner:
+                asked = 0
+                while not taken or taken[-1].getpeername() != owner.getsockname():
+                    asked += 1
+                    with suppress(BlockingIOError):
+                        taken.append(listening.accept()[0])
+            flood.communicate()
+    for each in taken:
+        each.close()
+    assert len(taken) == server.STRANGERS_PER_S + 1
+    assert asked - len(taken) == 900 // server.CONNECTIONS_LIMIT  # others had their turn

@@ -89,8 +89,9 @@ def find_peer_user(connection: socket.socket) -> int | None:
     if not hasattr(socket, "AF_NETLINK"):
         return None
     near, far = connection.getsockname(), connection.getpeername()
-    addresses = [ipaddress.ip_address(each[0]).packed.ljust(16, b"\0") for each in (far, near)]
-    wanted = struct.pack("=BBBBI", connection.family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
+    family, hosts = connection.family, [each[0].partition("%")[0] for each in (far, near)]
+    addresses = [socket.inet_pton(family, host).ljust(16, b"\0") for host in hosts]
+    wanted = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     wanted += struct.pack(">HH", far[1], near[1]) + b"".join(addresses) + bytes(4) + b"\xff" * 8
     head = struct.pack("=IHHII", 16 + len(wanted), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
     try:
@@ -99,8 +100,8 @@ def find_peer_user(connection: socket.socket) -> int | None:
             found = kernel.recv(4096)
     except OSError:
         return None
-    if struct.unpack_from("=H", found, 4)[0] != _SOCK_DIAG_BY_FAMILY:
-        return None  # no such socket: it is on another machine
+    if struct.unpack_from("=H", found, 4)[0] != _SOCK_DIAG_BY_FAMILY:  # there is no such socket
+        return -1 if ipaddress.ip_address(far[0]).is_loopback else None
     user, inode = struct.unpack_from("=II", found, 80)
     return user if inode else -1
 

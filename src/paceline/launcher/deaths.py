@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.env import step_file
-from paceline.errors import describe_failure
+from paceline.errors import describe_failure, first_line
 
 MAX_ERROR_BYTES = 4 * 2**20
 SAME_STEP = 3
@@ -126,7 +126,7 @@ class WorkerExit:
     @property
     def first_line(self) -> str:
         """Of the exception; empty where there was none."""
-        return self.summary.partition("\n")[0].rstrip(".: ")
+        return first_line(self.summary)
 
     @property
     def reason(self) -> str:

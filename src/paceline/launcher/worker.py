@@ -41,6 +41,8 @@ UNSAVED_VARIABLE = "PACELINE_UNSAVED"
 """Names the process in which a `Run` has left its loop although its last save had failed."""
 MOST_FOLDER_LENGTH = 85
 """A socket's path has at most 107 characters."""
+MOST_WORDS = 2**16
+"""So many characters are kept of each end of an exception's text."""
 BEATS = 8
 """How often in a stall window (PACELINE_STALL_S) a worker that has imported torch says so."""
 
@@ -222,6 +224,9 @@ class Worker:
         from multiprocessing import current_process
 
         folder = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if len(folder) > MOST_FOLDER_LENGTH:  # under a name that is short, and known to children
+            with contextlib.suppress(OSError):
+                folder = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY | os.O_DIRECTORY)}"
         if 0 < len(folder) <= MOST_FOLDER_LENGTH:
             vars(current_process())["_config"].setdefault("tempdir", folder)
 
@@ -317,10 +322,14 @@ def write_error(path: str, error: BaseException) -> None:
 
     All of it is there or nothing: the launcher may read at any moment.
     """
-    text = "".join(traceback.format_exception(error))
+    text = shorten("".join(traceback.format_exception(error)))
+    try:
+        words = f"{type(error).__name__}: {error}"
+    except Exception:  # its own str() fails
+        words = type(error).__name__
     record = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": shorten(words),
             "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         },
         "rank": int(os.environ.get("RANK", "-1")),
@@ -336,6 +345,14 @@ def write_error(path: str, error: BaseException) -> None:
     with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record, file)
     os.replace(temporary, path)
+
+
+def shorten(text: str) -> str:
+    """Its beginning and its end, where somebody has put a whole dataset into an exception."""
+    left_out = len(text) - 2 * MOST_WORDS
+    if left_out <= 0:
+        return text
+    return f"{text[:MOST_WORDS]}\n[... {left_out:,} characters ...]\n{text[-MOST_WORDS:]}"
 
 
 def place_of(error: BaseException) -> str:

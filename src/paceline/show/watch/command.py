@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     if not paths:
         print("paceline watch: no run was begun, so there is no page.", file=sys.stderr)
         return 0
-    with _listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
+    with server.listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
         port = listening.getsockname()[1]
         token = server.keep_token(Path(args.token_file)) if args.token_file else server.make_token()
         address = f"http://127.0.0.1:{port}/?token={token}"
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         config = uvicorn.Config(
             guard,
             http=server.bound_connections(guard),
-            backlog=server.CONNECTIONS_LIMIT,
+            backlog=server.QUEUE_LENGTH,
             log_level="critical",
             access_log=False,
             server_header=False,
@@ -217,19 +217,3 @@ def _let_go_of_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nothing, stream.fileno())
     os.close(nothing)
-
-
-def _listen(port: int) -> socket.socket:
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(("127.0.0.1", port))
-        listening.listen()  # two that may share an address may not both listen
-    except (OSError, OverflowError) as error:
-        listening.close()
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(
-            f"Port {port} of 127.0.0.1 cannot be used: {why}.",
-            advice="Leave --port out, and a free one is found.",
-        ) from None
-    return listening

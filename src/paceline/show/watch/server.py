@@ -27,6 +27,8 @@ import hmac
 import os
 import re
 import secrets
+import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from html import escape
@@ -56,8 +58,11 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]{43,100}")
 HOSTS = ("127.0.0.1", "localhost")
 STREAMS_LIMIT = 128
 """The most pages that are told of news at a time."""
-CONNECTIONS_LIMIT, STRANGERS_LIMIT = 256, 64
-"""Of connections at a time: all, and those of other users that have not shown the token."""
+CONNECTIONS_LIMIT, STRANGERS_LIMIT, STRANGERS_PER_S = 256, 64, 100
+"""Of connections at a time: all, and those of other users that have not shown the token; and how
+many of those are looked at."""
+QUEUE_LENGTH = 4096
+"""How many may wait to be taken in, as far as the system allows."""
 SEND_TIMEOUT_S = 30.0
 """Who takes nothing for so long is disconnected."""
 POLICY = (
@@ -146,6 +151,52 @@ class Guard:
         if scope["method"] != ("POST" if scope["path"] == "/record" else "GET"):
             return 405, "There is nothing to do here with this method."
         return None
+
+
+class Listener(socket.socket):
+    """Takes connections in, and turns those of other users away that come too fast.
+
+    That is so much less work than a request that a flood of them leaves room for the owner's in
+    the queue, or takes it for a moment only.
+    """
+
+    _second = _strangers = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        for _ in range(CONNECTIONS_LIMIT):  # then others have their turn
+            connection, address = super().accept()
+            if self._admits(connection):
+                return connection, address
+            connection.close()
+        raise BlockingIOError
+
+    def _admits(self, connection: socket.socket) -> bool:
+        try:
+            user = find_peer_user(connection)
+        except OSError:  # it has left
+            return False
+        if user in (None, 0, os.geteuid()):
+            return True
+        second, before = int(time.monotonic()), self._second
+        self._second, self._strangers = second, 1 + (self._strangers if second == before else 0)
+        return user >= 0 and self._strangers <= STRANGERS_PER_S
+
+
+def listen(port: int) -> Listener:
+    """Listen on loopback alone; port 0 is any free one."""
+    listening = Listener()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", port))
+        listening.listen(QUEUE_LENGTH)  # two that may share an address may not both listen
+    except (OSError, OverflowError) as error:
+        listening.close()
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"Port {port} of 127.0.0.1 cannot be used: {why}.",
+            advice="Leave --port out, and a free one is found.",
+        ) from None
+    return listening
 
 
 def bound_connections(guard: Guard) -> type[H11Protocol]:
