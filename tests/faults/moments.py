@@ -29,6 +29,7 @@ from paceline.group import CONNECTIONS
 from paceline.launcher import run_script
 from paceline.run import Run, Step, evaluation, healing
 from paceline.run.member import Groups
+from paceline.run.parts import Dealing
 from paceline.run.recovery import Survival
 from paceline.run.stop import Vote
 from paceline.run.turns import StepOfTurns, Turn
@@ -57,6 +58,7 @@ STEP_OPTIMIZER = WholeUpdate, "_step_optimizer"
 GATHER_SHARES = FlatShares, "gather"
 COLLECT_SHARES = ElementShares, "collect"
 GO_BACK = Survival, "go_back"
+REPEAT_STEP = Dealing, "again"
 EVALUATE = evaluation, "score_share"
 NAME_CHECKPOINT = directory, "_rename"
 MEET = Groups, "meet"
@@ -163,6 +165,7 @@ class Moments:
         _call_before(GATHER_SHARES, lambda *_: self.on("before the gather"))
         _call_before(COLLECT_SHARES, lambda *_: self.on("while gathering"))
         _call_after(GO_BACK, lambda *_: self._on_going_back())
+        _call_before(REPEAT_STEP, lambda *_: self._on_repetition())
         _call_after(EVALUATE, lambda *_: self.on("while evaluating"))
         _call_before(NAME_CHECKPOINT, lambda *_: self._on_saving())
         _call_before(READ_VOTE, lambda *_: self.on("at the vote"))
@@ -289,6 +292,10 @@ class Moments:
         if self._run is not None:
             self._write("went back", self._run.step)
 
+    def _on_repetition(self) -> None:
+        if self._run is not None:
+            self._write("repeated", self._run.step + 1)
+
     def _footprint(self) -> dict[str, list[int]]:
         """Of this worker and of its launcher what they hold, and the number of keys in the store.
 
@@ -314,6 +321,7 @@ class Moments:
             "time_s": time.monotonic(),
             "attempt": env.read_launched().attempt,
             "generation": self._generation,
+            "worker": self._worker,
             "step": step,
             **more,
         }

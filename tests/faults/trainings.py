@@ -283,14 +283,18 @@ def applied_steps(records: Sequence[dict[str, Any]]) -> list[AppliedStep]:
 
     A worker writes its samples before the sum, so that they are there even if it dies as soon as
     its part is in. What counts is the generation in which somebody applied the step. All workers
-    may have started again from a checkpoint, or gone back to one, and then the last time counts.
+    may have started again from a checkpoint, or gone back to one, and then the last time counts,
+    as it does where they agree to compute a step once more.
     """
-    computed: dict[tuple[int, int, int], list[int]] = {}
+    computed: dict[tuple[int, int, int], dict[int, list[int]]] = {}
     applied: dict[int, dict[str, Any]] = {}
     for record in sorted(records, key=lambda record: (record["attempt"], record["time_s"])):
         key = record["attempt"], record["generation"], record["step"]
         if record["kind"] == "computed":
-            computed.setdefault(key, []).extend(record["samples"])
+            computed.setdefault(key, {})[record["worker"]] = record["samples"]
+            continue
+        if record["kind"] == "repeated":  # nobody has applied it: it is computed once more
+            computed.get(key, {}).pop(record["worker"], None)
             continue
         if record["kind"] == "went back":
             for step, before in list(applied.items()):
@@ -307,7 +311,8 @@ def applied_steps(records: Sequence[dict[str, Any]]) -> list[AppliedStep]:
             )
     steps = []
     for number, record in sorted(applied.items()):
-        samples = computed.get((record["attempt"], record["generation"], number), [])
+        by_worker = computed.get((record["attempt"], record["generation"], number), {})
+        samples = [sample for each in by_worker.values() for sample in each]
         facts = {key: record[key] for key in ("epoch", "generation", "attempt", "time_s")}
         steps.append(AppliedStep(number, samples=tuple(sorted(samples)), **facts))
     return steps

@@ -219,6 +219,14 @@ class Generators:
         if (numpy := _numpy_random()) is not None:
             numpy.seed([value & 0xFFFFFFFF, value >> 32])
 
+    def have_moved(self, seed: int, purpose: str, *numbers: int) -> bool:
+        """Whether something was drawn since they were seeded with these."""
+        now = self.state()
+        self.seed(seed, purpose, *numbers)
+        fresh = self.state()
+        self.restore(now)
+        return any(map(_differ, now, fresh))
+
     def state(self) -> tuple[Any, ...]:
         numpy = _numpy_random()
         return (
@@ -245,6 +253,12 @@ class Generators:
             yield
         finally:
             self.restore(state)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return any(map(_differ, one, other))
+    return bool((one != other).any()) if hasattr(one, "any") else one != other
 
 
 def seed_everything(seed: int) -> None:

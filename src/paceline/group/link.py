@@ -145,6 +145,7 @@ class Link:
         self.ledger = ledger
         self.facts = facts or {}
         """Of the run that a replacement joins."""
+        self.facts.pop("grows", None)
         self.backend = str(self.facts.pop("backend", ""))
         """Of its group."""
         self.began: tuple[int, float] | None = self.facts.pop("began", None)

@@ -78,6 +78,8 @@ class Follower(Workers):
             case {"said": "joined"}:
                 self.is_on = True
                 self.facts = message.get("facts", self.facts)
+            case {"said": "facts", "facts": dict(facts)}:
+                self.facts = {**self.facts, **facts}
             case {"said": "left"}:
                 self._left.add(worker)
             case {"said": "finished", "is_left": is_left}:

@@ -84,6 +84,8 @@ class Generations(Workers):
                     self._welcome(worker, number)
                 self._carry_out(orders)
                 self._tell_of_recovery(number, loses=bool(message.get("loses")))
+            case {"said": "facts", "facts": dict(facts)}:
+                self.facts = {**self.facts, **facts}
             case {"said": "building", "survives": bool(survives)}:
                 self.is_run = survives
             case {"said": "ready"}:
@@ -191,7 +193,7 @@ class Generations(Workers):
         size, shards = self.roster.size, self.facts.get("shards", 0)
         if not self.is_on:
             self.say("SIGUSR1 adds a worker to a run that trains, and none does yet.")
-        elif size >= shards:
+        elif size >= shards and not self.facts.get("grows"):
             self.say(
                 f"no worker is added: {size} share {count_text(shards, 'shard')}, so another one "
                 "would have nothing to compute. A new run can have more: Run(shards=...)."

@@ -46,6 +46,12 @@ STEP = (
         "in steps of which two workers have different bits of a shard, said with the gradients, "
         "and once more when such a step was done again",
     ),
+    Entry(
+        "shards",
+        ("run.cut",),
+        "in the first step of a generation with more workers than shards, twice where it is "
+        "computed in two cuts",
+    ),
     Entry("pace", ("telemetry.stragglers",), "by its cadence: steps 7, 12, ... of a generation"),
     Entry("vote", ("run.stop",), "by its cadence: the first step of a generation, then about 10/s"),
     Entry(

@@ -108,6 +108,11 @@ class Buffers:
         return not self.live.issuperset(found)
 
     @torch.no_grad()
+    def have_changed(self) -> bool:
+        """Whether a shard of this step has changed any, here."""
+        return bool(self._look()) or any(bool(moves.any()) for moves in self._moves.values())
+
+    @torch.no_grad()
     def end_shard(self, number: int) -> None:
         """Take what the shard has made of the buffers."""
         self._shards += 1

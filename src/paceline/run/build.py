@@ -198,9 +198,10 @@ def build_run(config: RunConfig) -> RunParts:
     settings = partial(loading, pins, options.prefetch, signals)
     shortest_batch = math.inf if plan is None else plan.shortest_batch
     made = _make_loader(config, plan, shards, members, settings, saved)
-    feed = Feed(made, shards, shortest_batch, signals, settings)
+    feed = Feed(made, shortest_batch, signals, settings)
     watching.note_progress(position.step, None if plan is None else plan.steps)
-    lines = config.opening_lines(world, device, shards, plan, position)
+    may_cut = _may_cut(config, plan)
+    lines = config.opening_lines(world, device, shards, plan, position, may_cut=may_cut)
     if shares_out:
         lines += describe_sharing(
             engine, config.optimizer, can_survive=can_survive, is_saved=config.is_saved
@@ -220,7 +221,7 @@ def build_run(config: RunConfig) -> RunParts:
     stop.hears_of_failures = world.size == 1 or launched.hears_of_failures
     vote = Vote(members, stop)
     vote.is_asked_to_record = watching.is_asked
-    progress = RunProgress(position, members.size)
+    progress = RunProgress(position, members.size, shards)
     parts = RunParts(
         config=config,
         place=place,
@@ -228,17 +229,27 @@ def build_run(config: RunConfig) -> RunParts:
         feed=feed,
         outlets=outlets,
         progress=progress,
-        dealing=Dealing(feed.loader, members, progress),
+        dealing=Dealing(feed.loader, members, progress, audit),
         exchanges=Exchanges(members),
         stop=stop,
         vote=vote,
         agreed=agreed,
         step_note=env.open_step_note(),
+        may_cut=may_cut,
     )
     if link is not None:
         parts.recover_with(Survival(link, _make_groups(link, launched), parts))
     islands.attach(parts, plan)
     return parts
+
+
+def _may_cut(config: RunConfig, plan: Plan | None) -> bool:
+    """Whether the shards may become more: not where they are the user's choice, or decide about
+    which samples a batch has, about bits, or about what several models have each."""
+    options, is_given = config.options, config.shards or config.loader is not None
+    is_bound = options.same_bits or options.islands is not None or config.models is not None
+    has_lanes = plan is not None and plan.lanes is not None
+    return not (is_given or is_bound or has_lanes or _has_sync_batch_norm(config.model))
 
 
 def _take_loader(config: RunConfig, world: World) -> None:

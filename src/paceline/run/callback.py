@@ -6,7 +6,8 @@ see `stop.Vote`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from paceline.telemetry import Message, Sink, StepReport, Summary, Written
 
@@ -69,3 +70,11 @@ class Callback(Sink):
 
     def stop(self, _step: int, status: str, reason: str) -> None:
         self.on_end(status, reason)
+
+
+def take_callbacks(sinks: Sequence[Any], run: Run) -> list[Callback]:
+    """Those among the sinks of a run, which know it from now on."""
+    callbacks = [each for each in sinks if isinstance(each, Callback)]
+    for each in callbacks:
+        each.run = run
+    return callbacks

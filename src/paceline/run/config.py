@@ -32,6 +32,7 @@ from paceline.errors import (
 from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
+from paceline.run.cut import say_idle
 from paceline.run.models import Models, name_optimizer, take_models
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
@@ -353,6 +354,7 @@ class RunConfig:
             "the scaler": None if self.scaler is None else type(self.scaler).__name__,
             "settings of the optimizer": settings,
             "names in state": sorted(self.state or {}),
+            "shards=": self.shards,
             "islands=": repr(self.options.islands and replace(self.options.islands, at="")),
         }
 
@@ -413,9 +415,16 @@ class RunConfig:
         return found
 
     def opening_lines(
-        self, world: World, device: torch.device, shards: int, plan: Plan | None, position: Position
+        self,
+        world: World,
+        device: torch.device,
+        shards: int,
+        plan: Plan | None,
+        position: Position,
+        *,
+        may_cut: bool,
     ) -> list[str]:
-        """What is said when the loop begins."""
+        """What is said when the loop begins; `may_cut` if the first step decides on shards."""
         lines = [STREAM] if plan is None and self.loader is None else []
         if isinstance(self.dataset, Files) and (files := len(self.dataset.files)) < shards:
             lines.append(
@@ -423,12 +432,8 @@ class RunConfig:
                 f"several workers, who skip what is not theirs. With {shards} files or more every "
                 "worker reads its own."
             )
-        if (idle := world.size - shards) > 0:
-            lines.append(
-                f"{world.size} workers share {count_text(shards, 'shard')}, so "
-                f"{count_text(idle, 'worker')} {'has' if idle == 1 else 'have'} nothing to "
-                "compute. Pass shards= to a new run to use them."
-            )
+        if world.size > shards and not may_cut:
+            lines.append(say_idle(world.size, shards))
         if world.device.type == "cuda" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")
         if plan is not None and position.step >= plan.steps:

@@ -80,7 +80,7 @@ def evaluate(
         parts,
         score,
         config.dataset if dataset is None else dataset,
-        batch=-(-config.global_batch // parts.feed.shards) if batch is None else batch,
+        batch=-(-config.global_batch // parts.progress.shards) if batch is None else batch,
         collate_fn=collate_fn or config.collate_fn,
         loader_workers=loader_workers,
         step=position.step,

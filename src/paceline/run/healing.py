@@ -29,6 +29,7 @@ class Standing:
     """What the launcher calls it."""
     step: int
     """Steps applied; -1 for a newcomer, which has no state."""
+    shards: int = 1
     turn: int = 0
     """Turns applied of the next one."""
     is_whole: bool = True
@@ -55,6 +56,7 @@ class Verdict:
     """What all workers make of their standings: the same on each."""
 
     step: int
+    shards: int
     turn: int
     leader: int
     """The rank whose state the others get."""
@@ -94,6 +96,7 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         asked[0] = best + 1  # it is taken again after the next step
     return Verdict(
         step=best,
+        shards=furthest[0].shards,
         turn=turn,
         leader=standings.index((whole or furthest)[0]),
         is_whole=bool(whole),
@@ -151,6 +154,7 @@ class Healing:
         return Standing(
             worker=parts.place.world.rank,
             step=-1 if member.is_new else parts.progress.position.step,
+            shards=parts.progress.shards,
             turn=0 if member.is_new else parts.progress.position.turn,
             is_whole=training.state.is_whole and not has_lost_state,
             results=parts.exchanges.results,
@@ -198,6 +202,7 @@ class Healing:
             verdict.stopping,
             verdict.asked,
         )
+        parts.cut.adopt(verdict.shards)
         exchanges.results = verdict.results
         if is_new:
             exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it

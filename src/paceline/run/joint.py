@@ -10,7 +10,7 @@ loss itself reads of the model, such as a temperature, gets its gradient with th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from paceline.data import Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import find_tensors, gather_bytes, map_tensors
+from paceline.run.cut import Cut
 from paceline.run.parts import Place, Training
 from paceline.run.rows import call, check_rows, join
 from paceline.telemetry import Message, Sinks
@@ -30,7 +31,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 class JointLoss:
     """The loss of one step, on one worker.
 
-    add, for every shard of this worker --> compute, with the others --> part_of, for every shard
+    encode, the shards of this worker --> compute, with the others --> part_of, for every shard
     """
 
     value: Tensor
@@ -42,10 +43,28 @@ class JointLoss:
         self._grads: dict[int, list[Tensor | None]] = {}
         self._seed: tuple[Any, ...] = ()
 
-    def add(self, shard: Shard, embeddings: Any) -> None:
-        """These are the embeddings of one of this worker's shards."""
-        check_rows(embeddings, len(shard.indices), "step.joint(): encode")
-        self._found[shard.number] = map_tensors(_widened, embeddings)
+    def encode(
+        self,
+        encode: Callable[[Any], Any],
+        shards: Sequence[Shard],
+        load: Callable[[Shard], Any],
+        key: Sequence[int],
+        cut: Cut,
+    ) -> list[Any]:
+        """Take the embeddings of this worker's shards, without a graph; the batches, loaded."""
+        (seed, *step), training, loaded = key, self._training, []
+        for shard in shards:
+            loaded.append(load(shard))
+            training.generators.seed(seed, "model", *step, shard.number)
+            with torch.no_grad(), training.precision.forward:
+                embeddings = encode(loaded[-1])
+            check_rows(embeddings, len(shard.indices), "step.joint(): encode")
+            self._found[shard.number] = map_tensors(_widened, embeddings)
+            if cut.is_open:
+                cut.look(*step, shard.number)
+            if training.buffers is not None:
+                training.buffers.restore()  # they change in the second pass
+        return loaded
 
     def compute(self, seed: int, step: int) -> None:
         """Tell the others, and compute the loss and its gradients."""

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -146,6 +147,9 @@ class MapLoader:
         self.queue = find_queue(self._batches)
         return now
 
+    def cut_into(self, shards: int) -> None:
+        self._plan = replace(self._plan, shards=shards)
+
     def load(self, shard: Shard) -> Any:
         """The batch of the next shard: they come in the order of the portions."""
         if self._batches is None:
@@ -236,6 +240,9 @@ class StreamLoader:
                 yield Portion(step, epoch, read.samples, shards, read.ends_epoch)
             if step == before and self._reading is not None:
                 self._refuse_empty(epoch, skipped)
+
+    def cut_into(self, shards: int) -> None:
+        self._shards = shards
 
     def load(self, shard: Shard) -> Any:
         return self._batches.pop(shard.number)

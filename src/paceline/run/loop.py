@@ -24,7 +24,7 @@ from paceline.errors import UsageError, refuse_unknown_arguments
 from paceline.group import World
 from paceline.run import stop
 from paceline.run.build import build_run
-from paceline.run.callback import Callback
+from paceline.run.callback import take_callbacks
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Score, evaluate
 from paceline.run.islands import OuterUpdate
@@ -110,7 +110,6 @@ class Run:
         self.world = parts.place.world
         self.membership = parts.place.membership
         """Who takes part; `run.membership.move_on(group)` between two steps changes it."""
-        self.shards = parts.feed.shards
         self.steps: int | None = parts.outlets.info.steps
         """How many steps the whole run has; None for a dataset without a length."""
         self._open: Step | None = None
@@ -118,12 +117,9 @@ class Run:
         """How the last step that failed did."""
         self._is_running = False
         self._reports = Reports(parts)
-        self._callbacks = [each for each in checked.sinks if isinstance(each, Callback)]
-        for each in self._callbacks:
-            each.run = self
+        self._callbacks = take_callbacks(checked.sinks, self)
 
     def _repr_html_(self) -> str | None:
-        """In a notebook a run shows its report."""
         return None if self.folder is None else paceline.RunView(self.folder)._repr_html_()
 
     @property
@@ -137,16 +133,18 @@ class Run:
         return self._parts.progress.position.epoch
 
     @property
+    def shards(self) -> int:
+        """Into how many parts the batch of a step is cut."""
+        return self._parts.progress.shards
+
+    @property
     def ema(self) -> dict[str, Any] | None:
         """The averaged weights, as a state dict of the model; None without `ema=`."""
         average = self._parts.training.average
         return None if average is None else average.state_dict()
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Keep a metric of the current step: a mean over `weight` items.
-
-        Tensors stay on their device until the step is long over.
-        """
+        """Keep a metric of the step: a mean over `weight` items. Tensors are read long after it."""
         self._parts.outlets.metrics.add(name, value, weight)
 
     def message(self, text: str, level: str = "info") -> None:
@@ -193,8 +191,7 @@ class Run:
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.
 
-        One worker is enough to end it on all of them, after the same step: they agree about ten
-        times a second. Started again, the run continues.
+        One worker is enough to end it on all, after the same step. Started again, it continues.
         """
         self._parts.stop.is_asked = True
 
@@ -343,9 +340,8 @@ class Run:
 
     def _describe(self, error: BaseException | None, step: int) -> End:
         """An error ends the loop of this worker."""
-        end = stop.describe_end(error, self.world.rank, step)
         is_outlived = error is not None and self._parts.recovery.is_outlived(error)
-        return end._replace(is_outlived=is_outlived)
+        return stop.describe_end(error, self.world.rank, step)._replace(is_outlived=is_outlived)
 
     def _leave_together(self) -> str | None:
         """Wait for the last checkpoint; what to say of steps that no checkpoint holds.

@@ -158,6 +158,10 @@ class Member:
             known = {"backend": self._groups.backend, "began": [step, time.time()]}
             self._link.tell("joined", generation=self.number, facts={**facts, **known})
 
+    def tell_facts(self, facts: dict[str, Any]) -> None:
+        """These have changed since the run began."""
+        self._link.tell("facts", facts=facts)
+
     def regroup(self, *, is_lost: bool) -> None:
         """Leave the current group, and return as a member of the newest generation.
 

@@ -25,6 +25,7 @@ from paceline.group import Membership, World, map_tensors, word_device
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
+from paceline.run.cut import Cut
 from paceline.run.exchanges import Exchanges
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
@@ -80,7 +81,6 @@ class Feed:
     """Where batches come from."""
 
     loader: Loader
-    shards: int
     shortest_batch: float
     """How many samples the shortest global batch has; infinite where that is not known."""
     signals: LoaderSignals
@@ -121,6 +121,8 @@ class RunProgress:
     position: Position
     size: int
     """Workers of the current generation, as a plain number because every step asks for it."""
+    shards: int
+    """Into how many parts a batch is cut; see `cut`."""
     count_talks: Callable[[], int] = int
     """How many collectives this worker has started; 0 where every worker computes exactly one pass
     of each step: only then can a pass talk."""
@@ -158,8 +160,13 @@ class Outcome(StrEnum):
 class Dealing:
     """Hands out steps: this worker's part of each, among those who are there now."""
 
-    def __init__(self, loader: Loader, membership: Membership, progress: RunProgress) -> None:
+    cut: Cut
+
+    def __init__(
+        self, loader: Loader, membership: Membership, progress: RunProgress, audit: Audit
+    ) -> None:
         self._loader, self._membership, self._progress = loader, membership, progress
+        self._audit = audit
         self.portions: Iterator[Portion] = iter(())
         self.generation = -1
         """To whose members the steps are dealt."""
@@ -168,6 +175,11 @@ class Dealing:
         """Begin with the first step that is not applied."""
         self.generation = self._membership.generation
         self.portions = self._loader.portions(self._progress.position)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all have agreed to compute a step once more, though no worker died."""
+        return self._audit.is_disputed or self.cut.is_repeated
 
     def again(self) -> Portion:
         """The first step that is not applied, once more."""
@@ -193,18 +205,22 @@ class RunParts:
     """What all workers were given alike, and a newcomer must be given too."""
     step_note: Any
     """Memory in which the launcher reads the number of the step."""
+    may_cut: bool
+    """Whether a generation may find that there can be more shards."""
     recovery: Recovery = field(default_factory=NoRecovery)
+    cut: Cut = field(init=False)
 
     def __post_init__(self) -> None:
         self.place.membership.follow(self.on_generation)
-        self._count_passes()
+        self.count_passes()
+        self.cut = self.dealing.cut = Cut(self)
 
-    def _count_passes(self) -> None:
-        size, feed = self.progress.size, self.feed
-        is_each = self.config.passes(feed.shards, size) == size <= feed.shortest_batch
+    def count_passes(self) -> None:
+        progress, size = self.progress, self.progress.size
+        is_each = self.config.passes(progress.shards, size) == size <= self.feed.shortest_batch
         is_each = is_each and not self.training.audit.share
         group = self.place.membership.group
-        self.progress.count_talks = int if is_each else count_collectives(group)
+        progress.count_talks = int if is_each else count_collectives(group)
 
     def recover_with(self, recovery: Recovery) -> None:
         """Leave lost workers to it."""
@@ -219,7 +235,8 @@ class RunParts:
         """
         members = self.place.membership
         self.progress.size = members.size
-        self._count_passes()
+        self.cut.begin()
+        self.count_passes()
         members.word_device = word_device(members.group, self.place.device)
         self.outlets.saving.on_generation()
         self.outlets.watching.on_generation()

@@ -90,6 +90,9 @@ class Recovery:
         """This worker alone was asked to stop; False if the others cannot do without it."""
         return False
 
+    def tell_facts(self, **facts: Any) -> None:
+        """Let a launcher know of the run what has changed since it began."""
+
     def write_ledger(self) -> None:
         """Keep what nobody else knows where it outlives this worker."""
 
@@ -163,7 +166,8 @@ class Survival(Recovery):
         return is_accident or self._survives_errors
 
     def begin(self) -> None:
-        self.member.begin(self._parts.agreed, self._parts.progress.position.step)
+        facts = {**self._parts.agreed, "grows": self._parts.may_cut}
+        self.member.begin(facts, self._parts.progress.position.step)
 
     def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
         if not self._is_over:
@@ -179,6 +183,9 @@ class Survival(Recovery):
 
     def ask_to_leave(self) -> bool:
         return not self._is_over and self.member.ask_to_leave()
+
+    def tell_facts(self, **facts: Any) -> None:
+        self.member.tell_facts(facts)
 
     def regroup(self, *, is_lost: bool = True) -> None:
         if is_lost:

@@ -333,6 +333,10 @@ class Saving:
             "data of that run to continue it.",
         )
 
+    def note_shards(self, shards: int) -> None:
+        """From now on checkpoints are of a run with so many."""
+        self._facts = {**self._facts, "shards": shards}
+
     def is_due(self, step: int, ends_epoch: bool, scores: Mapping[str, float]) -> bool:
         """Whether to save after this step; a `best_metric` that is known of it is not lost."""
         every = self._options.checkpoint_every

@@ -64,7 +64,7 @@ class Step:
         self._feed, self._outlets, self._metrics = parts.feed, parts.outlets, parts.outlets.metrics
         self._progress, self._recovery, self._vote = parts.progress, parts.recovery, parts.vote
         self._exchanges, self._stop, self._note = parts.exchanges, parts.stop, parts.step_note
-        self._dealing, self._audit = parts.dealing, parts.training.audit
+        self._dealing, self._audit, self._cut = parts.dealing, parts.training.audit, parts.cut
         self._around, self._on_fail = ExitStack(), on_fail
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
@@ -88,7 +88,7 @@ class Step:
 
     def _deal(self, portion: Portion) -> None:
         """These shards of the batch are this worker's; none of them is computed yet."""
-        self._busy = portion.busy or min(self._feed.shards, portion.samples)
+        self._busy = portion.busy or min(self._progress.shards, portion.samples)
         self._shards, self._audited = portion.shards, portion.audited
         self._last = portion.shards[-1] if portion.shards else None
         # What the loop logs of the last shard is then in the ledger before others apply the step.
@@ -180,14 +180,8 @@ class Step:
         while True:
             if self._recording is not None:  # begun again where the step is dealt anew
                 self._drop_recording(say_not_recorded(self._outlets.sinks, self.number))
-            whole, loaded = JointLoss(loss, self._place, training), []
-            for shard in self._shards:
-                loaded.append(self._load(shard))
-                training.generators.seed(seed, "model", *self._key, shard.number)
-                with torch.no_grad(), training.precision.forward:
-                    whole.add(shard, encode(loaded[-1]))
-                if training.buffers is not None:
-                    training.buffers.restore()  # they change in the second pass
+            whole = JointLoss(loss, self._place, training)
+            loaded = whole.encode(encode, self._shards, self._load, (seed, *self._key), self._cut)
             self.state = Outcome.LOST
             if self._recovery.holds(partial(whole.compute, seed, self.number)):
                 self.state = Outcome.OPEN
@@ -251,10 +245,12 @@ class Step:
         if self.state is Outcome.LOST:
             return False
         votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
-        meets = votes or self._sums_at_end or self._training.buffers is not None
+        meets = (
+            votes or self._sums_at_end or self._training.buffers is not None or self._cut.is_open
+        )
         holds = not meets or self._recovery.holds(partial(self._meet, votes))
         self.state = Outcome.SUMMED if holds else Outcome.LOST
-        return holds and not self._audit.is_disputed
+        return holds and not self._dealing.is_repeated
 
     def _meet(self, votes: bool) -> None:
         training = self._training
@@ -264,6 +260,10 @@ class Step:
             training.engine.take_part()
             self._lap(Phase.BACKWARD)
             if self._audit.is_disputed:
+                return
+        if self._cut.is_open:
+            self._cut.decide(self.number, self._metrics.so_far())
+            if self._cut.is_repeated:
                 return
         if votes:
             self._vote.start(self.number)
@@ -288,10 +288,10 @@ class Step:
         # Those who have applied the step give their picture up, too, when they regroup; whoever is
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
         self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
-        is_disputed = self._audit.is_disputed
+        is_repeated, self._cut.is_repeated = self._dealing.is_repeated, False
         self._undo()
         deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
-        portion = self._dealing.again() if is_disputed else deal()
+        portion = self._recovery.attempt(self._dealing.again) if is_repeated else deal()
         if portion is None and self._is_passed():
             self.state, self._progress.scores = Outcome.HEALED, {}
         elif portion is None:
@@ -330,6 +330,8 @@ class Step:
             losses.refuse_backward(self.number, is_entered=self.state is not Outcome.NEW)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             losses.refuse_loss(self.number, loss)
+        if self._cut.is_open:
+            self._cut.look(*self._key, shard.number)
         if shard is self._last:
             self._refuse_talks()  # before the engine's own, which are in this backward
         self._lap(Phase.FORWARD)
@@ -486,7 +488,7 @@ class Step:
         """
         before, self._talks = self._talks, self._progress.count_talks()
         if self._talks != before:
-            losses.refuse_talks(self.number, self._feed.shards, self._progress.size)
+            losses.refuse_talks(self.number, self._progress.shards, self._progress.size)
 
     def _lap(self, phase: Phase) -> None:
         """What has passed since the last lap belongs to `phase`."""

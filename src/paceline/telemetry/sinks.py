@@ -167,6 +167,8 @@ class FolderSink:
     def message(self, message: Message) -> None:
         facts = message.facts or {"text": message.text, "level": message.level}
         self._write_first(message.kind, **facts)
+        if message.kind == "message" and "shards" in facts:
+            self._update(shards=facts["shards"])
 
     def checkpoint(self, written: Written) -> None:
         names = ("step", "name", "bytes", "seconds", "metric", "better")
