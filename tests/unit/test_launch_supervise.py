@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -208,6 +209,19 @@ def test_only_a_worker_that_has_spoken_before_and_computes_nothing_can_be_silent
         assert worker.looks_silent == 2, "it computed for a second"
         process.kill()
         worker.close()
+
+
+def test_a_folder_where_nothing_can_be_locked_is_used_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with private_folder() as first, private_folder() as second:
+        assert sorted(map(str, tmp_path.iterdir())) == sorted([first, second])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next(

@@ -103,11 +103,15 @@ def private_folder() -> Iterator[str]:
     """A folder for this launcher alone, locked while it lives; what killed ones left is removed."""
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
-        with contextlib.suppress(OSError):  # somebody took it for left before it was locked
+        try:
             lock = _lock(folder)
-            if os.path.exists(folder):
-                break
-            os.close(lock)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # somebody took it for left before it was locked
+        except OSError:  # a file system without locks: nobody takes anything for left there
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if os.path.exists(folder):
+            break
+        os.close(lock)
     for left in glob.glob(os.path.join(os.path.dirname(folder), f"{_FOLDER_PREFIX}*")):
         with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
             dead = _lock(left)
