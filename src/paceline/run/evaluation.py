@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -29,7 +30,6 @@ from paceline.run.parts import RunParts
 from paceline.run.rows import call, check_rows, join
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary
-from paceline.update import WeightAverage
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""
@@ -45,49 +45,44 @@ _ADVICE = (
 )
 
 
-def evaluate(
-    parts: RunParts,
-    score: Score,
-    dataset: Any,
-    *,
-    batch: int | None,
-    collate_fn: Collate | None,
-    loader_workers: int,
-    reduction: str | None,
-    ema: bool,
-    collect: Collect | None,
-) -> dict[str, float]:
-    """The scores of all workers together, kept and told; see `Run.evaluate`."""
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The arguments of `Run.evaluate`; None is what a run has for it."""
+
+    score: Any
+    dataset: Any
+    reduction: str | None
+    """None where scores have no counts, and so are means over samples."""
+    batch: int | None
+    collate_fn: Collate | None
+    loader_workers: int
+    ema: bool
+    collect: Collect | None
+
+
+def evaluate(parts: RunParts, wanted: Evaluation) -> dict[str, float]:
+    """The scores of all workers together, kept and told."""
     begin_s = time.perf_counter()
-    config, position, average = parts.config, parts.progress.position, parts.training.average
-    if not callable(score):
+    config, position = parts.config, parts.progress.position
+    if not callable(wanted.score):
+        kind = type(wanted.score).__name__
         raise UsageError(
-            f"run.evaluate() takes a function that scores a batch, not {type(score).__name__}.",
+            f"run.evaluate() takes a function that scores a batch, not {kind}.",
             advice="Call run.evaluate(score, dataset).",
         )
-    if ema and average is None:
+    if wanted.ema and parts.training.average is None:
         raise UsageError(
             "run.evaluate(ema=True) was called in a run that averages no weights.",
             advice="Pass ema=0.999 in RunOptions.",
         )
-    if dataset is None and config.dataset is None:
+    if wanted.dataset is None and config.dataset is None:
         raise UsageError(
             "There is no dataset to evaluate on: this run has a loader.",
             advice="Pass one to run.evaluate(), of which every worker takes its share.",
         )
-    task = partial(
-        score_share,
-        parts,
-        score,
-        config.dataset if dataset is None else dataset,
-        batch=-(-config.global_batch // parts.progress.shards) if batch is None else batch,
-        collate_fn=collate_fn or config.collate_fn,
-        loader_workers=loader_workers,
-        step=position.step,
-        reduction=reduction,
-        average=average if ema else None,
-        collect=collect,
-    )
+    if wanted.batch is None:  # once: who tries again scores the same batches
+        wanted = replace(wanted, batch=-(-config.global_batch // parts.progress.shards))
+    task = partial(score_share, parts, wanted, position.step)
     with fixed_arithmetic() if config.options.same_bits else nullcontext():
         total = parts.exchanges.add_up(task, "Adding up the evaluation")
     samples = int(round_sum(total.pop(SAMPLES)[1]))
@@ -103,41 +98,32 @@ def evaluate(
     return scores
 
 
-def score_share(
-    parts: RunParts,
-    score: Score,
-    dataset: Any,
-    *,
-    batch: int,
-    collate_fn: Collate,
-    loader_workers: int,
-    step: int,
-    reduction: str | None,
-    average: WeightAverage | None,
-    collect: Collect | None,
-) -> ExactSums:
-    """The sums and counts of this worker's share, by name; of the averaged weights, if given.
+def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
+    """The sums and counts of this worker's share, by name.
 
-    `reduction` is None where scores have no counts, and so are means over samples. With `collect`
-    the scores are predictions, and rank 0's sums are what it makes of all of them. A worker that
-    is apart scores all of it: its script is to see the numbers that others like it see.
+    With `collect` the scores are predictions, and rank 0's sums are what it makes of all of them.
     """
-    members, is_apart = parts.place.membership, parts.recovery.is_apart
+    config, members, is_apart = parts.config, parts.place.membership, parts.recovery.is_apart
+    # One that is apart scores all of it: its script is to see the numbers that others like it see.
     rank, size = (0, 1) if is_apart else (members.rank, members.size)
+    score, reduction, collect = wanted.score, wanted.reduction, wanted.collect
     check_choice("reduction", reduction, ("mean", "sum", None))
+    batch: Any = wanted.batch
     check_whole("batch", batch)
+    dataset = config.dataset if wanted.dataset is None else wanted.dataset
     check_dataset(dataset, "Pass what the loader reads; batch= and collate_fn= make batches of it.")
+    collate_fn = wanted.collate_fn or config.collate_fn
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
-        batches = _load(parts, dataset, batch, collate_fn, loader_workers, step, rank, size)
+        batches = _load(parts, dataset, batch, collate_fn, wanted.loader_workers, step, rank, size)
     else:
         batches = _read(dataset, batch, collate_fn, rank, size)
     metrics = Metrics(lambda _report, _sums: None, members)
     add = metrics.add_sum if reduction == "sum" else metrics.add
     weights: AbstractContextManager[None] = nullcontext()
     prefix = ""
-    if average is not None:
-        weights, prefix = average.in_use(), "ema_"
     training = parts.training
+    if wanted.ema and training.average is not None:
+        weights, prefix = training.average.in_use(), "ema_"
     if training.buffers is not None and not is_apart:
         training.buffers.agree()
     kept, mode = training.generators.kept(), _in_evaluation_mode(training.module)
@@ -147,7 +133,7 @@ def score_share(
         for number, rows, each in batches:
             if parts.place.device.type != "cpu":
                 each = parts.place.to_device(each)
-            training.generators.seed(parts.config.seed, "evaluation", step, number)
+            training.generators.seed(config.seed, "evaluation", step, number)
             samples += rows
             if collect is not None:
                 found = score(each)

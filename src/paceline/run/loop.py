@@ -26,7 +26,7 @@ from paceline.run import stop
 from paceline.run.build import build_run
 from paceline.run.callback import take_callbacks
 from paceline.run.config import RunConfig, RunOptions
-from paceline.run.evaluation import Collect, Score, evaluate
+from paceline.run.evaluation import Collect, Evaluation, Score, evaluate
 from paceline.run.islands import OuterUpdate
 from paceline.run.metrics import Reports
 from paceline.run.models import models_to_call
@@ -176,17 +176,8 @@ class Run:
         called once, on rank 0, with those of all samples in the order of the dataset.
         """
         self._refuse_inside_step("evaluate")
-        return evaluate(
-            self._parts,
-            score,
-            dataset,
-            reduction=reduction,
-            batch=batch,
-            collate_fn=collate_fn,
-            loader_workers=loader_workers,
-            ema=ema,
-            collect=collect,
-        )
+        how = reduction, batch, collate_fn, loader_workers, ema, collect
+        return evaluate(self._parts, Evaluation(score, dataset, *how))
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.
