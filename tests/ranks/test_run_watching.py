@@ -20,7 +20,7 @@ from paceline.files.run_folder import RunFolder, read_events, read_info
 from paceline.group.world import World
 from paceline.record import read
 from paceline.run import Run, RunOptions
-from paceline.telemetry import find_stopwatch, spans, stragglers
+from paceline.telemetry import find_stopwatch, spans
 from paceline.telemetry.stragglers import Blame
 from paceline.testing import run_ranks
 
@@ -193,8 +193,9 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
             world=world,
             options=RunOptions(progress="plain"),
         )
-        detector = stragglers.find_detector(world.group)
-        assert detector is not None
+        watch = find_stopwatch(world.group)
+        assert watch is not None
+        detector = watch.detector
         before = detector.tell
         for step in run:
             with step:

@@ -134,14 +134,15 @@ class Reducer(BackwardFollower):
         self.agreement.on_generation()
         self._order_is_agreed = False
         self._layout.begin_anew()
-        self._hook_anew()
+        self._places = None
+        if self.size > 1 or self._hook is not None:
+            self.attach()
+        else:
+            self.detach()
 
     def _lay_out(self) -> None:
-        """Make new buckets, and attach what depends on them."""
+        """Make new buckets, and hook the parameters in them."""
         self._layout.lay_out()
-        self._hook_anew()
-
-    def _hook_anew(self) -> None:
         self._places = None
         self.detach()
         if self.size > 1 or self._hook is not None:

@@ -166,8 +166,7 @@ def build_run(config: RunConfig) -> RunParts:
         engine = _make_engine(model, config, place, shards, audit)
         watching.note_engine(engine)
         shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
-        if shares_out and link is not None:
-            state.keep()
+        state.note_sharing(is_kept=shares_out and link is not None)
         position, sums = state.load(saved) if saved else (Position(), {})
         undo.pop_all()
     other_size = config.loader is not None and (before or {}).get("workers") != world.size

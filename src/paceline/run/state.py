@@ -60,6 +60,7 @@ class RunState:
         self._update, self._parts, self._rating = update, update.parts, rating
         self._others = dict(others)
         self._guard: Any = None
+        self._exchanged: ExchangedStep | None = None
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
 
@@ -91,42 +92,39 @@ class RunState:
 
     def take_part(self) -> None:
         """Bring this worker's share of the state to the one that gathers it."""
-        if (exchanged := self._exchanged) is not None:
-            exchanged.take_part_in_saving()
-
-    @property
-    def _exchanged(self) -> ExchangedStep | None:
-        return find_exchanged(self._parts["optimizer"])
+        if self._exchanged is not None:
+            self._exchanged.take_part_in_saving()
 
     @property
     def is_whole(self) -> bool:
         """Whether this worker has all of it, and the others no part that would be lost."""
-        return (exchanged := self._exchanged) is None or exchanged.is_whole
+        return self._exchanged is None or self._exchanged.is_whole
 
     def make_whole(self) -> None:
         """Have all of it on every worker, until the next step; all of them call this."""
-        if (exchanged := self._exchanged) is not None:
-            exchanged.make_whole()
+        if self._exchanged is not None:
+            self._exchanged.make_whole()
 
-    def keep(self) -> None:
-        """From the next step on, have every worker's share outlive it where that can be."""
-        if (exchanged := self._exchanged) is not None:
-            exchanged.is_kept = True
+    def note_sharing(self, *, is_kept: bool) -> None:
+        """Whether the update is shared out is settled; a share that is kept outlives its worker."""
+        self._exchanged = find_exchanged(self._parts["optimizer"])
+        if self._exchanged is not None:
+            self._exchanged.is_kept = is_kept
 
     def rescue(self) -> None:
         """Have all of it here, if it can be had without workers that are gone."""
-        if (exchanged := self._exchanged) is not None and not exchanged.is_whole:
-            exchanged.rescue()
+        if not self.is_whole and self._exchanged is not None:
+            self._exchanged.rescue()
 
     def withdraw(self) -> None:
         """Take part in no step any more, until the next generation."""
-        if (exchanged := self._exchanged) is not None:
-            exchanged.withdraw()
+        if self._exchanged is not None:
+            self._exchanged.withdraw()
 
     def forget(self) -> None:
         """Another state is about to be loaded, whatever has become of this one."""
-        if (exchanged := self._exchanged) is not None:
-            exchanged.forget()
+        if self._exchanged is not None:
+            self._exchanged.forget()
         self._update.abandon()
 
     def load(

@@ -147,9 +147,8 @@ class Step:
 
     def _drop_recording(self, cause: BaseException) -> None:
         """End it without putting the picture together, for which all workers would have to meet."""
-        if self._recording is not None:
-            self._recording = None
-            self._around.__exit__(type(cause), cause, cause.__traceback__)
+        self._recording = None
+        self._around.__exit__(type(cause), cause, cause.__traceback__)
 
     def batches(self) -> Iterator[Any]:
         """This worker's shards of the global batch, on the model's device.
@@ -287,7 +286,8 @@ class Step:
         """
         # Those who have applied the step give their picture up, too, when they regroup; whoever is
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
-        self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
+        if self._recording is not None:
+            self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
         is_repeated, self._cut.is_repeated = self._dealing.is_repeated, False
         self._undo()
         deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
@@ -409,7 +409,7 @@ class Step:
                     raise meaning from error
         finally:
             self._close()
-            if not self.is_applied:
+            if self._recording is not None and not self.is_applied:
                 self._drop_recording(error or PeerError(f"Step {self.number} is not applied."))
         if self._recording is not None and self.is_applied:
             # Recorded is what was applied. If a worker dies now, the picture is lost and no more.

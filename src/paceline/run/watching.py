@@ -27,7 +27,6 @@ from paceline.telemetry import (
     Sinks,
     Stopwatch,
     StragglerDetector,
-    find_detector,
     find_stopwatch,
     note_recorder,
     spans_are_on,
@@ -145,7 +144,7 @@ class Watching:
         watch = self.watch = find_stopwatch(self._membership.group)
         if watch is not None and watch.stalls is not None and self._folder is not None:
             watch.stalls.keep = partial(_keep_stall, self._folder, self._rank)
-        detector = find_detector(self._membership.group)
+        detector = None if watch is None else watch.detector
         if detector is not None and self._sinks is not None and self._before is None:
             self._before = detector, detector.tell
             detector.tell = self._report

@@ -146,12 +146,6 @@ def print_to_stderr(step: int, blame: Blame) -> None:
     _say_on_stderr(f"step {step}: {blame}")
 
 
-def find_detector(group: Any) -> StragglerDetector | None:
-    """The detector of this rank in `group`, if it takes part in comparisons."""
-    watch = stopwatch.find_stopwatch(group)
-    return None if watch is None else watch.detector
-
-
 LEAST_SILENCE_S = 2.0
 """A busy machine may delay a pulse that is to come more often than this."""
 _KEY = "paceline/pulse/{worker}"

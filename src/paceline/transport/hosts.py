@@ -88,7 +88,7 @@ class SharedMemory:
     def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
         return SharedBuckets(segment, flats, self.peers)
 
-    def meet(self, what: str, look: Callable[[], None] = lambda: None) -> None:
+    def meet(self, what: str, look: Callable[[], object] = bool) -> None:
         """To be called before waiting in the process group, which notices no stopped rank."""
         self.channel.meet(what, look)
 

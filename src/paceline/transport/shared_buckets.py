@@ -319,7 +319,7 @@ class HostChannel(SharedBuckets):
                 piece.copy_(theirs[: piece.numel()])
                 words[self.summed[mine] + slot] = self._turn
 
-    def meet(self, what: str, look: Callable[[], None] = lambda: None) -> None:
+    def meet(self, what: str, look: Callable[[], object] = bool) -> None:
         """Wait until all ranks of this host have met as often as this one has, for any model.
 
         `look` is called again and again, and may raise where nobody will come.
@@ -340,7 +340,7 @@ class HostChannel(SharedBuckets):
         self,
         wanted: Sequence[tuple[int, int, int]],
         what: str,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], object] = bool,
     ) -> None:
         """Wait until each of the words (of a rank's position) has reached its turn."""
 
