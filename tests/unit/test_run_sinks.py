@@ -117,7 +117,7 @@ def test_a_sink_that_lacks_a_method_is_refused_by_name() -> None:
     class Half:
         def start(self) -> None: ...
 
-    with pytest.raises(UsageError, match=r"sinks\[1\] is .*Half.*, which has no step\(\)"):
+    with pytest.raises(UsageError, match=r"sinks\[1\] .*Half.* step\(\)"):
         go([Told(), Half()])
 
 
