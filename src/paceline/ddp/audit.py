@@ -4,13 +4,15 @@ A gradient that a chip has computed wrong looks like any other, and the sum hand
 gradient of a shard is a function of parameters, samples and seed (see `ordered`), so two workers
 that compute the same shard have the same bits, or one of them is wrong:
 
-    chosen shards --> computed by two --> equal: the step is summed and applied
-                                     └──> different: the step is done again, each shard with another
-                                          second worker; then the bits that two workers agree on
-                                          are right, and whoever had others is named
+    chosen steps --> each shard by two --> equal: the step is summed and applied
+                                      └──> different: the step is done again, each shard by another
+                                           second worker; then the bits that two workers agree on
+                                           are right, and whoever had others is named
 
-Which shards are chosen, and who computes them, is a function of seed, step and attempt. What is
-compared ends at the gradient of a shard: the sum of all of them is not covered.
+So are the parameters that they were computed with, which all workers have. Which steps are chosen,
+and who computes what, is a function of seed, step and attempt. All shards of a step or none: then
+every worker has as many more, and nobody waits. What is compared ends at the gradient of a shard:
+the sum of all of them is not covered, but on whom it leaves other parameters.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from paceline.group import Membership, exchange
 WORDS = 2
 """A digest is told as so many numbers of 32 bits: a sum of float64 carries those exactly."""
 WEIGHT = "the weight of its loss"
+PARAMETERS = -1
+"""Instead of a shard: what all workers have before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class Finding:
     @property
     def text(self) -> str:
         others = name_ranks(self.others)
+        if self.shard == PARAMETERS:
+            who = f"rank {self.culprit} ({self.where}) has other parameters than {others}"
+            if self.culprit is None:
+                who = f"{others} have different parameters, and it stays open which are right"
+            return f"Step {self.step}: {who}. The first that differs is {self.parameter!r}."
         first = f"The first that differs is the gradient of {self.parameter!r}."
         if self.parameter == WEIGHT:
             first = f"What differs is {WEIGHT}."
@@ -85,7 +94,7 @@ class Audit:
     """
 
     share: float
-    """How many of the shards are computed twice, of 1."""
+    """In how many of the steps shards are computed twice, of 1."""
     seed: int
     shards: int
     names: Sequence[str] = ()
@@ -106,8 +115,7 @@ class Audit:
 
     def chosen(self, step: int) -> list[int]:
         """The shards of a step that are computed twice."""
-        limit = self.share * 2**64
-        return [shard for shard in range(self.shards) if self._draw(step, shard) < limit]
+        return list(range(self.shards)) if self._draw(step) < self.share * 2**64 else []
 
     def seconds_of(self, step: int, rank: int, size: int) -> list[int]:
         """The shards of a step that this rank computes besides its own."""
@@ -119,11 +127,11 @@ class Audit:
     def _second(self, step: int, shard: int, attempt: int, size: int) -> int:
         if size == 1:
             return 0
-        offset = (self._draw(step, shard) + attempt) % (size - 1)
+        offset = (self._draw(step) + attempt) % (size - 1)
         return (shard + 1 + offset) % size
 
-    def _draw(self, step: int, shard: int) -> int:
-        drawn = hashlib.sha256(f"audit {self.seed} {step} {shard}".encode()).digest()
+    def _draw(self, step: int) -> int:
+        drawn = hashlib.sha256(f"audit {self.seed} {step}".encode()).digest()
         return int.from_bytes(drawn[:8])
 
     def begin(self, step: int) -> None:
@@ -146,15 +154,26 @@ class Audit:
             digests += ["" if grad is None else _digest(_bytes_of(grad)) for grad in gradients]
             self._mine[shard, is_second] = digests
 
-    def words(self) -> list[float]:
-        """What this worker tells of the step's shards; others add zeros."""
-        found: list[float] = []
-        for shard in self.chosen(self._step):
-            for is_second in (False, True):
-                digests = self._mine.get((shard, is_second))
-                whole = bytes.fromhex(_digest("".join(digests).encode())) if digests else bytes(8)
-                found += [float(int.from_bytes(whole[at : at + 4])) for at in (0, 4)]
-        return found
+    def words(self, parameters: Sequence[Tensor], rank: int, size: int) -> list[float]:
+        """What this worker tells of the step's shards, and of its parameters; others add zeros."""
+        chosen = self.chosen(self._step)
+        found = [
+            word
+            for shard in chosen
+            for is_second in (False, True)
+            for word in self._words_of(shard, is_second)
+        ]
+        if not chosen or size == 1:
+            return found
+        digests = [_digest(_bytes_of(each)) for each in parameters]
+        self._mine[PARAMETERS, False] = ["", *digests]
+        mine = self._words_of(PARAMETERS, False)
+        return [*found, *(w if r == rank else 0.0 for r in range(size) for w in mine)]
+
+    def _words_of(self, shard: int, is_second: bool) -> list[float]:
+        digests = self._mine.get((shard, is_second))
+        whole = bytes.fromhex(_digest("".join(digests).encode())) if digests else bytes(8)
+        return [float(int.from_bytes(whole[at : at + 4])) for at in (0, 4)]
 
     def settle(self, words: Sequence[float], members: Membership, device: torch.device) -> None:
         """All workers have told their words: go on, do the step again, or raise.
@@ -165,6 +184,9 @@ class Audit:
         chosen, each = self.chosen(self._step), 2 * WORDS
         told = [words[at * each : (at + 1) * each] for at in range(len(chosen))]
         disputed = [s for s, w in zip(chosen, told, strict=True) if w[:WORDS] != w[WORDS:]]
+        of_ranks = words[len(chosen) * each :]
+        if any(of_ranks[at] != of_ranks[at % WORDS] for at in range(len(of_ranks))):
+            disputed.insert(0, PARAMETERS)
         if not disputed and not self._earlier:
             return
         told_of = sorted({*disputed, *self._earlier})
@@ -175,7 +197,7 @@ class Audit:
         earlier, self._earlier = self._earlier, {}
         findings = [
             self._judge(shard, [*earlier[shard], *claims.get(shard, [])], members.size, places)
-            for shard in earlier
+            for shard in sorted(earlier)  # parameters explain what differs in gradients
         ]
         self.finding = found = min(findings, key=lambda each: each.culprit is None)
         named = {each.culprit for each in findings}

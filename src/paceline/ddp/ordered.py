@@ -316,7 +316,9 @@ class OrderedSums:
         members = self.membership
         self._place()
         weights = [self._weights.get(shard, 0.0) for shard in range(self.shards)]
-        audited = [] if self.audit is None else self.audit.words()
+        audited: list[float] = []
+        if self.audit is not None:
+            audited = self.audit.words(layout.params, members.rank, members.size)
         told = torch.tensor([*weights, has_news, *layout.has_grad, *audited], dtype=torch.float64)
         if members.size > 1:
             told = told.to(word_device(members.group, layout.device))
