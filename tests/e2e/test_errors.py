@@ -18,7 +18,7 @@ import pytest
 from sentences import says
 
 from paceline.files import RunFolder, read_events, read_info
-from paceline.run.stop import LEFT
+from paceline.run.stop import LEFT, UNKNOWN
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -58,6 +58,8 @@ def strike(moment):
     if what == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
+    if what == "peer":
+        raise RuntimeError("the database says: Connection reset by peer")
     return {}["label"]
 
 def score(batch):
@@ -139,8 +141,18 @@ def test_an_exception_ends_the_run_with_one_traceback_and_one_reason(
     when = step or "after its training was over"
     assert f"paceline: worker {victim} failed {when}:\n" in done.stdout
     assert not re.search(r"\d continues?\b", done.stdout)
-    assert LEFT.reason not in done.stdout
+    assert not any(each in done.stdout for each in (LEFT.reason, str(UNKNOWN)))
     assert_reason(tmp_path, "failed", f"worker {victim} failed {when}: {LABEL}", victim)
+
+
+def test_an_error_that_sounds_like_a_lost_worker_is_the_scripts_where_none_is_lost(
+    tmp_path: Path,
+) -> None:
+    done = start(tmp_path, [*LAUNCHER, "--workers", 2], "peer", "step", 1)
+    assert done.returncode == 1, done.stdout
+    words = "RuntimeError: the database says: Connection reset by peer"
+    assert_traceback(tmp_path, done.stdout, words)
+    assert_reason(tmp_path, "failed", f"worker 1 failed in step 6: {words}", 1)
 
 
 @pytest.mark.parametrize("flags", [["--workers", 2], ["--workers", 2, "--no-survive"]])
@@ -164,7 +176,7 @@ def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str, wh
     done = start(tmp_path, [sys.executable], "raise", where, 0)
     assert done.returncode == 1
     assert_traceback(tmp_path, done.stdout, LABEL)
-    assert LEFT.reason not in done.stdout
+    assert not any(each in done.stdout for each in (LEFT.reason, str(UNKNOWN)))
     assert_reason(tmp_path, "failed", f"worker 0 failed {when}: {LABEL}", 0)
 
 

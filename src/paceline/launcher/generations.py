@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.group import meeting_place
@@ -29,6 +29,9 @@ from paceline.launcher.roster import (
 from paceline.launcher.workers import Workers
 from paceline.telemetry import count_text
 
+BROKEN_S = 10.0
+"""So long after a group broke may an error of one worker say that another is gone. What says so at
+another time, as of a database, is the script's own."""
 HOW_LENGTH = 200
 """So much of how a worker ended is kept in the run folder."""
 
@@ -49,6 +52,8 @@ class Generations(Workers):
     """Ledgers of the dead, and of those who left, that nobody has taken yet."""
     _ledgers: int = 0
     _died_s: float = 0.0
+    _broken_s: float = -BROKEN_S
+    """When a worker last died, left, or lost its group."""
     _died_in: int = 1
     """The step in which a worker last died."""
     _ledger_by_worker: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -68,6 +73,10 @@ class Generations(Workers):
 
     def does_rest(self, worker: int) -> bool:
         return worker in (0, self._last_lead)
+
+    def explains_loss(self, worker: int) -> bool:
+        trains = self.is_on and self.is_member(worker) and not self.has_finished(worker)
+        return not trains or time.monotonic() - self._broken_s < BROKEN_S
 
     def _hear(self, worker: int, message: dict[str, Any]) -> None:
         match message:
@@ -91,6 +100,7 @@ class Generations(Workers):
             case {"said": "ready"}:
                 self._carry_out(self.roster.on_ready(worker))
             case {"said": "lost", "generation": int(number)}:
+                self._broken_s = time.monotonic()
                 self._carry_out(self.roster.on_lost(worker, number, time.monotonic()))
             case {"said": "leaving"}:
                 self._carry_out(self.roster.on_leaving(worker, time.monotonic()))
@@ -159,6 +169,8 @@ class Generations(Workers):
         worker = end.rank
         if worker in self.dismissed:
             return True
+        if end.is_secondary and not self.explains_loss(worker):
+            end = replace(end, is_secondary=False)
         is_kill = end.killed_by and end.killed_by not in ASKS_TO_END
         has_trained = self.is_on and self.roster.has_trained
         if is_kill and self.is_run and not self.channels and not has_trained:
@@ -230,6 +242,7 @@ class Generations(Workers):
 
     def _inherit(self, worker: int, ledger: dict[str, Any]) -> None:
         """Keep what a worker leaves behind for the others."""
+        self._broken_s = time.monotonic()
         for name in ledger.get("taken", ()):
             self._left.pop(name, None)
         self._ledgers += 1
@@ -291,7 +304,7 @@ class Generations(Workers):
 
     def _announce(self, order: Announce) -> None:
         while self._leavers and order.members:
-            worker = self._leavers.pop()
+            self._left_early.add(worker := self._leavers.pop())
             self.say(f"worker {worker} has left its loop; {self._rest()}.")
         # Somebody may wait there for the dead; or, while the group of the one before is used
         # until it ends between two steps, for those who go straight on to this one.

@@ -328,6 +328,8 @@ class Supervisor:
             error, code = {}, code or 1
             if stack := read_stack(worker):
                 error["traceback"] = f"It was at:\n{main_thread(stack)}"
+        if error.get("is_secondary"):
+            error["is_secondary"] = generations.explains_loss(rank)
         failed_before = 0 < error.get("time_ns", 0) <= self.ending_since_ns
         is_cause = bool(worker.failed_ns or worker.accused) or not self.ending_since_ns
         noticed = {"time_ns": worker.failed_ns or time.monotonic_ns()}

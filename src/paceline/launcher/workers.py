@@ -94,7 +94,9 @@ class Workers:
     """Whether workers wait too long, as other machines have told, and were told."""
     _finished: set[int] = field(default_factory=set)
     _leavers: list[int] = field(default_factory=list)
-    """Workers whose script has left its loop, while others have not."""
+    """Workers whose script has left its loop, while others have not; until that is said."""
+    _left_early: set[int] = field(default_factory=set)
+    """Those of whom that is said."""
 
     def has_finished(self, worker: int) -> bool:
         """Whether a worker has left the loop, and is in the rest of its script."""
@@ -102,7 +104,7 @@ class Workers:
 
     def has_left_loop(self, worker: int) -> bool:
         """Whether it has done so before the last step."""
-        return worker in self._leavers
+        return worker in self._leavers or worker in self._left_early
 
     def _was_thrown_out(self, end: WorkerExit) -> bool:
         """Whether a worker that seemed to have left its loop has failed in it."""
@@ -110,6 +112,10 @@ class Workers:
             return False
         self._leavers.remove(end.rank)
         self._finished.discard(end.rank)
+        return True
+
+    def explains_loss(self, worker: int) -> bool:
+        """Whether a worker that says another one is gone can be right, as far as is known here."""
         return True
 
     def does_rest(self, worker: int) -> bool:
@@ -130,6 +136,7 @@ class Workers:
         """The channel to a worker that is about to be started."""
         channel = self.worker_channels[worker] = WorkerChannel.open()
         self._finished.discard(worker)
+        self._left_early.discard(worker)
         if self.is_on:
             send(channel.socket, self.facts)
         return channel

@@ -460,12 +460,8 @@ class Run:
         self._parts.outlets.report_checkpoints(wait=True)
         if saving.is_on and saving.written_step != self.step:
             env.note_unsaved(bool(saving.problem))
-            advice = "Call run.save() on every worker before leaving it, to continue from there."
-            self.message(
-                f"The loop was left after step {self.step}, and step {saving.written_step} is the "
-                f"last that is saved. {saving.problem or advice}",
-                "error" if saving.problem else "warning",
-            )
+            text = stop.describe_unsaved(self.step, saving.written_step, saving.problem)
+            self.message(text, "error" if saving.problem else "warning")
 
     def _end(self, end: End, *, is_complete: bool) -> None:
         parts, outlets = self._parts, self._parts.outlets
@@ -476,7 +472,7 @@ class Run:
             outlets.metrics.flush(wait=is_complete)
             outlets.report_checkpoints(wait=True)
             if not end.is_outlived:
-                outlets.sinks.tell("stop", self.step, end.status, end.reason)
+                stop.tell_end(outlets.sinks, end, self.world.rank, self.step)
         finally:
             outlets.watching.end()
             outlets.saving.end()

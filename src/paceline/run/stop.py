@@ -36,6 +36,7 @@ from paceline import env
 from paceline.errors import CheckpointError, NotFiniteError, PeerError, describe_failure, summarize
 from paceline.files import RunFolder, find_info, record_end
 from paceline.group import Cadence, Membership, Pending, start_all_reduce
+from paceline.telemetry import Sinks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_PRESS_S = 0.5
@@ -61,7 +62,7 @@ class End(NamedTuple):
 
 
 LEFT = End("stopped", "the loop was left")
-UNKNOWN = BaseException("an exception left the loop")
+UNKNOWN = BaseException("an exception or sys.exit() left the loop")
 
 
 def describe_end(
@@ -97,6 +98,21 @@ def find_thrown(frame: FrameType | None) -> BaseException | None:
     return None
 
 
+def tell_end(sinks: Sinks, end: End, rank: int, step: int) -> None:
+    """Tell how a loop has ended. Where Python has not said which exception has left it, the
+    terminal is told when the program ends, which is soon, unless somebody sits at it."""
+    if end.reason != str(UNKNOWN) or hasattr(sys, "ps1"):
+        sinks.tell("stop", step, end.status, end.reason)
+    elif (finish := sinks.stop_before_terminal(step, end.status, end.reason)) is not None:
+        atexit.register(_finish, finish, rank, step, os.getpid())
+
+
+def _finish(finish: Callable[..., None], rank: int, step: int, pid: int) -> None:
+    if os.getpid() == pid:
+        end = describe_end(getattr(sys, "last_value", None), rank, step)
+        finish(step, end.status, end.reason)
+
+
 def record_error_at_exit(
     folder: str | os.PathLike[str] | None, rank: int, step: int, *, is_late: bool
 ) -> None:
@@ -118,6 +134,13 @@ def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bo
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):
             record_end(folder, "failed", end.reason, worker=rank, step=step, traceback=text)
+
+
+def describe_unsaved(step: int, saved: int, problem: str) -> str:
+    """What is said where a loop was left after `step`, and the last save is of another one."""
+    advice = "Call run.save() on every worker before leaving it, to continue from there."
+    text = f"The loop was left after step {step}, and step {saved} is the last that is saved."
+    return f"{text} {problem or advice}"
 
 
 def not_saved(reason: str) -> CheckpointError:

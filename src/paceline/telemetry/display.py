@@ -238,6 +238,10 @@ class Progress:
     def close(self) -> None:
         """Leave the terminal as it was, without a summary."""
         self._is_running = False
+        self.hold()
+
+    def hold(self) -> None:
+        """Leave the terminal as it was; the summary is still to come."""
         self._turn.take(self._finalizer)
 
     @property

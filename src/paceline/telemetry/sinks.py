@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from paceline.errors import check_members
@@ -269,6 +269,10 @@ class TerminalSink:
             lines.insert(1, f"To see more of this run: paceline report {path}")
         self._progress.finish(status, lines=[line for line in lines if line], reason=reason)
 
+    def hold(self) -> None:
+        """The loop is over, and how is not known yet: `stop` will say it."""
+        self._progress.hold()
+
 
 class Sinks:
     """All sinks of a run on one worker.
@@ -280,9 +284,11 @@ class Sinks:
         self._sinks: list[Sink] = [*([] if terminal is None else [terminal]), *sinks]
         self._terminal = terminal
 
-    def tell(self, method: str, *args: Any) -> None:
+    def tell(self, method: str, *args: Any, but: Sink | None = None) -> None:
         """Call one method of every sink; the terminal is there before and after the others."""
         for sink in reversed(self._sinks) if method == "stop" else self._sinks:
+            if sink is but:
+                continue
             try:
                 getattr(sink, method)(*args)
             except Exception as error:
@@ -294,6 +300,15 @@ class Sinks:
             self._terminal.draw()
         Sinks(sinks, None).tell("start", *start)
         self._sinks += sinks
+
+    def stop_before_terminal(self, *end: Any) -> Callable[..., None] | None:
+        """Tell all but the terminal how the loop has ended; what tells that one later."""
+        terminal = self._terminal
+        self.tell("stop", *end, but=terminal)
+        if terminal is None:
+            return None
+        terminal.hold()
+        return terminal.stop
 
     def fall_silent(self) -> None:
         """Somebody else draws from now on."""
