@@ -228,7 +228,7 @@ def build_run(config: RunConfig) -> RunParts:
         feed=feed,
         outlets=outlets,
         progress=progress,
-        dealing=Dealing(feed.loader, members, progress, audit),
+        dealing=Dealing(feed.loader, members, progress),
         exchanges=Exchanges(members),
         stop=stop,
         vote=vote,

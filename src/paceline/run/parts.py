@@ -160,13 +160,8 @@ class Outcome(StrEnum):
 class Dealing:
     """Hands out steps: this worker's part of each, among those who are there now."""
 
-    cut: Cut
-
-    def __init__(
-        self, loader: Loader, membership: Membership, progress: RunProgress, audit: Audit
-    ) -> None:
+    def __init__(self, loader: Loader, membership: Membership, progress: RunProgress) -> None:
         self._loader, self._membership, self._progress = loader, membership, progress
-        self._audit = audit
         self.portions: Iterator[Portion] = iter(())
         self.generation = -1
         """To whose members the steps are dealt."""
@@ -175,11 +170,6 @@ class Dealing:
         """Begin with the first step that is not applied."""
         self.generation = self._membership.generation
         self.portions = self._loader.portions(self._progress.position)
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether all have agreed to compute a step once more, though no worker died."""
-        return self._audit.is_disputed or self.cut.is_repeated
 
     def again(self) -> Portion:
         """The first step that is not applied, once more."""
@@ -213,7 +203,7 @@ class RunParts:
     def __post_init__(self) -> None:
         self.place.membership.follow(self.on_generation)
         self.count_passes()
-        self.cut = self.dealing.cut = Cut(self)
+        self.cut = Cut(self)
 
     def count_passes(self) -> None:
         progress, size = self.progress, self.progress.size

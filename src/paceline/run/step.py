@@ -249,7 +249,7 @@ class Step:
         )
         holds = not meets or self._recovery.holds(partial(self._meet, votes))
         self.state = Outcome.SUMMED if holds else Outcome.LOST
-        return holds and not self._dealing.is_repeated
+        return holds and not (self._audit.is_disputed or self._cut.is_repeated)
 
     def _meet(self, votes: bool) -> None:
         training = self._training
@@ -288,7 +288,9 @@ class Step:
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
         if self._recording is not None:
             self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
-        is_repeated, self._cut.is_repeated = self._dealing.is_repeated, False
+        # All may have agreed to compute it once more, though nobody died.
+        is_repeated = self._audit.is_disputed or self._cut.is_repeated
+        self._cut.is_repeated = False
         self._undo()
         deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
         portion = self._recovery.attempt(self._dealing.again) if is_repeated else deal()
