@@ -29,10 +29,15 @@ what, where, victim = sys.argv[1], sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 torch.manual_seed(0)
 x = torch.randn(48, 4)
-data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+class Rows(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        return {}["label"] if what == "row" and index == 40 else super().__getitem__(index)
+
+data = Rows(x, (x.sum(1) > 0).long())
 net = nn.Linear(4, 2)
 run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), data, global_batch=12, epochs=3,
-                   shards=4, folder="run", options=paceline.RunOptions(progress="plain"))
+                   shards=4, folder="run", loader_workers=2 * (what == "row"),
+                   options=paceline.RunOptions(progress="plain"))
 rank, times = os.environ.get("RANK", "0"), pathlib.Path("times")
 
 def strike(moment):
@@ -143,6 +148,16 @@ def test_an_exception_ends_the_run_with_one_traceback_and_one_reason(
     assert not re.search(r"\d continues?\b", done.stdout)
     assert not any(each in done.stdout for each in (LEFT.reason, str(UNKNOWN)))
     assert_reason(tmp_path, "failed", f"worker {victim} failed {when}: {LABEL}", victim)
+
+
+def test_an_exception_in_a_process_that_loads_is_the_only_one_that_is_printed(
+    tmp_path: Path,
+) -> None:
+    done = start(tmp_path, [*LAUNCHER, "--workers", 2], "row", "nowhere", 0)
+    assert done.returncode == 1, done.stdout
+    # That of the loader's process, quoted in the one of the worker.
+    assert done.stdout.count("Traceback (most") == 2, done.stdout
+    assert says(done.stdout, "KeyError: Caught KeyError in DataLoader", LABEL)
 
 
 def test_an_error_that_sounds_like_a_lost_worker_is_the_scripts_where_none_is_lost(

@@ -143,8 +143,9 @@ def test_a_killed_worker_ends_all() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
 
-    with pytest.raises(WorkerError, match=r"worker 0 was killed by signal 9 \(SIGKILL\)"):
+    with pytest.raises(WorkerError, match=r"worker 0 was killed by signal 9 \(SIGKILL\)") as caught:
         paceline.launch(body, workers=2)
+    assert "`paceline run`" in caught.value.advice
 
 
 def sleep_alone(seconds: int) -> None:

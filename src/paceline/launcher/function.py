@@ -38,6 +38,10 @@ from paceline.launcher.template import MODULES
 from paceline.launcher.worker import Instructions, Worker, die_with
 
 T = TypeVar("T")
+NOT_REPLACED = (
+    "launch() replaces no worker, as `paceline run` does for a script. A Run with a folder "
+    "continues from its newest checkpoint when launch() is called again."
+)
 
 
 def launch(
@@ -52,8 +56,9 @@ def launch(
 
     `fn` joins the others with `paceline.init_process_group()`. Results may be numbers, strings,
     containers and tensors; anything else comes back as None, with a warning. The first worker to
-    fail ends all, and its traceback is in the `WorkerError` raised here. In a notebook the results
-    of a `Run` with a folder show its report.
+    fail ends all, and its traceback is in the `WorkerError` raised here. So does one that is
+    killed: unlike `paceline run`, this replaces nobody. In a notebook the results of a `Run` with
+    a folder show its report.
     """
     _check(fn, workers, threads)
     for name in MODULES:  # loaded once here, not once per worker
@@ -86,6 +91,7 @@ def launch(
             raise WorkerError(
                 f"The function failed: {reason.text}.",
                 where=reason.traceback.rstrip(),
+                advice="" if reason.traceback else NOT_REPLACED,
                 rank=reason.worker,
                 traceback=reason.traceback,
             )

@@ -426,6 +426,11 @@ def leave(code: object) -> NoReturn:
         code = 1
     if not code and os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
         code = 1
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        # An exception may keep a loader alive, whose processes Python ends below: torch would raise
+        # another one for each of them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
