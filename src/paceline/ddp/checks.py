@@ -307,6 +307,14 @@ def find_problem(
                 advice="Run one batch through the bare model first, then wrap it.",
             )
     for name, param in named:
+        if hasattr(param, "placements"):  # without importing DTensor, which takes a second
+            return UsageError(
+                f"Parameter {name!r} is a DTensor, of which every rank has a part, as "
+                "fully_shard() makes it: Paceline keeps the whole model on every rank.",
+                advice="Pass the model without fully_shard(), and share the optimizer's state out: "
+                'RunOptions(update="sharded"), or shard_update(). Keep FSDP2, in a loop of your '
+                "own, for a model that does not fit on one device.",
+            )
         if getattr(param, "_in_backward_optimizers", None):
             return UsageError(
                 f"Parameter {name!r} is updated inside backward, before gradients are averaged.",

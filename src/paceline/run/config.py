@@ -64,6 +64,10 @@ STREAM = (
     "yields the same samples in the same order every time. Files in paceline.data are read by one "
     "worker each."
 )
+_SEVERAL = (
+    "Pass one, with a group of parameters for each part of the model; or several models, which "
+    'take turns: Run({"generator": (g, g_optimizer), "critic": (d, d_optimizer)}, dataset).'
+)
 NO_NOISE = (
     "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
     "so there is nothing to compare. Pass shards=2 or more to a new run."
@@ -234,6 +238,8 @@ class RunConfig:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.80}.", advice=f"Pass {advice}.")
+        if isinstance(self.optimizer, list | tuple):
+            raise UsageError(f"optimizer is {len(self.optimizer)} of them.", advice=_SEVERAL)
         for name, members in _MEMBERS.items():
             value = getattr(self, name)
             if value is not None or name == "optimizer":
