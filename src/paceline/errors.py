@@ -12,6 +12,7 @@
     ├── CheckpointError          a checkpoint or weights file is damaged, or not what it should be
     │   └── WeightsError         the weights in a file do not fit the model
     ├── NotFiniteError           a loss or a gradient is NaN or infinite
+    ├── FitError                 a rank ran out of memory in a step, which is not applied
     ├── PeerError                another rank died, left, or did not arrive in time
     ├── AuditError               this rank computed other bits than two others of the same shard
     ├── WorkerError              a worker process of ours failed; carries its traceback
@@ -111,6 +112,15 @@ class NotFiniteError(PacelineError, ArithmeticError):
 
 class PeerError(PacelineError, RuntimeError):
     """Another rank died, left, or did not arrive in time."""
+
+
+class FitError(PacelineError, RuntimeError):
+    """A rank ran out of memory in a step, which none has applied.
+
+    A run that may compute in smaller pieces does so, and raises it when there are none.
+    """
+
+    ends_run = True
 
 
 class AuditError(PacelineError, ArithmeticError):

@@ -124,6 +124,7 @@ ERRORS = [
     "CheckpointError",
     "DesyncError",
     "DeviceError",
+    "FitError",
     "HookError",
     "MissingLibraryError",
     "NotFiniteError",
@@ -142,7 +143,8 @@ OWN_METHODS = {
     DistributedDataParallel: {
         *("check_in_sync", "compression", "process_group", "transport", "weighted"),
         # Of `Engine`.
-        *("begin_step", "has_news", "identity", "on_generation", "take_part", "weigh"),
+        *("begin_step", "has_news", "identity", "on_generation", "run_short"),
+        *("take_part", "weigh"),
     },
     DistributedSampler: {"advance", "consumed", "load_state_dict", "of", "state_dict"},
 }

@@ -79,7 +79,9 @@ def test_another_error_is_nobodys_death() -> None:
 
 def at(step: int, worker: int = 0, **rest: Any) -> Standing:
     return Standing(
-        worker=worker, step=step, **({"results": [], "live": [], "asked": [0, 0]} | rest)
+        worker=worker,
+        step=step,
+        **({"results": [], "live": [], "asked": [0, 0], "fit": {"size": None}} | rest),
     )
 
 

@@ -42,6 +42,11 @@ class Shard:
     is_second: bool = False
     """Whether another worker computes it, and this one as well; see `ddp.audit`."""
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What its random numbers are seeded with, besides the step."""
+        return (self.number,)
+
 
 @dataclass(frozen=True, slots=True)
 class Portion:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.layout import BucketLayout
-from paceline.errors import UsageError
+from paceline.errors import FitError, UsageError
 from paceline.telemetry import Observer, Phase
 from paceline.torch_private import (
     accumulated_grad_hooks,
@@ -47,6 +48,8 @@ class Backward:
     """This rank has run out of inputs and only keeps the others company."""
     is_aborting: bool = False
     """It broke off here, and is completed only to tell the others."""
+    is_short: bool = False
+    """This rank ran out of memory, and takes part only to say so."""
     arrived: list[Tensor] = field(default_factory=list)
     """Parameters in the order in which their gradients came; empty again when it has ended."""
     awaited: Container[int] = ()
@@ -309,6 +312,22 @@ class BackwardFollower:
         """Whatever was under way is nobody's business any more, also when it is freed later."""
         self.current = self.broken = self._announced = None
         self.arrivals.rest()
+
+    def run_short(self) -> bool:
+        """This rank ran out of memory: tell the others with zeros in place of its gradients.
+
+        False if all of them were sent before, so that the others apply the step.
+        """
+        current = self.broken or self.current
+        if current is None or current.skips:
+            current = Backward(skips=False)
+        self.forget()
+        if len(current.in_flight) == len(self._layout.buckets):
+            return False
+        current.missing, current.is_shadow, current.is_short = [], True, True
+        with suppress(FitError):
+            self.on_complete_backward(current)
+        return True
 
     def _on_callback_freed(self, callback: weakref.ref[Callable[[], None]]) -> None:
         """If its backward is still thought to be running, it has broken off."""

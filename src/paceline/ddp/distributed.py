@@ -259,6 +259,15 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self._reducer.attach()
         self._reducer.take_part()
 
+    def run_short(self) -> bool:
+        """Take part in the step's sum only to say that this rank ran out of memory; all ranks
+        raise a `FitError` then. False if it is too late for that."""
+        reducer = self._reducer
+        if reducer.size == 1:
+            reducer.forget()
+            return True
+        return reducer.run_short()
+
     @property
     def process_group(self) -> Any:
         """The group whose ranks train this model now."""

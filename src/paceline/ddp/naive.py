@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.wrapper import Wrapper
+from paceline.errors import FitError
 from paceline.group import Membership, World, all_reduce, broadcast, find_tensors, word_device
 from paceline.torch_private import at_backward_end
 
@@ -42,7 +43,7 @@ class NaiveEngine(Wrapper):
         self.membership = world if isinstance(world, Membership) else Membership.of(world.group)
         self._step = 0
         self._weight = 1.0
-        self.has_news = False
+        self.has_news = self._is_short = False
         self._wants_sync = True
         self._is_touched = False  # by a backward, since the last forward or the last sum
         self._hooked: set[int] = set()
@@ -116,10 +117,14 @@ class NaiveEngine(Wrapper):
             return
         trained = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
         has_grad = [float(param.grad is not None) for _, param in trained]
-        words = [weight, self.has_news, *has_grad]
+        words = [weight, self.has_news, self._is_short, *has_grad]
         agreed = torch.tensor(words, dtype=torch.float64, device=self._word_device())
         all_reduce(group, agreed, f"Step {self._step}: agreeing on who has which gradient")
-        total_weight, self.has_news, *users = agreed.tolist()
+        total_weight, self.has_news, short, *users = agreed.tolist()
+        if short:
+            raise FitError(
+                f"Step {self._step}: {short:.0f} of {group.size()} ranks ran out of memory."
+            )
         for (name, param), count_of_users in zip(trained, users, strict=True):
             if not count_of_users:
                 continue  # stays None, so that no optimizer touches the parameter
@@ -131,7 +136,8 @@ class NaiveEngine(Wrapper):
 
     def begin_step(self, number: int) -> None:
         """A run begins its step `number`: nothing is accumulated yet, and errors name that step."""
-        self._step, self._weight, self._wants_sync, self.has_news = number, 1.0, True, False
+        self._step, self._weight, self._wants_sync = number, 1.0, True
+        self.has_news = self._is_short = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,6 +156,13 @@ class NaiveEngine(Wrapper):
         """Sum with the others without anything to add, and get what they have."""
         self._weight = 0.0
         self._average()
+
+    def run_short(self) -> bool:
+        """Take part only to say that this rank ran out of memory; all ranks raise then."""
+        self._is_short = True
+        with suppress(FitError):
+            self._average()
+        return True
 
     def on_generation(self) -> None:
         """Nothing is kept between steps: every sum asks the membership for its group."""

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.transport import Flat
 
 MIB = 2**20
-CONTROL_WORDS = 7 + 13
+CONTROL_WORDS = 8 + 13
 """Elements of the trailer after the flags: `trailer.Words`, then `fingerprint.LENGTH` more."""
 
 

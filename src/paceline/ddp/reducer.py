@@ -24,7 +24,7 @@ from paceline.ddp.hooks import Hook, HookCall
 from paceline.ddp.layout import BucketLayout
 from paceline.ddp.trailer import Agreement
 from paceline.ddp.unbucketed import average_sparse, average_unfrozen
-from paceline.errors import DesyncError, PacelineError, UsageError, name_ranks
+from paceline.errors import DesyncError, FitError, PacelineError, UsageError, name_ranks
 from paceline.group import Membership, broadcast
 from paceline.torch_private import accumulated_grad_hooks, keep_out_of_graphs
 from paceline.transport import (
@@ -287,6 +287,7 @@ class Reducer(BackwardFollower):
                 self.steps,
                 is_shadow=current.is_shadow,
                 is_aborting=current.is_aborting,
+                is_short=current.is_short,
                 weight=self.weight.value,
                 is_weighed=self.weight.is_set,
                 votes=bool(self._frozen) and any(ref.requires_grad for ref in self._frozen),
@@ -340,6 +341,10 @@ class Reducer(BackwardFollower):
                 for reduction in current.in_flight:
                     reduction.wait()
             self._settle(current)
+        except FitError:
+            if is_first:
+                self.on_generation()  # what was learned is not how a whole backward goes
+            raise
         finally:
             self.current = None
             self.weight.value = 1.0

@@ -23,7 +23,7 @@ from paceline.ddp.fingerprint import (
     is_different,
 )
 from paceline.ddp.plan import CONTROL_WORDS
-from paceline.errors import DesyncError
+from paceline.errors import DesyncError, FitError
 from paceline.group import Membership
 from paceline.transport import mean_factor
 
@@ -34,6 +34,7 @@ class Words(NamedTuple):
     weight: float = 1.0
     votes: float = 0.0
     aborts: float = 0.0
+    short: float = 0.0
     news: float = 0.0
     weighed: float = 0.0
     plain: float = 1.0
@@ -43,8 +44,8 @@ class Words(NamedTuple):
 class Trailer:
     """What ranks must agree on in a step, written behind the last bucket's gradients.
 
-        gradients ... | used_0 ... used_n-1 | weight | votes | aborts | news
-                      | weighed | plain | label | fingerprint
+        gradients ... | used_0 ... used_n-1 | weight | votes | aborts | short
+                      | news | weighed | plain | label | fingerprint
 
     Each element is a number whose sum over the ranks means something, so one message carries all:
 
@@ -52,6 +53,7 @@ class Trailer:
     - `weight`: how many items (samples, tokens; 1 by default) the summed gradients are sums over.
     - `votes`: how many ranks found a parameter that was frozen before and now wants gradients.
     - `aborts`: how many ranks broke off this backward half-way.
+    - `short`: how many ranks ran out of memory, so that none applies the step.
     - `news`: how many ranks have something to tell the others; see `Engine.has_news`.
     - `weighed`, `plain`: how many ranks' losses were inside `weighted()`, and how many were not.
     - `label`: which model and step this is; all ranks must have sent the same.
@@ -96,6 +98,8 @@ class Agreement:
         """The same on every rank, another for every model."""
         self.compares = True
         """Whether fingerprints of the parameters are sent, and compared."""
+        self.is_awaited = False
+        """Whether a rank may run short of memory, so that the host waits for every step's words."""
         self.announces = False
         """Whether this rank says in its next trailer that it has news."""
         self.has_news = False
@@ -120,6 +124,7 @@ class Agreement:
         *,
         is_shadow: bool,
         is_aborting: bool,
+        is_short: bool,
         weight: float,
         is_weighed: bool,
         votes: bool,
@@ -129,7 +134,8 @@ class Agreement:
         aborts, news = float(is_aborting), float(self.announces)
         counts = float(not is_shadow)  # one that only keeps company has no losses
         weighed, plain = counts * is_weighed, counts * (not is_weighed)
-        words = Words(weight, float(votes), aborts, news, weighed, plain, self._label(step))
+        label = self._label(step)
+        words = Words(weight, float(votes), aborts, float(is_short), news, weighed, plain, label)
         fingerprint = None
         if 1 < self._size <= LARGEST_SIZE and not (is_joined or is_shadow):
             if 0 < step <= DATASET_STEP:
@@ -150,15 +156,16 @@ class Agreement:
     def read(self, words: Tensor, step: int, *, waits: bool) -> tuple[Tensor | float, bool]:
         """What turns sums divided by the size into averages, and whether any were unfrozen.
 
-        Raises if a rank has broken off, was at another model or step, or has other parameters.
+        Raises if a rank has broken off, ran out of memory, was at another model or step, or has
+        other parameters.
         The host waits for a device only if it `waits`: else it looks at the words a step later.
         """
         size = self._size
         if words.is_cuda:
             self._read_late(words, step)
-            if not waits:
+            if not (waits or self.is_awaited):
                 return size / words[0], False
-        total, votes, aborts, news, weighed, plain, labels, *fingerprints = words.tolist()
+        total, votes, aborts, short, news, weighed, plain, labels, *fingerprints = words.tolist()
         if words.is_cuda:
             fingerprints = [0.0]  # they are looked at a step later
         else:
@@ -166,6 +173,8 @@ class Agreement:
         is_mixed = weighed and plain
         if aborts or is_mixed or labels != self._label(step) * size or fingerprints[0]:
             self._refuse(aborts, weighed, plain, labels, fingerprints, step, words.device)
+        if short:
+            raise FitError(f"Step {step}: {short:.0f} of {size} ranks ran out of memory.")
         return 1.0 if total == size else mean_factor(size, total), bool(votes)
 
     def _read_late(self, words: Tensor, step: int) -> None:
@@ -178,7 +187,7 @@ class Agreement:
         if late is not None:
             host, arrived = late
             arrived.synchronize()
-            _, _, aborts, news, weighed, plain, _, *fingerprints = host.tolist()
+            _, _, aborts, _, news, weighed, plain, _, *fingerprints = host.tolist()
             self.has_news = news > 0
             labels = self._label(step) * self._size  # theirs were another step's
             self._refuse(aborts, weighed, plain, labels, fingerprints, step, words.device, late=1)

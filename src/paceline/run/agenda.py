@@ -52,6 +52,11 @@ STEP = (
         "in the first step of a generation with more workers than shards, twice where it is "
         "computed in two cuts",
     ),
+    Entry(
+        "memory",
+        ("run.fit",),
+        "in steps in which a worker ran out of memory, said with the gradients or the embeddings",
+    ),
     Entry("pace", ("telemetry.stragglers",), "by its cadence: steps 7, 12, ... of a generation"),
     Entry("vote", ("run.stop",), "by its cadence: the first step of a generation, then about 10/s"),
     Entry(

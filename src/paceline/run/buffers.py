@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from paceline.data import Plan
+from paceline.errors import UsageError
 from paceline.group import Membership, all_reduce, exchange
 from paceline.run.state import copy_from
 from paceline.torch_private import NormBase
@@ -40,6 +42,9 @@ class Buffers:
         self, module: nn.Module, membership: Membership, *, is_ordered: bool = False
     ) -> None:
         """`is_ordered`: statistics are added shard by shard, whoever computes them."""
+        self.is_cut = False
+        """Whether shards are in pieces: then no statistics move, and other buffers are what the
+        first piece of shard 0 makes of them."""
         self._is_ordered = is_ordered
         self.live: set[str] = set()
         self._module, self._membership = module, membership
@@ -174,7 +179,7 @@ class Buffers:
 
     @property
     def _is_alone(self) -> bool:
-        return self._of == self._membership.size == 1
+        return self._of == self._membership.size == 1 and not self.is_cut
 
     def on_generation(self) -> None:
         """A newcomer knows nothing of what the others have agreed on."""
@@ -340,6 +345,29 @@ def _names_of_statistics(module: nn.Module) -> dict[str, None]:
     known = {id(buffer): name for name, buffer in module.named_buffers()}
     layers = [layer for layer in module.modules() if isinstance(layer, NormBase)]
     return {known[id(b)]: None for layer in layers for b in layer.buffers(recurse=False)}
+
+
+def has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether layers need every worker in every pass, and so exactly one shard on each."""
+    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+
+def check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:
+    """Refuse layers that talk to all workers in every pass where some would not be there."""
+    if shards == size == 1 or not has_sync_batch_norm(model):
+        return
+    if shards != size:
+        raise UsageError(
+            f"SyncBatchNorm needs one shard per worker, not {shards} for {size}.",
+            advice="Use shards equal to the number of workers, or BatchNorm, whose statistics are "
+            "those of a shard at any number of workers.",
+        )
+    if plan is None or plan.shortest_batch < size:
+        raise UsageError(
+            "SyncBatchNorm needs samples on every worker, and the last batch of an epoch has too "
+            "few.",
+            advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
+        )
 
 
 # Note [How a change is noticed]

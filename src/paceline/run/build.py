@@ -46,9 +46,10 @@ from paceline.group import (
 )
 from paceline.policy import NoiseMeter
 from paceline.run import islands
-from paceline.run.buffers import Buffers
+from paceline.run.buffers import Buffers, check_batch_norm, has_sync_batch_norm
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
+from paceline.run.fit import make_fit
 from paceline.run.loader import (
     MapLoader,
     StreamLoader,
@@ -131,7 +132,8 @@ def build_run(config: RunConfig) -> RunParts:
     update = make_update(config, module, precision, members, average, make)
     rating = Rating(options, config.scheduler, update)
     weights = None if config.models is None else ByName(dict(config.models.modules.items()))
-    state = RunState(module, update, rating, config.state or {}, weights)
+    fit = make_fit(config, module, members, device)
+    state = RunState(module, update, rating, fit, config.state or {}, weights)
     folder = config.open_folder(world.rank)
     saving = Saving(folder, config, members)
     saved, before = saving.find() or (None, None)
@@ -144,7 +146,7 @@ def build_run(config: RunConfig) -> RunParts:
     plan = make_plan(config, shards, known.get("order"), audit.seconds_of)
     plan = islands.deal(plan, island)
     workers = known["workers"] if is_replacement else world.size
-    _check_batch_norm(model, workers, shards, plan)
+    check_batch_norm(model, workers, shards, plan)
     facts = config.facts(module, plan, shards=shards, workers=workers)
     config.seed = islands.note(island, facts, config.seed)
     saving.identify(facts, before)
@@ -164,6 +166,7 @@ def build_run(config: RunConfig) -> RunParts:
         undo.callback(watching.end)
         watching.start_timeline(world.rank)
         engine = _make_engine(model, config, place, shards, audit)
+        fit.attach(engine)
         watching.note_engine(engine)
         shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
         state.note_sharing(is_kept=shares_out and link is not None)
@@ -190,6 +193,7 @@ def build_run(config: RunConfig) -> RunParts:
         rating,
         state,
         audit,
+        fit,
     )
     training.generators.seed(config.seed, "between", position.step)
     signals = LoaderSignals()
@@ -248,7 +252,7 @@ def _may_cut(config: RunConfig, plan: Plan | None) -> bool:
     options, is_given = config.options, config.shards or config.loader is not None
     is_bound = options.same_bits or options.islands is not None or config.models is not None
     has_lanes = plan is not None and plan.lanes is not None
-    return not (is_given or is_bound or has_lanes or _has_sync_batch_norm(config.model))
+    return not (is_given or is_bound or has_lanes or has_sync_batch_norm(config.model))
 
 
 def _take_loader(config: RunConfig, world: World) -> None:
@@ -268,7 +272,7 @@ def _find_link(
     can_survive = (
         is_formed_anew
         and launched.survives
-        and not _has_sync_batch_norm(config.model)
+        and not has_sync_batch_norm(config.model)
         and config.loader is None  # which cannot be dealt anew
     )
     shares_out, word = config.options.update == "sharded", config.options.elementwise
@@ -428,29 +432,6 @@ def _lines_on_repeated_steps(folder: RunFolder | None, step: int, launched: Laun
     if folder is None and launched.attempt > 0:
         return ["All steps are done again: without a folder nothing was saved before the restart."]
     return []
-
-
-def _has_sync_batch_norm(model: nn.Module) -> bool:
-    """Whether layers need every worker in every pass, and so exactly one shard on each."""
-    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-
-
-def _check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:
-    """Refuse layers that talk to all workers in every pass where some would not be there."""
-    if shards == size == 1 or not _has_sync_batch_norm(model):
-        return
-    if shards != size:
-        raise UsageError(
-            f"SyncBatchNorm needs one shard per worker, not {shards} for {size}.",
-            advice="Use shards equal to the number of workers, or BatchNorm, whose statistics are "
-            "those of a shard at any number of workers.",
-        )
-    if plan is None or plan.shortest_batch < size:
-        raise UsageError(
-            "SyncBatchNorm needs samples on every worker, and the last batch of an epoch has too "
-            "few.",
-            advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
-        )
 
 
 def _count_together(dataset: Files, members: Membership) -> None:

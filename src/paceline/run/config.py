@@ -33,6 +33,7 @@ from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.cut import say_idle
+from paceline.run.fit import check_fit
 from paceline.run.models import Models, name_optimizer, take_models
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
@@ -45,17 +46,8 @@ Collate = Callable[[list[Any]], Any]
 _GROUPS_SHOWN = 16
 _OWN_SHOWN, _WIDTH_SHOWN = 200, 200
 _AGREED_OPTIONS = (
-    "clip_norm",
-    "ema",
-    "merge_shards",
-    "check_finite",
-    "update",
-    "noise_every",
-    "audit",
-    "checkpoint_every",
-    "best_metric",
-    "better",
-    "patience",
+    *("clip_norm", "ema", "merge_shards", "check_finite", "update", "noise_every", "audit", "fit"),
+    *("checkpoint_every", "best_metric", "better", "patience"),
 )
 """Those that decide what a commit does, or when the workers talk to each other."""
 STREAM = (
@@ -141,6 +133,10 @@ class RunOptions:
     """The share of shards that a second worker computes as well, from 0 to 1. Where their bits
     differ, the step is not applied, and the worker that is wrong is named and replaced. Needs
     `same_bits`. See docs/same_bits.md."""
+    fit: Literal["auto", "off"] | int | None = None
+    """What happens when a worker runs out of memory in a step, or in an evaluation: `off`, an
+    error; `auto`, it is done again with every shard in smaller pieces; or a number, the samples of
+    a piece to begin with. None: `auto` where the model is on an accelerator. See docs/memory.md."""
     islands: Islands | None = None
     """Train on islands, of `paceline run --island`, that average rarely. See docs/islands.md."""
     noise_every: int = 0
@@ -198,6 +194,7 @@ class RunOptions:
                 "bits of the same shard without being wrong.",
                 advice="Pass same_bits=True as well.",
             )
+        check_fit(self.fit)
         check_choice("precision", self.precision, tuple(DTYPE_BY_PRECISION))
 
 

@@ -133,15 +133,20 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
         for number, rows, each in batches:
             if parts.place.device.type != "cpu":
                 each = parts.place.to_device(each)
-            training.generators.seed(config.seed, "evaluation", step, number)
             samples += rows
-            if collect is not None:
-                found = score(each)
-                check_rows(found, rows, "With collect= the score function")
-                predictions.append([number, map_tensors(lambda t: t.detach().cpu(), found)])
-                continue
-            for name, value, items in _checked(score(each), rows, reduction):
-                add(prefix + name, value, items)
+
+            def score_rows(start: int, part: Any, number: int = number) -> Any:
+                key = (number, start) if start else (number,)
+                training.generators.seed(parts.config.seed, "evaluation", step, *key)
+                return score(part)
+
+            for count_of_rows, found in training.fit.evaluate(score_rows, each, rows):
+                if collect is not None:
+                    check_rows(found, count_of_rows, "With collect= the score function")
+                    predictions.append([number, map_tensors(lambda t: t.detach().cpu(), found)])
+                    continue
+                for name, value, items in _checked(found, count_of_rows, reduction):
+                    add(prefix + name, value, items)
             metrics.end_step(None)
     sums = {SAMPLES: [[], [float(samples)]], **metrics.sums_of_epoch()}
     if collect is not None:

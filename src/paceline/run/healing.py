@@ -6,6 +6,7 @@ from those who have more, so that nothing is done twice and nobody waits for som
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ class Standing:
     """Which model the engine says this is."""
     live: list[str]
     """The buffers that change."""
+    fit: dict[str, Any]
+    """The size of a piece, where shards do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Verdict:
     asked: list[int]
     identity: int
     live: frozenset[str]
+    fit: dict[str, Any]
 
 
 def compare(standings: Sequence[Standing]) -> Verdict:
@@ -110,6 +114,8 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         asked=asked,
         identity=furthest[0].identity,
         live=frozenset(name for each in standings for name in each.live),
+        # One may have heard that memory ran out, and another only that a worker died.
+        fit=min((each.fit for each in furthest), key=lambda fit: fit["size"] or math.inf),
     )
 
 
@@ -166,6 +172,7 @@ class Healing:
             asked=[parts.progress.save_at, parts.progress.evaluate_at],
             identity=training.engine.identity,
             live=[] if buffers is None else sorted(buffers.live),
+            fit=training.fit.state_dict(),
         )
 
     def _transfer(self, verdict: Verdict, *, is_new: bool) -> None:
@@ -209,6 +216,7 @@ class Healing:
         # What a dead one was writing may be there or not: it is written once more.
         parts.outlets.saving.saved_step = verdict.saved
         training.engine.identity = verdict.identity
+        training.fit.load_state_dict(verdict.fit)
         if training.buffers is not None:
             training.buffers.live.update(verdict.live)
 

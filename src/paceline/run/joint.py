@@ -10,7 +10,7 @@ loss itself reads of the model, such as a temperature, gets its gradient with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,17 +26,21 @@ from paceline.run.rows import call, check_rows, join
 from paceline.telemetry import Message, Sinks
 
 _SHORT = (torch.float16, torch.bfloat16)
+_SHORT_OF_MEMORY = -1
+_MOST_PIECES = 2**24
 
 
 class JointLoss:
     """The loss of one step, on one worker.
 
-    encode, the shards of this worker --> compute, with the others --> part_of, for every shard
+    encode, for all shards here --> exchange --> compute --> part_of, for each shard
     """
 
     value: Tensor
 
     def __init__(self, loss: Callable[..., Tensor], place: Place, training: Training) -> None:
+        if training.noise is not None or training.audit.share:
+            _refuse("audit" if training.audit.share else "noise_every")
         self._loss, self._place, self._training = loss, place, training
         self._found: dict[int, Any] = {}
         self._all: Any = None
@@ -47,34 +51,45 @@ class JointLoss:
         self,
         encode: Callable[[Any], Any],
         shards: Sequence[Shard],
-        load: Callable[[Shard], Any],
+        batches: Iterable[Any],
         key: Sequence[int],
         cut: Cut,
     ) -> list[Any]:
         """Take the embeddings of this worker's shards, without a graph; the batches, loaded."""
         (seed, *step), training, loaded = key, self._training, []
-        for shard in shards:
-            loaded.append(load(shard))
-            training.generators.seed(seed, "model", *step, shard.number)
-            with torch.no_grad(), training.precision.forward:
-                embeddings = encode(loaded[-1])
-            check_rows(embeddings, len(shard.indices), "step.joint(): encode")
-            self._found[shard.number] = map_tensors(_widened, embeddings)
-            if cut.is_open:
-                cut.look(*step, shard.number)
-            if training.buffers is not None:
-                training.buffers.restore()  # they change in the second pass
+        try:
+            for shard, batch in zip(shards, batches, strict=True):
+                loaded.append(batch)
+                training.generators.seed(seed, "model", *step, *shard.key)
+                with torch.no_grad(), training.precision.forward:
+                    embeddings = encode(batch)
+                check_rows(embeddings, len(shard.indices), "step.joint(): encode")
+                self._found[_place_of(shard)] = map_tensors(_widened, embeddings)
+                if cut.is_open:
+                    cut.look(*step, *shard.key)
+                if training.buffers is not None:
+                    training.buffers.restore()  # they change in the second pass
+        except RuntimeError as error:
+            if not training.fit.takes(error):
+                raise
+            training.fit.release(error)
+            self._found = {_SHORT_OF_MEMORY: None}  # told in place of embeddings
         return loaded
 
-    def compute(self, seed: int, step: int) -> None:
-        """Tell the others, and compute the loss and its gradients."""
+    def exchange(self, step: int) -> None:
+        """Tell the others, and hear of theirs."""
         members, found = self._place.membership, self._found
         if members.size > 1:
             mine = map_tensors(lambda tensor: tensor.detach().cpu(), found)
             what = f"Step {step}: the embeddings of all shards"
             everyone = gather_bytes(members.group, encode(mine), members.word_device, what)
             found = {number: each for data in everyone for number, each in decode(data).items()}
-            found = self._place.to_device(found)
+        self._found = found
+        self._training.fit.is_short = _SHORT_OF_MEMORY in found
+
+    def compute(self, seed: int, step: int) -> None:
+        """Compute the loss and its gradients."""
+        found = self._place.to_device(self._found)
         parts = [found[number] for number in sorted(found)]
         rows = [next(len(each) for each in find_tensors(part)) for part in parts]
         self._all, self._seed = join(parts), (seed, "joint", step)
@@ -96,9 +111,9 @@ class JointLoss:
     def part_of(self, shard: Shard, embeddings: Any) -> Tensor:
         """A number whose gradient is the shard's part of that of the loss."""
         leaves = [_widened(each) for each in find_tensors(embeddings) if each.is_floating_point()]
-        pairs = zip(leaves, self._grads[shard.number], strict=True)
+        pairs = zip(leaves, self._grads[_place_of(shard)], strict=True)
         part = torch.stack([(e * g).sum() for e, g in pairs if g is not None]).sum()
-        if shard.number == 0:
+        if _place_of(shard) == 0:
             direct = self._call(self._all)
             if direct.requires_grad:
                 part = part + direct
@@ -115,7 +130,13 @@ class JointLoss:
         return value
 
 
-def refuse_with_joint(option: str) -> NoReturn:
+def _place_of(shard: Shard) -> int:
+    """Where a shard, or a piece of one, stands among all of the batch."""
+    number, *piece = shard.key
+    return number * _MOST_PIECES + sum(piece)
+
+
+def _refuse(option: str) -> NoReturn:
     """Raise in a run that measures the gradient noise scale, or audits shards."""
     raise UsageError(
         f"step.joint() was called in a run with {option}: shards of a loss over the whole batch "

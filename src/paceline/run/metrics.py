@@ -332,6 +332,7 @@ class Reports:
                 sums={},
                 lr=step.lr,
                 queued=None if queue is None else queue.qsize(),
+                piece=parts.training.fit.size,
             )
         )
         if parts.config.options.same_bits and parts.training.state.is_whole:

@@ -268,6 +268,10 @@ class TurnEngine:
     def take_part(self) -> None:
         self.engines[self.name].take_part()
 
+    def run_short(self) -> bool:
+        engine: Any = self.engines[self.name]
+        return bool(engine.run_short())
+
     def on_generation(self) -> None:
         """Each engine follows the membership itself."""
 

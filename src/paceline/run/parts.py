@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.cut import Cut
 from paceline.run.exchanges import Exchanges
+from paceline.run.fit import Fit
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.precision import Precision
@@ -74,6 +76,7 @@ class Training:
     rating: Rating
     state: RunState
     audit: Audit
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +204,23 @@ class RunParts:
     cut: Cut = field(init=False)
 
     def __post_init__(self) -> None:
+        self.exchanges.recovery, fit = self.recovery, self.training.fit
+        fit.on_change, fit.passes = self.count_passes, self._passes
+        fit.tell = partial(self.outlets.sinks.tell, "message")
         self.place.membership.follow(self.on_generation)
         self.count_passes()
         self.cut = Cut(self)
 
+    def _passes(self) -> int:
+        return self.config.passes(self.progress.shards, self.progress.size)
+
     def count_passes(self) -> None:
-        progress, size = self.progress, self.progress.size
-        is_each = self.config.passes(progress.shards, size) == size <= self.feed.shortest_batch
-        is_each = is_each and not self.training.audit.share
+        progress, size, training = self.progress, self.progress.size, self.training
+        is_each = self._passes() == size <= self.feed.shortest_batch
+        is_each = is_each and not training.audit.share and training.fit.size is None
         group = self.place.membership.group
+        if training.buffers is not None:
+            training.buffers.is_cut = training.fit.size is not None
         progress.count_talks = int if is_each else count_collectives(group)
 
     def recover_with(self, recovery: Recovery) -> None:

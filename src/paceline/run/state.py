@@ -23,6 +23,7 @@ from paceline.errors import CheckpointError, PeerError, UsageError, check_member
 from paceline.files import RunFolder, find_info, put_together, take_apart
 from paceline.group import Membership, broadcast, exchange
 from paceline.run.config import RunConfig
+from paceline.run.fit import Fit
 from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
 from paceline.run.rating import Rating, find_better
@@ -46,6 +47,7 @@ class RunState:
         module: nn.Module,
         update: Update,
         rating: Rating,
+        fit: Fit,
         others: Mapping[str, Any],
         weights: Any = None,
     ) -> None:
@@ -57,7 +59,7 @@ class RunState:
             check_members(f"state[{name!r}]", each, ("state_dict", "load_state_dict"), advice)
         self._module = module
         self._weights = module if weights is None else weights
-        self._update, self._parts, self._rating = update, update.parts, rating
+        self._update, self._parts, self._rating, self._fit = update, update.parts, rating, fit
         self._others = dict(others)
         self._guard: Any = None
         self._exchanged: ExchangedStep | None = None
@@ -87,6 +89,7 @@ class RunState:
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
             "optimizer_params": self._param_names(),
+            **({} if self._fit.size is None else {"fit": self._fit.state_dict()}),
             **({} if self.loaders is None else {"loader": self.loaders}),
         }
 
@@ -144,6 +147,8 @@ class RunState:
             _load(each, state["state"][name], f"state[{name!r}]")
         if "rating" in state:
             _load(self._rating, state["rating"], "the rating")
+        if "fit" in state:
+            _load(self._fit, state["fit"], "fit=")
         return position_in(state), dict(state["metrics"])
 
     def _param_names(self) -> list[list[str]]:
@@ -183,7 +188,16 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = {"loader", "model", "state", "position", "metrics", "rating", "optimizer_params"}
+        kept = {
+            "loader",
+            "model",
+            "state",
+            "position",
+            "metrics",
+            "rating",
+            "optimizer_params",
+            "fit",
+        }
         there = (set(state) - kept) | {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from paceline.data import Portion, Position, Shard
 from paceline.errors import PeerError, UsageError
 from paceline.record import StepRecording
 from paceline.run import losses
-from paceline.run.joint import JointLoss, refuse_with_joint, say_not_recorded
+from paceline.run.joint import JointLoss, say_not_recorded
 from paceline.run.parts import Outcome, RunParts
 from paceline.telemetry import Message, Phase
 from paceline.transport import mean_factor
@@ -64,8 +63,8 @@ class Step:
         self._feed, self._outlets, self._metrics = parts.feed, parts.outlets, parts.outlets.metrics
         self._progress, self._recovery, self._vote = parts.progress, parts.recovery, parts.vote
         self._exchanges, self._stop, self._note = parts.exchanges, parts.stop, parts.step_note
-        self._dealing, self._audit, self._cut = parts.dealing, parts.training.audit, parts.cut
-        self._around, self._on_fail = ExitStack(), on_fail
+        self._dealing, self._around, self._on_fail = parts.dealing, ExitStack(), on_fail
+        self._audit, self._fit, self._cut = parts.training.audit, parts.training.fit, parts.cut
         self._recording: StepRecording | None = None
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
@@ -89,8 +88,8 @@ class Step:
     def _deal(self, portion: Portion) -> None:
         """These shards of the batch are this worker's; none of them is computed yet."""
         self._busy = portion.busy or min(self._progress.shards, portion.samples)
-        self._shards, self._audited = portion.shards, portion.audited
-        self._last = portion.shards[-1] if portion.shards else None
+        self._shards = portion.shards if self._fit.size is None else self._fit.cut(portion)
+        self._audited, self._last = portion.audited, self._shards[-1] if self._shards else None
         # What the loop logs of the last shard is then in the ledger before others apply the step.
         self._sums_at_end = bool(self._config.options.same_bits) or not portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
@@ -98,11 +97,9 @@ class Step:
         self._shard: Shard | None = None
         self._computed: Shard | None = None
         self._losses: list[Loss] = []
-        self._items = 0.0
         self._has_items: bool | None = None
         self._is_weighted = self._has_idle_worker = False
-        self._scale = 1.0
-        self._talks = 0
+        self._items, self._scale, self._talks = 0.0, 1.0, 0
 
     def __enter__(self) -> Step:
         if self.state is not Outcome.NEW:
@@ -157,8 +154,9 @@ class Step:
         """
         self._refuse_second_loop("batches")
         while True:
-            shards = [*self._audited, *self._shards]
-            self._passes = passes = self._batches(shards, map(self._load, shards))
+            shards, load = [*self._audited, *self._shards], self._fit.load
+            batches = (map if self._fit.size is None else load)(self._load, shards)
+            self._passes = passes = self._batches(shards, batches)
             yield from passes
             if self._sum_up() or not self._recover():
                 return
@@ -173,20 +171,18 @@ class Step:
         the loop over `batches()`.
         """
         self._refuse_second_loop("joint")
-        training, seed = self._training, self._config.seed
-        if training.noise is not None or self._audit.share:
-            refuse_with_joint("audit" if self._audit.share else "noise_every")
         while True:
             if self._recording is not None:  # begun again where the step is dealt anew
                 self._drop_recording(say_not_recorded(self._outlets.sinks, self.number))
-            whole = JointLoss(loss, self._place, training)
-            loaded = whole.encode(encode, self._shards, self._load, (seed, *self._key), self._cut)
+            whole, fit = JointLoss(loss, self._place, self._training), self._fit
+            batches, key = fit.load(self._load, self._shards), (self._config.seed, *self._key)
+            loaded = whole.encode(encode, self._shards, batches, key, self._cut)
             self.state = Outcome.LOST
-            if self._recovery.holds(partial(whole.compute, seed, self.number)):
+            if self._recovery.holds(partial(whole.exchange, self.number)) and not fit.is_short:
                 self.state = Outcome.OPEN
+                whole.compute(self._config.seed, self.number)
                 self._passes = passes = self._batches(self._shards, loaded)
-                for number, batch in enumerate(passes):
-                    shard = self._shards[number]
+                for batch, shard in zip(passes, self._shards, strict=False):
                     part, count = whole.part_of(shard, encode(batch)), len(shard.indices)
                     self._add(part * self.samples, count, whole.value * count, is_mean=False)
             if self._sum_up() or not self._recover():
@@ -224,7 +220,7 @@ class Step:
             if shards and shards[0] is not self._last:
                 before_last.enter_context(training.engine.no_sync())
             for shard, batch in zip(shards, loaded, strict=True):
-                training.generators.seed(self._config.seed, "model", *self._key, shard.number)
+                training.generators.seed(self._config.seed, "model", *self._key, *shard.key)
                 if training.buffers is not None:
                     training.buffers.begin_shard()
                 self._shard = shard
@@ -244,21 +240,21 @@ class Step:
         if self.state is Outcome.LOST:
             return False
         votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
-        meets = (
-            votes or self._sums_at_end or self._training.buffers is not None or self._cut.is_open
-        )
+        has_buffers = self._training.buffers is not None
+        meets = votes or self._sums_at_end or has_buffers or self._cut.is_open
         holds = not meets or self._recovery.holds(partial(self._meet, votes))
         self.state = Outcome.SUMMED if holds else Outcome.LOST
-        return holds and not (self._audit.is_disputed or self._cut.is_repeated)
+        is_repeated = self._audit.is_disputed or self._cut.is_repeated or self._fit.is_short
+        return holds and not is_repeated
 
     def _meet(self, votes: bool) -> None:
         training = self._training
         if self._sums_at_end:
             self._recovery.write_ledger()
             self._clock_s = time.perf_counter()
-            training.engine.take_part()
+            self._fit.take_part(training.engine)
             self._lap(Phase.BACKWARD)
-            if self._audit.is_disputed:
+            if self._audit.is_disputed or self._fit.is_short:
                 return
         if self._cut.is_open:
             self._cut.decide(self.number, self._metrics.so_far())
@@ -289,9 +285,11 @@ class Step:
         if self._recording is not None:
             self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
         # All may have agreed to compute it once more, though nobody died.
-        is_repeated = self._audit.is_disputed or self._cut.is_repeated
-        self._cut.is_repeated = False
+        is_repeated, self._cut.is_repeated = self._audit.is_disputed or self._cut.is_repeated, False
         self._undo()
+        if self._fit.is_short:
+            agree = partial(self._fit.shrink, self.number, self.samples, self._busy)
+            is_repeated = self._recovery.holds(agree)
         deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
         portion = self._recovery.attempt(self._dealing.again) if is_repeated else deal()
         if portion is None and self._is_passed():
@@ -312,7 +310,7 @@ class Step:
         if self._computed is not shard:
             losses.refuse_no_loss(self.number, shard.number)
         self._refuse_talks()
-        if self._training.buffers is not None and shard.is_second:
+        if self._training.buffers is not None and (shard.is_second or shard.key[1:] > (0,)):
             self._training.buffers.restore()
         elif self._training.buffers is not None:
             self._training.buffers.end_shard(shard.number)
@@ -333,7 +331,7 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             losses.refuse_loss(self.number, loss)
         if self._cut.is_open:
-            self._cut.look(*self._key, shard.number)
+            self._cut.look(*self._key, *shard.key)
         if shard is self._last:
             self._refuse_talks()  # before the engine's own, which are in this backward
         self._lap(Phase.FORWARD)
@@ -372,9 +370,14 @@ class Step:
             if training.buffers is not None:
                 training.engine.has_news = training.buffers.has_news(shard.number)
         with training.precision.backward:
-            if shard is not self._last:  # nobody is waited for
-                training.update.backward(loss, factor)
-            elif not self._recovery.holds(partial(training.update.backward, loss, factor)):
+            try:
+                if shard is not self._last:  # nobody is waited for
+                    training.update.backward(loss, factor)
+                elif not self._recovery.holds(partial(training.update.backward, loss, factor)):
+                    self.state = Outcome.LOST
+                    return
+            except RuntimeError as error:
+                self._fit.hear(error, loss)
                 self.state = Outcome.LOST
                 return
         self._computed = shard
@@ -387,16 +390,13 @@ class Step:
             training.noise.add(count)
         self._lap(Phase.BACKWARD)
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _frames: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _kind: Any, error: BaseException | None, _frames: Any) -> bool:
         if self._passes is not None:
             self._passes.close()  # ends autocast, should somebody still hold the batches
         is_lost = error is not None and self._recovery.explains(error)
         try:
+            if not is_lost and self.state is Outcome.OPEN and self._computed is not self._last:
+                is_lost = self._fit.run_short(error, self._training, self._recovery)
             if error is None:
                 is_lost = not self._finish()
             if is_lost:

@@ -49,6 +49,8 @@ class StepReport(NamedTuple):
     """The learning rate of the optimizer's first group, where it is a plain number."""
     queued: int | None = None
     """Batches that the loader's processes had ready; None where the worker loads its own."""
+    piece: int | None = None
+    """How many samples went through the model at once at most; None: whole shards."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -88,7 +90,8 @@ class Message(NamedTuple):
     """`info`, `warning` or `error`."""
     kind: str = "message"
     """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale;
-    `generation`: workers died or joined; `hashes`: those of the state, of a run with the same
+    `generation`: workers died or joined; `fit`: the size of a piece has changed; `hashes`: those of
+    the state, of a run with the same
     bits at any number of workers."""
     facts: Mapping[str, Any] = {}
     """The same in numbers, by name."""
@@ -153,6 +156,7 @@ class FolderSink:
             metrics=report.sums,
             lr=report.lr,
             **({} if report.queued is None else {"queued": report.queued}),
+            **({} if report.piece is None else {"piece": report.piece}),
         )
         if time.monotonic() >= self._info_due_s:
             self._update(step=report.step)

@@ -1,0 +1,47 @@
+"""Workers that run out of memory, under the launchers: nobody waits for ever, nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import Training, assert_survived, run_training, train_alone
+from tests.faults.trainings import environment
+
+SCRIPT = Path(__file__).with_name("fit_script.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Training:
+    return train_alone(SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("workers", "update", "kill"), [(2, "whole", 0), (3, "whole", 11), (3, "sharded", 11)]
+)
+def test_a_hundred_times_without_memory_leave_no_trace(
+    workers: int, update: str, kill: int, undisturbed: Training, tmp_path: Path
+) -> None:
+    given = ["--count", tmp_path, "--kill", kill, "--update", update]
+    training = run_training(SCRIPT, *given, workers=workers)
+    assert_survived(training, undisturbed, rtol=1e-9, atol=1e-10)
+    assert (tmp_path / "killed").exists() == bool(kill)
+    assert len(list(tmp_path.iterdir())) > 100
+
+
+def test_under_torchrun_too(undisturbed: Training, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [*torchrun, str(SCRIPT), "--count", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, env=environment(), timeout=200, check=True, text=True
+    )
+    sums = re.findall(r"^(-?\d+\.\d{12})$", done.stderr, flags=re.MULTILINE)
+    alone = re.findall(r"^(-?\d+\.\d{12})$", undisturbed.output, flags=re.MULTILINE)
+    assert set(sums) == set(alone)
+    assert len(sums) == 2
+    assert len(list(tmp_path.iterdir())) > 100
