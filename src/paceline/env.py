@@ -399,8 +399,8 @@ def open_step_note(environ: Mapping[str, str] = os.environ) -> memoryview | None
     """One number for this worker's step, which its launcher finds however it ends."""
     if FAILURE_VARIABLE in environ and "TORCHELASTIC_ERROR_FILE" in environ:
         path = step_file(environ["TORCHELASTIC_ERROR_FILE"])
-        with suppress(OSError), open(path, "wb+") as file:
-            file.truncate(8)
+        with suppress(OSError), open(path, "wb+", buffering=0) as file:
+            file.write(bytes(8))  # on a full disk to touch a hole would kill the process
             return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
     return None
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,23 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_temporary_folder_that_is_full_ends_nobody(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with small_disk(tmp_path / "tmp"):
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        command = [*LAUNCHER, "--workers", "2", "train.py", "nothing", "nowhere", "0"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **pipes) as launcher:
+            assert launcher.stdout is not None
+            said = launcher.stdout.readline()  # that workers are started
+            with suppress(OSError), open(tmp_path / "tmp" / "filler", "ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(1024))
+            said += launcher.communicate(timeout=100)[0]
+    assert launcher.returncode == 0, said
+    assert_reason(tmp_path, "finished", "all steps are applied")
 
 
 @pytest.mark.parametrize(
