@@ -25,6 +25,7 @@ MEASUREMENTS = [
     "overhead",
     "run_overhead",
     "bits",
+    "hashes",
     "checkpoints",
     "observing",
     "watch",

@@ -74,6 +74,7 @@ from paceline.run.parts import (
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import Survival
+from paceline.run.same_bits import refuse_other_arithmetic
 from paceline.run.state import RunState, Saving, copy_from
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.updates import make_update
@@ -275,9 +276,8 @@ def _find_link(
         and not has_sync_batch_norm(config.model)
         and config.loader is None  # which cannot be dealt anew
     )
-    shares_out, word = config.options.update == "sharded", config.options.elementwise
-    if config.options.same_bits:
-        word = None  # a user's word is not about bits
+    shares_out = config.options.update == "sharded"
+    word = None if config.options.same_bits else config.options.elementwise  # it is not about bits
     if config.options.update == "auto":
         shares_out = is_worth_sharing(
             config.optimizer, size=members.size, can_survive=can_survive, elementwise=word
@@ -469,6 +469,7 @@ def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:
 def _refuse_difference(
     facts: dict[str, Any], others: dict[str, Any], where: str, elsewhere: str
 ) -> None:
+    refuse_other_arithmetic(facts["same_bits"], others["same_bits"], where, elsewhere)
     for key, value in facts.items():
         if key == SAMPLES:
             refuse_other_samples(value, others[key], where, elsewhere)

@@ -13,6 +13,8 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +23,14 @@ from torch.utils.data import IterableDataset
 
 from paceline import env
 from paceline.data import Files
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, memory_of
 from paceline.update import is_known
 
 EVERY = 100
 """Hashes are written after every so many steps, and at the end."""
 THREADS = 1
+_PRODUCTS = ("amx", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "fma")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -132,10 +135,37 @@ def refuse_other_threads(step: int) -> None:
 
 def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Where bits are computed: the same on all workers of a run, and when it continues."""
-    kind = torch.backends.cpu.get_cpu_capability()
+    kind = " ".join([torch.backends.cpu.get_cpu_capability(), *_features()])
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     return {"processor": kind, "torch": str(torch.__version__), "threads": str(THREADS)}
+
+
+@cache
+def _features() -> list[str]:
+    """What libraries under torch choose their kernels by: the maker, and instructions for
+    products that not every processor of one capability has. Empty where it is not known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return []
+    pairs = [line.partition(":") for line in text.splitlines()]
+    facts = {key.strip(): value.split() for key, _, value in pairs}
+    special = [flag for flag in facts.get("flags", ()) if flag.startswith(_PRODUCTS)]
+    return [*facts.get("vendor_id", ()), *sorted(special)]
+
+
+def refuse_other_arithmetic(
+    one: Mapping[str, str] | None, other: Mapping[str, str] | None, where: str, elsewhere: str
+) -> None:
+    """Raise if two workers would not compute the same bits."""
+    for key, value in (one or {}).items():
+        if other and other[key] != value:
+            raise DesyncError(
+                "Workers would compute different bits, and same_bits was asked for.",
+                f"First difference: {key} is {value} {where}, {other[key]} {elsewhere}.",
+                "Use machines of one kind, with the same version of torch.",
+            )
 
 
 def hash_state(state: Mapping[str, Any]) -> dict[str, str]:

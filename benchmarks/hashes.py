@@ -1,0 +1,155 @@
+"""Whether trainings with same_bits have equal hashes: any workers, update and transport.
+
+Every model is trained alone, and again by 2, 3, 4 and 8 workers, each time with the update whole
+or shared out and gradients in shared memory or over sockets. What is compared is the SHA-256 of
+all of the state: parameters, buffers, optimizer, scheduler, scaler, averaged weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.tables import print_table, read_names
+from paceline import DDPOptions, Run, RunOptions, World
+from paceline.telemetry import Message
+from paceline.testing import run_processes, seeded
+
+SHARDS, CLASSES = 8, 10
+PRECISIONS = ("fp32", "bf16", "fp16")
+WAYS = ("whole", "sharded", "whole over c10d", "sharded over c10d")
+
+
+class GPT(nn.Module):
+    """Dropout, a table that is also the last layer, and a layer without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 48)
+        make = nn.TransformerEncoderLayer
+        layer = make(48, 4, 96, dropout=0.1, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last, self.unused = nn.Linear(48, 32, bias=False), nn.Linear(7, 7)
+        self.last.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :24] * 8).long().clamp(-16, 15) + 16
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        out: Tensor = self.last(self.blocks(self.table(tokens), mask=mask, is_causal=True))
+        return out[:, -1, :CLASSES]
+
+
+class Twice(nn.Module):
+    """A layer that is used twice for some shards, once for others, and one without use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(75, 75), nn.Linear(75, CLASSES)
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh() if x.sum() > 0 else x
+        out: Tensor = self.last(self.first(hidden))
+        return out
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(75, 130), nn.GELU(), nn.Linear(130, CLASSES))
+
+
+def conv() -> nn.Module:
+    first = nn.Unflatten(1, (3, 5, 5)), nn.Conv2d(3, 18, 3, padding=1), nn.BatchNorm2d(18)
+    second = nn.ReLU(), nn.Conv2d(18, 9, 3), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*first, *second, nn.Linear(81, CLASSES))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MLP": mlp,
+    "conv with BatchNorm": conv,
+    "GPT with dropout, tied and unused": GPT,
+    "layers used twice, once or never": Twice,
+}
+
+
+class Hashes:
+    """A sink that keeps the hashes which a run tells, by step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, str] = {}
+
+    def message(self, message: Message) -> None:
+        if message.kind == "hashes":
+            self.by_step[message.facts["step"]] = message.facts["hashes"]["all"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+
+def train(world: World, model: str, precision: str, way: str, steps: int) -> dict[int, str]:
+    """The hashes of one training, on rank 0."""
+    update, _, transport = way.partition(" over ")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(48 * 10, 75, generator=generator)
+    data = torch.utils.data.TensorDataset(x, torch.randint(CLASSES, (480,), generator=generator))
+    net, told = seeded(MODELS[model]()), Hashes()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    options: Any = {"precision": precision, "update": update, "clip_norm": 1.0, "ema": 0.95}
+    how = RunOptions(progress="quiet", handle_signals=False, same_bits=True, **options)
+    run = Run(
+        net,
+        optimizer,
+        data,
+        global_batch=48,
+        epochs=-(-steps // 10),
+        shards=SHARDS,
+        scheduler=scheduler,
+        world=world,
+        ddp=DDPOptions(transport=transport or "auto"),
+        options=how,
+        sinks=[told],
+    )
+    for step in run:
+        with step:
+            for rows, labels in step.batches():
+                step.backward(cross_entropy(run.model(rows).float(), labels))
+    return told.by_step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="all", help="names, with commas between")
+    parser.add_argument("--precision", default="all", help="fp32, bf16, fp16")
+    parser.add_argument("--ways", default="all", help=", ".join(WAYS))
+    parser.add_argument("--workers", default="2,3,4,8", help="besides 1")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
+
+
+def main(args: argparse.Namespace) -> list[dict[str, Any]]:
+    steps = 10 if args.quick else args.steps
+    sizes = [2] if args.quick else [int(size) for size in args.workers.split(",")]
+    ways, rows = read_names(args.ways, WAYS), []
+    names = [name for name in MODELS if args.model == "all" or name.split()[0] in args.model]
+    for model in names:
+        for precision in read_names(args.precision, PRECISIONS):
+            call = (train, model, precision)
+            [expected] = run_processes(1, *call, "whole", steps, timeout_s=3600)
+            different, count = [], 1
+            for way in ways:
+                for size in sizes:
+                    found = run_processes(size, *call, way, steps, timeout_s=3600)[0]
+                    different += [f"{way}, {size}"] * (found != expected)
+                    count += 1
+            row = {"model": model, "precision": precision, "SHA-256": expected[steps][:16]}
+            row |= {"trainings": count, "equal": count - len(different)}
+            rows.append(row | ({"different": "; ".join(different)} if different else {}))
+            print(*rows[-1].values(), flush=True)
+    print_table(f"{steps} steps, {SHARDS} shards, workers 1, {args.workers}", rows)
+    return rows
