@@ -45,6 +45,7 @@ class Belongings:
     descriptors: frozenset[str]
     files: frozenset[str]
     groups: frozenset[str]
+    settings: frozenset[str]
 
     @classmethod
     def now(cls) -> Belongings:
@@ -66,10 +67,13 @@ class Belongings:
                 os.path.join(folder, name) for name in os.listdir(folder) if name not in OWN_FILES
             ),
             groups=frozenset(["the default one"] if default_group_exists() else []),
+            settings=frozenset([*signal_handlers(), *torch_settings()]),
         )
 
     def since(self, before: Belongings) -> list[str]:
         """What is here now and was not before."""
+        is_torch_new = len(self.settings) > len(before.settings)
+        settings = frozenset() if is_torch_new else self.settings - before.settings
         kinds = {
             "environment variables": self.variables ^ before.variables,
             "threads": self.threads - before.threads,
@@ -77,6 +81,7 @@ class Belongings:
             "open files or sockets": self.descriptors - before.descriptors,
             "files in the working directory": self.files - before.files,
             "process groups": self.groups - before.groups,
+            "signal handlers or settings of torch": settings,
         }
         return [f"{kind}: {', '.join(sorted(found))}" for kind, found in kinds.items() if found]
 
@@ -147,6 +152,20 @@ def open_descriptors() -> Iterator[str]:
             continue
         if int(name) not in own and not target.startswith("/dev/"):
             yield f"{name} -> {target}"
+
+
+def signal_handlers() -> Iterator[str]:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        yield f"{number.name}: {signal.getsignal(number)}"
+
+
+def torch_settings() -> Iterator[str]:
+    """What holds for the whole process; nothing where a test has only now imported torch."""
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_num_threads"):
+        yield f"{torch.get_num_threads()} threads"
+        yield f"deterministic algorithms: {torch.are_deterministic_algorithms_enabled()}"
+        yield f"gradients: {torch.is_grad_enabled()}"
+        yield f"{torch.get_default_dtype()} by default"
 
 
 def pytest_configure() -> None:
