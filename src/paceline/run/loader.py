@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
+from ctypes import string_at
 from dataclasses import replace
 from itertools import islice, tee
 from typing import Any, NamedTuple
@@ -42,7 +43,6 @@ from paceline.data import (
 )
 from paceline.ddp import in_tree_order
 from paceline.errors import DesyncError, UsageError
-from paceline.files import as_plain, memory_of
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
 from paceline.torch_private import find_queue
@@ -399,12 +399,13 @@ def _sum_up(leaves: list[tuple[str, Any]]) -> Iterator[Leaf]:
     for path, value in leaves:
         if isinstance(value, Tensor) or hasattr(value, "__array_interface__"):
             tensor = torch.as_tensor(value)
-            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
+            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             if tensor.dtype == torch.uint8 or tensor.is_floating_point():
                 yield path, kind, _summary(flat.double())
             else:
-                yield path, f"{kind} {_hash(bytes(memory_of(as_plain(flat))))}", []
+                flat = flat.resolve_conj().resolve_neg()
+                yield path, f"{kind} {_hash(string_at(flat.data_ptr(), flat.nbytes))}", []
         elif isinstance(value, float):
             yield path, "float", [value]
         elif isinstance(value, (int, bytes)) or (isinstance(value, str) and os.sep not in value):
