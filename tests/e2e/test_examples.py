@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import paceline
+from paceline.data import Generators
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -83,3 +88,56 @@ def test_an_example_that_needs_no_launcher_runs(
 ) -> None:
     runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert_shown(capsys.readouterr().out, name)
+
+
+class PlainTorch:
+    """Stands for a run and its steps: a loop in plain torch with the whole batch in one graph.
+
+    Of a `Run` it has the order of samples, and the random numbers of each shard.
+    """
+
+    world = paceline.World(rank=0, size=1, group=None)
+
+    def __init__(self, net: Any, optimizer: Any, data: Any, **given: Any) -> None:
+        self.model, self._optimizer, self._data, self._given = net, optimizer, data, given
+
+    def __iter__(self) -> Iterator[PlainTorch]:
+        size, given = len(self._data), self._given
+        self._step = 0
+        for epoch in range(given["epochs"]):
+            source = torch.Generator().manual_seed(given["seed"] + epoch)
+            for rows in torch.randperm(size, generator=source).split(given["global_batch"]):
+                self._step, self._rows = self._step + 1, rows
+                yield self
+
+    def __enter__(self) -> None:
+        self._optimizer.zero_grad()
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer.step()
+
+    def joint(self, encode: Callable[[Any], Any], loss: Callable[..., Tensor]) -> None:
+        found, shards = [], self._given["shards"]
+        for shard in range(shards):
+            batch = list(self._data[self._rows[shard::shards]])
+            Generators().seed(self._given["seed"], "model", self._step, shard)
+            found.append(encode(batch))
+        loss(*map(torch.cat, zip(*found, strict=True))).backward()
+
+
+@pytest.mark.parametrize("name", ["simclr", "clip"])
+def test_a_loss_over_the_batch_trains_what_plain_torch_does_on_all_of_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    for kind in (paceline.Run, PlainTorch):
+        runs: list[Any] = []
+
+        def make(*args: Any, kind: Any = kind, runs: list[Any] = runs, **given: Any) -> Any:
+            runs.append(kind(*args, **given))
+            return runs[0]
+
+        monkeypatch.setattr(paceline, "Run", make)
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        weights.append([param.detach() for param in runs[0].model.parameters()])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-10, atol=1e-12)

@@ -176,6 +176,51 @@ def test_each_model_is_clipped_and_scaled_by_its_own() -> None:
     assert "generator_grad_norm" not in names
 
 
+def scaled(world: World | None = None, **arguments: Any) -> tuple[Run, dict[str, Any]]:
+    """With everything that can be given by name, and the scalers."""
+    scalers = {
+        name: torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        for name, scale in {"generator": 4.0, "critic": 1024.0}.items()
+    }
+    options = RunOptions(progress="quiet", clip_norm={"critic": 0.2, "generator": 0.1})
+    return make(world, scaler=scalers, options=options, **arguments), scalers
+
+
+def train_spoilt(run: Run, stop_after: int = 0) -> dict[str, Tensor]:
+    """In step 4 the gradients of the critic's second turn overflow."""
+    g, d = run.models["generator"], run.models["critic"]
+    for step in run:
+        with step:
+            for turn in range(3):
+                with step.turn("generator" if turn == 2 else "critic"):
+                    for rows, _ in step.batches():
+                        loss = list(losses(g, d, rows))[turn]
+                        step.backward(loss * (1e308 if (step.number, turn) == (4, 1) else 1))
+        if step.number == stop_after:
+            run.save()
+            break
+    return state_of(run)
+
+
+def test_scalers_schedulers_clipping_and_averages_of_each_model_outlive_a_resume(
+    tmp_path: Path,
+) -> None:
+    run, scalers = scaled()
+    expected = train_spoilt(run)
+    # 14 steps: 28 turns of the critic, of which one overflows, and 14 of the generator.
+    assert scalers["generator"].get_scale() == 4.0 * 2 ** (14 // 3)
+    assert scalers["critic"].get_scale() == 1024.0 * 2 ** (7 // 3) / 2 * 2 ** (20 // 3)
+
+    def body(world: World, stop_after: int) -> Any:
+        run, scalers = scaled(world, folder=tmp_path / "run")
+        return train_spoilt(run, stop_after), [each.get_scale() for each in scalers.values()]
+
+    run_ranks(2, lambda world: body(world, 6))
+    for found, scales in run_ranks(3, lambda world: body(world, 0)):
+        assert_close(found, expected)
+        assert scales == [each.get_scale() for each in scalers.values()]
+
+
 def test_between_turns_all_parameters_are_trainable_again() -> None:
     run = make()
     for step in run:
