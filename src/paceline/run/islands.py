@@ -113,8 +113,8 @@ def deal(plan: Plan | None, place: IslandPlace | None) -> Plan | None:
     mine = IslandPlan(**values, island=place.number, islands=place.count)
     if plan.shortest_batch < place.count:
         raise UsageError(
-            f"The last batch of an epoch has {plan.shortest_batch} samples, fewer than the "
-            f"{place.count} islands.",
+            f"The last batch of an epoch has {count_text(plan.shortest_batch, 'sample')}, fewer "
+            f"than the {place.count} islands.",
             advice="Pass drop_last=True in RunOptions, or choose another global_batch.",
         )
     return mine
