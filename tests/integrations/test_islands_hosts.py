@@ -107,18 +107,18 @@ if run.membership.leads:
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("tc") is None, reason="there is no tc here")
 def test_on_a_link_of_20_mbit_islands_train_five_times_as_many_samples(tmp_path: Path) -> None:
     """2 MB of gradients take about 0.8 s on it, so a busy machine hardly matters."""
     script = tmp_path / "train.py"
     script.write_text(SLOW_SCRIPT)
     samples_per_s = {}
-    for kind, steps, flags in (("plain", 10, []), ("islands", 120, ["--island", "host"])):
+    for kind, steps, flags in (("plain", 8, []), ("islands", 90, ["--island", "host"])):
         with two_hosts(tmp_path) as hosts:
             for host in hosts:
                 host.do("tc qdisc add dev cable root tbf rate 20mbit burst 64kb latency 200ms")
                 host.run(script, 1, steps, kind, flags=flags)
             assert [host.finish(300.0) for host in hosts] == [0, 0], hosts[0].output
         samples_per_s[kind] = json.loads((tmp_path / f"{kind}.0").read_text())
-    print(samples_per_s)
     assert samples_per_s["islands"] >= 5 * samples_per_s["plain"], samples_per_s
