@@ -18,6 +18,7 @@ import pytest
 from sentences import says
 
 from paceline.files import RunFolder, read_events, read_info
+from paceline.launcher.deaths import UNSAID
 from paceline.run.stop import LEFT, UNKNOWN
 
 SCRIPT = """
@@ -59,6 +60,8 @@ def strike(moment):
                     file.write(bytes(1024))
                 except OSError:
                     break
+        return 1.0
+    if what == "nothing":
         return 1.0
     if what == "interrupt":
         os.kill(os.getppid(), signal.SIGINT)
@@ -286,11 +289,14 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_temporary_folder_that_is_full_ends_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["nothing", "raise"])
+def test_a_temporary_folder_that_is_full_ends_nobody_and_hides_nothing(
+    what: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with small_disk(tmp_path / "tmp"):
         environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-        command = [*LAUNCHER, "--workers", "2", "train.py", "nothing", "nowhere", "0"]
+        command = [*LAUNCHER, "--workers", "2", "train.py", what, "step", "1"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **pipes) as launcher:
             assert launcher.stdout is not None
@@ -299,8 +305,13 @@ def test_a_temporary_folder_that_is_full_ends_nobody(tmp_path: Path) -> None:
                 while True:
                     file.write(bytes(1024))
             said += launcher.communicate(timeout=100)[0]
-    assert launcher.returncode == 0, said
-    assert_reason(tmp_path, "finished", "all steps are applied")
+    if what == "nothing":
+        assert launcher.returncode == 0, said
+        assert_reason(tmp_path, "finished", "all steps are applied")
+    else:
+        assert launcher.returncode == 1, said
+        assert (said.count("Traceback (most"), said.count(LABEL)) == (1, 1), said
+        assert_reason(tmp_path, "failed", f"worker 1 failed: {UNSAID['summary']}", 1)
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,11 @@ def _oom_files() -> list[str]:
     return found
 
 
+UNSAID: dict[str, Any] = {
+    "summary": "its exception could not be written down, and is printed above",
+}
+
+
 def read_error(path: str) -> dict[str, Any]:
     """What a worker, or torch's `@record` in it, wrote about its error; nothing if it did not."""
     try:

@@ -41,6 +41,8 @@ class WorkerProcess:
     """False for a worker that shares the launcher's terminal, and so its process group."""
     failed_ns: int = 0
     """When it said that it had failed, though it may take long to end; 0 while it has not."""
+    is_unsaid: bool = False
+    """Whether it had no room to write its exception down, and has printed it."""
     is_judged: bool = False
     """Whether the others continue without it, which it has yet to hear of."""
     pidfd: int = -1

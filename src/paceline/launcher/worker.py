@@ -33,6 +33,9 @@ from typing import Any, NoReturn
 
 VARIABLE = "PACELINE_WORKER"
 FAILED, ALIVE, ALONE = b"!", b".", b"1"
+FAILED_UNSAID, LOST_UNSAID = b"?", b"~"
+"""Instead of `FAILED` where there is no room to write the error down: of this worker's own, and one
+that only says that another is gone."""
 WAITS, HANGS = b"w", b"h"
 """Instead of `ALIVE`: it has waited in a collective, or stood still elsewhere, too long."""
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMAX", 0))
@@ -177,9 +180,13 @@ class Worker:
             if path:
                 write_error(path, error)
                 is_written = True
-        if not is_written:  # its disk is full, and nobody else would print it
+        if is_written:
+            self.tell(FAILED)
+        elif is_secondary(error) or is_accident(error):
+            self.tell(LOST_UNSAID)
+        else:  # its disk is full, and nobody else would print it
             traceback.print_exception(error)
-        self.tell(FAILED)
+            self.tell(FAILED_UNSAID)
 
     def tell(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, and soon so are we
