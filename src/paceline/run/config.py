@@ -130,9 +130,9 @@ class RunOptions:
     added in an order of their own. `here` continues with a run of another processor or another
     version of torch. See docs/same_bits.md."""
     audit: float = 0.0
-    """The share of shards that a second worker computes as well, from 0 to 1. Where their bits
-    differ, the step is not applied, and the worker that is wrong is named and replaced. Needs
-    `same_bits`. See docs/same_bits.md."""
+    """The share of steps, from 0 to 1, whose shards are computed by a second worker each as well.
+    Where bits differ, the step is not applied, and the worker that is wrong is named and replaced.
+    Needs `same_bits`. See docs/same_bits.md."""
     fit: Literal["auto", "off"] | int | None = None
     """What happens when a worker runs out of memory in a step, or in an evaluation: `off`, an
     error; `auto`, it is done again with every shard in smaller pieces; or a number, the samples of
@@ -185,7 +185,7 @@ class RunOptions:
         check_choice("same_bits", self.same_bits, (False, True, "here"))
         if not (isinstance(self.audit, int | float) and 0 <= self.audit <= 1):
             raise UsageError(
-                f"audit is {self.audit!r}, which is the share of shards that two workers compute.",
+                f"audit is {self.audit!r}, which is the share of steps that are computed twice.",
                 advice="Pass a number from 0 to 1, such as 0.01.",
             )
         if self.audit and not self.same_bits:

@@ -91,8 +91,7 @@ class Message(NamedTuple):
     kind: str = "message"
     """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale;
     `generation`: workers died or joined; `fit`: the size of a piece has changed; `hashes`: those of
-    the state, of a run with the same
-    bits at any number of workers."""
+    the state, of a run with the same bits at any number of workers."""
     facts: Mapping[str, Any] = {}
     """The same in numbers, by name."""
 
