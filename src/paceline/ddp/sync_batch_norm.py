@@ -148,6 +148,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return sync
 
 
+def has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether layers need every rank in every pass."""
+    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+
 class _Normalize(torch.autograd.Function):
     """The normalised rows of this rank, and the mean, variance and row count of all ranks."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Plan
+from paceline.ddp import has_sync_batch_norm
 from paceline.errors import UsageError
 from paceline.group import Membership, all_reduce, exchange
 from paceline.run.state import copy_from
@@ -345,11 +346,6 @@ def _names_of_statistics(module: nn.Module) -> dict[str, None]:
     known = {id(buffer): name for name, buffer in module.named_buffers()}
     layers = [layer for layer in module.modules() if isinstance(layer, NormBase)]
     return {known[id(b)]: None for layer in layers for b in layer.buffers(recurse=False)}
-
-
-def has_sync_batch_norm(model: nn.Module) -> bool:
-    """Whether layers need every worker in every pass, and so exactly one shard on each."""
-    return any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
 
 def check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:

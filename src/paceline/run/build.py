@@ -27,6 +27,7 @@ from paceline.ddp import (
     Wrapper,
     bare,
     check_engine,
+    has_sync_batch_norm,
 )
 from paceline.env import Launched
 from paceline.errors import DesyncError, UsageError
@@ -46,7 +47,7 @@ from paceline.group import (
 )
 from paceline.policy import NoiseMeter
 from paceline.run import islands
-from paceline.run.buffers import Buffers, check_batch_norm, has_sync_batch_norm
+from paceline.run.buffers import Buffers, check_batch_norm
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
 from paceline.run.fit import make_fit

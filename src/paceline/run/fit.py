@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Portion, Shard
-from paceline.ddp import DistributedDataParallel, Engine
+from paceline.ddp import DistributedDataParallel, Engine, has_sync_batch_norm
 from paceline.errors import FitError, UsageError, check_choice, check_whole, name_ranks
 from paceline.group import (
     Membership,
@@ -380,7 +380,7 @@ def make_fit(
     causes = {}
     if config.options.same_bits:
         causes["same_bits"] = "and the bits of a shard would depend on somebody's memory"
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+    if has_sync_batch_norm(module):
         causes["SyncBatchNorm"] = "whose statistics are over the samples of all workers"
     for name, why in causes.items():
         if wanted not in (None, "off"):

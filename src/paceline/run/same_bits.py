@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from paceline import env
 from paceline.data import Files
+from paceline.ddp import has_sync_batch_norm
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, memory_of
 from paceline.update import is_known
@@ -71,7 +72,7 @@ def check_same_bits(config: Any) -> None:
             "the whole is not known.",
             advice='Use update="whole", or an optimizer of torch.optim.',
         )
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in config.model.modules()):
+    if has_sync_batch_norm(config.model):
         raise UsageError(
             "same_bits was asked for, and the model has a SyncBatchNorm, whose statistics are "
             "added up between workers.",
