@@ -23,7 +23,7 @@ facts = {
     "name": __name__,
     "file": __file__,
     "main": sys.modules["__main__"].__dict__ is globals(),
-    "path": sys.path[0],
+    "path": sys.path,
     "flags": list(sys.flags),
     "threads": torch.get_num_threads(),
     "open": len(os.listdir("/proc/self/fd")),
@@ -56,6 +56,7 @@ def facts_of(folder: Path, *flags: str) -> tuple[list[Any], list[float]]:
     done = subprocess.run(
         [*command, "script.py", "--lr", "1"],
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["/first", "/second"])},
         input="",
         capture_output=True,
         text=True,

@@ -289,8 +289,10 @@ def _seed_anew() -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        # Under its real name: what it forks imports from it.
-        sys.path.pop(0)
+        # Under its real name: what it forks imports from it. And not from this folder, whose place
+        # a worker gives to its script's; taken away, that would be the first of PYTHONPATH.
+        if not sys.flags.safe_path:
+            sys.path[0] = __file__
         from paceline.launcher import template
 
         template.main(int(sys.argv[1]), int(sys.argv[2]))
