@@ -469,17 +469,14 @@ class Observation:
     trace_step: int = 0
     """The step that a `Run` records stage by stage; 0 for none."""
     stall_end_s: float = 0.0
-    """After how long a rank that hangs, while others wait for it, is ended; 0 for never."""
-
-
-STALL_WINDOWS = 10
-"""So many times `stall_s`, unless PACELINE_STALL_END_S says otherwise."""
+    """After how long a rank that hangs, while others wait for it, is ended, by default ten times
+    `stall_s`; 0 for never."""
 
 
 def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
     """Read PACELINE_TIMELINE, _STALL_S, _STALL_END_S, _BLAME and _TRACE_STEP."""
     stall_s = _read_seconds(environ, "PACELINE_STALL_S", 0.0)
-    end_s = _read_seconds(environ, "PACELINE_STALL_END_S", STALL_WINDOWS * stall_s)
+    end_s = _read_seconds(environ, "PACELINE_STALL_END_S", 10 * stall_s)
     blame = environ.get("PACELINE_BLAME", "1")
     if blame not in {"0", "1"}:
         raise SettingError(f"PACELINE_BLAME is {blame!r}.", advice="Use 0 or 1.")

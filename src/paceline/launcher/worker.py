@@ -434,7 +434,7 @@ def leave(code: object) -> NoReturn:
     if not code and os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
         code = 1
     handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+    if str(getattr(handler, "__module__", "")).startswith("torch.utils.data."):
         # An exception may keep a loader alive, whose processes Python ends below: torch would raise
         # another one for each of them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
