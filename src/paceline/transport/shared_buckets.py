@@ -144,7 +144,8 @@ class SharedBuckets:
 
     def is_done(self, number: int, turn: int) -> bool:
         """Whether the whole bucket is summed, after doing what this rank can do for it."""
-        self.advance()
+        if self._started:
+            self.advance()
         return self.has_arrived(number, turn)
 
     def missing(self, number: int, turn: int) -> list[int]:
