@@ -25,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"lr": 1.0, "momentum": 0.0, "bits": 16},
     {"lr": 1.0, "momentum": 0.0, "bits": 8},
     {"lr": 1.0, "momentum": 0.0, "bits": 16, "fragments": 3, "delay": 5},
-    {"lr": 1.0, "momentum": 0.5, "bits": 16},
+    {"outer": "nesterov", "lr": 1.0, "momentum": 0.5, "bits": 16},
 ]
 
 

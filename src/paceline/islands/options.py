@@ -30,12 +30,13 @@ class Islands:
 
     every: int = 30
     """How many steps an island trains by itself between two rounds."""
-    outer: Literal["nesterov", "sgd"] = "nesterov"
+    outer: Literal["nesterov", "sgd"] = "sgd"
     """How the averaged difference since the last round becomes the next common parameters."""
     lr: float = 1.0
     """The outer learning rate; 1 without momentum assigns the average itself."""
     momentum: float | None = None
-    """The outer momentum; None: 0.5 for `nesterov`, none for `sgd`. Long trainings want more."""
+    """The outer momentum m; None: 0.5 for `nesterov`, none for `sgd`. It makes steps 1 / (1 - m)
+    times as long, so it wants a lower learning rate on the islands."""
     fragments: int = 1
     """In how many parts the parameters are exchanged, one after the other, within `every` steps."""
     delay: int = 0
