@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from sentences import says
 
 import paceline
@@ -35,7 +36,7 @@ def test_it_describes_the_machine_and_the_check_works() -> None:
     rows = [line.split() for line in shown.splitlines()]
     for row in (
         ["paceline", paceline.__version__],
-        ["backends", "gloo"],
+        ["backends", "gloo"] if not dist.is_nccl_available() else ["backends", "gloo,", "nccl"],
         ["NCCL_DEBUG", "INFO"],
         ["PET_MAX_RESTARTS", "3"],
     ):
