@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": Command("doctor", "describe this machine and check that training works"),
     "timeline": Command("telemetry.timeline", "show where each worker's time went, step by step"),
     "scale": Command("show.scaling.command", "say where the speed-up of more workers went"),
+    "fit": Command("show.fit", "say how many samples fit into memory, and how fast that is"),
     "speedup": Command("show.scaling.two_times", "say what two times of one job mean"),
     "policy": Command("policy.command", "batch size and learning rate for several workers"),
     "trace": Command("show.trace.command", "follow one batch through a training step"),

@@ -38,6 +38,8 @@ RUNS_VARIABLE = "PACELINE_RUNS"
 """A folder for the run folders of a script, in the place of those that it names."""
 REPLAY_VARIABLE = "PACELINE_REPLAY"
 """The step whose hashes are wanted, and after which a run ends its process."""
+FIT_VARIABLE = "PACELINE_FIT"
+"""A folder for what a run finds out about the sizes of pieces; then it ends its process."""
 TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
 """The transport to use where the code leaves the choice open."""
 

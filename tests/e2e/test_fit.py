@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -45,3 +46,37 @@ def test_under_torchrun_too(undisturbed: Training, tmp_path: Path) -> None:
     assert set(sums) == set(alone)
     assert len(sums) == 2
     assert len(list(tmp_path.iterdir())) > 100
+
+
+LIMITED = """
+import torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    def forward(self, x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return super().forward(x)
+
+net = Net(4, 1)
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), TensorDataset(torch.ones(64, 4)),
+                   global_batch=32, epochs=1000, shards=2, folder="{folder}")
+for step in run:
+    with step:
+        for x, in step.batches():
+            step.backward(run.model(x).square().mean())
+"""
+
+
+def test_the_command_finds_the_sizes_that_fit_and_leaves_the_folder_alone(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LIMITED.replace("{folder}", str(tmp_path / "run")))
+    command = [sys.executable, "-m", "paceline", "fit", "--workers", "2", "--json", str(script)]
+    done = subprocess.run(command, capture_output=True, timeout=200, check=True, text=True)
+    table = json.loads(done.stdout)
+    assert [(row["piece"], row["fits"]) for row in table["sizes"]] == [
+        *((16, False), (8, True), (4, True), (2, True), (1, True)),
+    ]
+    assert table["choice"] in (8, 4, 2, 1)
+    assert not (tmp_path / "run").exists()

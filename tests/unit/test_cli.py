@@ -135,6 +135,7 @@ SURFACE = {
     "watch": {"run", "--port", "--no-open", "--token-file", "--terminal", "--beside-training"},
     "compare": {"runs", "--json"},
     "replay": {"run", "--step", "--script"},
+    "fit": {"--workers", "--json", "script", "arguments"},
     "speedup": {"before", "after", "--workers", "--json"},
 }
 

@@ -15,12 +15,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline import env
 from paceline.data import Portion, Shard
 from paceline.ddp import DistributedDataParallel, Engine, has_sync_batch_norm
 from paceline.errors import FitError, UsageError, check_choice, check_whole, name_ranks
@@ -193,9 +196,13 @@ class Fit:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
 
+    def usual_rows(self) -> int:
+        """How many samples a shard has in most steps."""
+        return -(-self._global_batch // self.passes())
+
     def _grow(self, step: int) -> None:
         """A step begins: try larger pieces, if it is time."""
-        rows = -(-self._global_batch // self.passes())
+        rows = self.usual_rows()
         size, most = self.size or rows, self._most or rows
         larger = min(2 * size, most)
         is_calm = step - self._since >= CALM_STEPS
@@ -340,10 +347,10 @@ def take_rows(
     elif isinstance(value, list | tuple) and len(value) == rows:
         tensors = list(find_tensors(value))
         has_columns = all(tensor.ndim and len(tensor) == rows for tensor in tensors)
+        if tensors and is_default:
+            return _map(value, rows, start, stop, is_default, path)
         if not tensors or not has_columns:
             return value[start:stop]  # one item per sample
-        if is_default:
-            return _map(value, rows, start, stop, is_default, path)
         problem = f"{path} may be a list of {rows} samples, or of {rows} fields"
     elif is_container(value) and not isinstance(value, set | frozenset):
         return _map(value, rows, start, stop, is_default, path)
@@ -377,7 +384,9 @@ def make_fit(
 ) -> Fit:
     """What the options ask for: by default, pieces where the model is on an accelerator."""
     wanted = asked = config.options.fit
-    causes = {}
+    folder, causes = env.read(env.FIT_VARIABLE), {}
+    if folder:
+        wanted = asked = config.global_batch
     if config.options.same_bits:
         causes["same_bits"] = "and the bits of a shard would depend on somebody's memory"
     if has_sync_batch_norm(module):
@@ -389,7 +398,12 @@ def make_fit(
             )
     if wanted is None:
         wanted = "off" if causes or device.type == "cpu" else "auto"
-    fit = Fit(wanted, module, members, device, config.global_batch)
+    kind: Any = Fit
+    if folder:  # `paceline fit` has started this
+        from paceline.run.measured_fit import MeasuredFit
+
+        kind = partial(MeasuredFit, Path(folder))
+    fit: Fit = kind(wanted, module, members, device, config.global_batch)
     fit.is_explicit = asked is not None
     fit.is_default_collated = config.loader is None and config.options.collate_fn is None
     return fit

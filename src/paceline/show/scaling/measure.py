@@ -204,7 +204,9 @@ def measure(
         for repeat, size in ((n, size) for n in range(repeats) for size in forth_and_back[n]):
             folder = Path(scratch) / f"run{repeat}-{size}"
             (folder / "job").mkdir(parents=True, mode=0o700)
-            run_once(command_of(script, size, folder), size, steps, folder)
+            timeline = folder / "timeline"
+            has_enough = partial(_has_made, steps, timeline, size)
+            run_once(command_of(script, size, folder), size, folder, has_enough)
             profile = read_run(folder / "timeline", size)
             runs[size].append(profile)
             workers = count_text(size, "worker")
@@ -222,8 +224,14 @@ def command_of(script: Sequence[str], size: int, folder: Path) -> list[str]:
     return [*run, "--timeline", str(folder / "timeline"), *own]
 
 
-def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> None:
-    """Start the job and wait for its end, or for enough steps; its output is kept in a file."""
+def run_once(
+    command: Sequence[str],
+    size: int,
+    folder: Path,
+    is_done: Callable[[], bool],
+    environ: Mapping[str, str] = {},
+) -> None:
+    """Start the job and wait for its end, or until it is done; its output is kept in a file."""
     said = folder / "output"
     with open(said, "wb") as output:
         job = subprocess.Popen(
@@ -232,14 +240,14 @@ def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> Non
             stdout=output,
             stderr=subprocess.STDOUT,
             # A script that continues its run would have nothing left to do in the second one.
-            env={**os.environ, RUNS_VARIABLE: str(folder / "runs")},
+            env={**os.environ, RUNS_VARIABLE: str(folder / "runs"), **environ},
             preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
         )
     has_enough = False
     try:
         while job.poll() is None and not has_enough:
             time.sleep(_LOOK_EVERY_S)
-            has_enough = steps_made(folder / "timeline", size) >= steps
+            has_enough = is_done()
     finally:
         job.terminate()  # the launcher ends its workers; nothing happens where it has ended
         job.wait()
@@ -251,6 +259,10 @@ def run_once(command: Sequence[str], size: int, steps: int, folder: Path) -> Non
             advice="Try it with `paceline run` first.",
             rank=-1,
         )
+
+
+def _has_made(steps: int, timeline: Path, size: int) -> bool:
+    return steps_made(timeline, size) >= steps
 
 
 def steps_made(timeline: Path, size: int) -> int:

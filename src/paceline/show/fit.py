@@ -1,0 +1,111 @@
+"""`paceline fit train.py`: how many samples fit into memory at once, and how fast each size is.
+
+The script runs under `paceline run`, in a folder of its own. Its run measures a few steps with each
+size and ends; what its workers have written becomes a table. See `run.measured_fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.env import FIT_VARIABLE
+from paceline.errors import UsageError, WorkerError
+from paceline.show.scaling.measure import run_once
+from paceline.telemetry import rate_text, table_lines
+
+NEARLY = 0.97
+"""Of two sizes whose speeds are as near as this, the one with less memory is chosen."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = (
+        "Train a few steps with whole shards, and with pieces of half the size, a quarter and so "
+        "on; then say how much memory each takes and how fast it is, and which one to pass as "
+        "RunOptions(fit=). Nothing is written to the run's folder; what else the script does "
+        "before its loop ends, it does."
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("script", help="a script that trains with Run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure and print; 1 where no size fits."""
+    with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
+        folder, size = Path(name), args.workers
+
+        def is_done() -> bool:
+            found = read(folder)
+            return len(found) == size and all(each["is_done"] for each in found)
+
+        command = [sys.executable, "-m", "paceline", "run", "--workers", str(size)]
+        command += [args.script, *args.arguments]
+        try:
+            run_once(command, size, folder, is_done, {FIT_VARIABLE: name})
+        except WorkerError:
+            if not is_done():  # a run in which nothing fits ends so
+                raise
+        if len(found := read(folder)) < size:
+            raise UsageError(
+                "The script ended before a size was measured.",
+                advice="It must train with paceline.Run, for six steps at least.",
+            )
+    table = combine(found)
+    print(json.dumps(table) if args.json else "\n".join(lines_of(table)))
+    return 0 if table["choice"] is not None else 1
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What the workers have measured so far, by rank."""
+    return [json.loads(each.read_text()) for each in sorted(folder.glob("rank*.json"))]
+
+
+def combine(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all workers have measured, as one: the most memory, and the slowest."""
+    sizes = []
+    for each in zip(*(worker["sizes"] for worker in found), strict=False):
+        row = dict(each[0])
+        if row["fits"]:
+            peaks = [one["memory"] for one in each]
+            row["memory"] = None if None in peaks else max(peaks)
+            row["samples_per_s"] = min(one["samples_per_s"] for one in each)
+        sizes.append(row)
+    fitting = [row for row in sizes if row["fits"]]
+    best = max((row["samples_per_s"] for row in fitting), default=0.0)
+    near = [row["piece"] for row in fitting if row["samples_per_s"] >= NEARLY * best]
+    first = {name: found[0][name] for name in ("rows", "device", "why")}
+    return {**first, "workers": len(found), "sizes": sizes, "choice": min(near, default=None)}
+
+
+def lines_of(table: dict[str, Any]) -> Iterator[str]:
+    """The table for people."""
+    is_cpu, rows = table["device"] == "cpu", [["piece", "memory", "samples/s", ""]]
+    for row in table["sizes"]:
+        note = "whole shards" if row["piece"] == table["rows"] else ""
+        note = "does not fit" if not row["fits"] else note
+        if row["piece"] == table["choice"]:
+            note = f"{note}, to choose".lstrip(", ")
+        speed = rate_text(row["samples_per_s"]) if row["fits"] else "-"
+        memory = "-" if row["memory"] is None else f"{row['memory'] / 2**20:,.0f} MiB"
+        memory = "unknown" if row["fits"] and row["memory"] is None else memory
+        rows.append([str(row["piece"]), memory, speed, note])
+    yield from table_lines(rows, ">>><")
+    yield ""
+    whose = "of the process, with everything in it" if is_cpu else "allocated on the device"
+    yield f"Memory is the peak {whose}, on the worker that has most."
+    if table["why"]:
+        yield f"No smaller pieces: {table['why']}"
+    if table["choice"] is None:
+        yield "No size fits."
+    elif table["choice"] == table["rows"]:
+        yield "Whole shards are fastest: leave fit= out of RunOptions."
+    else:
+        yield f"Pass fit={table['choice']} in RunOptions."
