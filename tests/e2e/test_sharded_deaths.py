@@ -67,8 +67,9 @@ def test_after_deaths_the_others_train_the_same_and_go_back_only_where_memory_is
     said = " ".join(done.output.split())
     goes_back = deaths == "c10d"
     assert bool(re.search(r"go back to the checkpoint of step \d+: ", said)) == goes_back
-    events = read_events(RunFolder(tmp_path / "run"))
-    saved = {event["step"] for event in events if event["kind"] == "checkpoint"}
-    # A save in which a worker dies is taken again, if need be after another step.
-    assert {5, 7, 8, 14, 15, 16} <= saved
-    assert saved & {10, 11, 12, 13}
+    if deaths.endswith("in saves"):
+        events = read_events(RunFolder(tmp_path / "run"))
+        saved = {event["step"] for event in events if event["kind"] == "checkpoint"}
+        # Who gathers tries again; where the writer is gone, all save after another step.
+        assert 5 in saved
+        assert saved & {11, 12, 13}
