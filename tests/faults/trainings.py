@@ -357,7 +357,8 @@ def assert_ledger(steps: Sequence[AppliedStep], undisturbed: Sequence[AppliedSte
 
 def _assert_close(one: Any, other: Any, path: str, rtol: float, atol: float) -> None:
     if isinstance(one, dict):
-        assert list(one) == list(other), f"{path} has other keys"
+        odd = sorted(map(str, one.keys() ^ other.keys()))
+        assert list(one) == list(other), f"{path} has other keys, or another order: {odd}"
         for key in one:
             _assert_close(one[key], other[key], f"{path}[{key!r}]", rtol, atol)
     elif isinstance(one, list | tuple):
