@@ -195,7 +195,7 @@ def stay_calm(world: World, number: int, steps: int) -> tuple[int, int]:
     net = seeded(nn.Sequential(*layers, nn.Linear(32, CLASSES)))
     optimizer, told = torch.optim.AdamW(net.parameters(), lr=1e-3), Told()
     how = RunOptions(progress="quiet", same_bits=True, audit=1.0, drop_last=True, **CALM[number])
-    run = Run(net, optimizer, Rows(4800), global_batch=48, epochs=-(-steps // 100), shards=6,
+    run = Run(net, optimizer, Rows(2400), global_batch=24, epochs=-(-steps // 100), shards=3,
               world=world, options=how, sinks=[told])  # fmt: skip
     for step in run:
         with step:
