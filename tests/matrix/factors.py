@@ -160,7 +160,7 @@ _EXCLUDED: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("tracker", ("csv",)), ("checkpoints", ("no",))),
     (("timeline", ("timeline=",)), ("checkpoints", ("no",))),
     (("watch", ("yes",)), ("checkpoints", ("no",))),
-    (("update", ("sharded",)), ("engine", ("naive", "audited"))),
+    (("update", ("sharded",)), ("engine", ("naive",))),
     # Refused, as documented: what same_bits and an audit cannot keep.
     (("engine", ("audited",)), ("shards", ("merged",))),
     (("engine", ("audited",)), ("data", ("stream", "files", "own loader"))),
