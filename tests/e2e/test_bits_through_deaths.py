@@ -110,7 +110,6 @@ def test_deaths_change_no_bit(update: str, alone: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "run", alone)
 
 
-@pytest.mark.timeout(300)  # four launches
 @pytest.mark.parametrize("update", ["whole", "sharded"])
 def test_other_sizes_change_no_bit(update: str, alone: Path, tmp_path: Path) -> None:
     for epochs, workers in enumerate((3, 2, 1, 4), 2):

@@ -38,7 +38,6 @@ def cases() -> list[Row]:
     return list(islice(cover(FACTORS, is_possible, seed()), COUNT))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif("PACELINE_MATRIX_SEED" not in os.environ, reason="needs a seed")
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_run_ends_as_if_nothing_had_happened_or_says_why_not(number: int) -> None:

@@ -10,7 +10,6 @@ import pytest
 from tests.faults import TrainingFaults, assert_survived, run_training, train_alone
 from tests.sentences import says
 
-pytestmark = pytest.mark.timeout(300)  # four launches, on a machine that may be busy
 SCRIPT = """
 import os, signal, sys, time
 import torch, paceline

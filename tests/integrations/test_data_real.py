@@ -132,7 +132,6 @@ def start(folder: Path, workers: int, *arguments: Any) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", ["tar", "parquet", "streamed", "map"])
 def test_every_sample_is_trained_on_once_per_epoch_over_deaths_stops_and_other_sizes(
     kind: str, files: Path, tmp_path: Path

@@ -35,7 +35,6 @@ runpy.run_path(example, run_name="__main__")
 """
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_deaths_and_a_resume_at_another_size_leave_no_trace_in_an_example(
     name: str, tmp_path: Path

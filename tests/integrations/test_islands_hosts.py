@@ -107,7 +107,6 @@ if run.membership.leads:
 """
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("tc") is None, reason="there is no tc here")
 def test_on_a_link_of_20_mbit_islands_train_five_times_as_many_samples(tmp_path: Path) -> None:
     """2 MB of gradients take about 0.8 s on it, so a busy machine hardly matters."""

@@ -48,7 +48,6 @@ def weights(path: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.timeout(540)  # Ray starts a dozen processes, twice
 def test_a_killed_worker_changes_nothing_and_ray_has_metrics_and_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

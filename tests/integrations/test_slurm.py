@@ -26,7 +26,6 @@ pytestmark = [
         bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"
     ),
     pytest.mark.skipif(os.getuid() != 0, reason="slurmd starts jobs as root only"),
-    pytest.mark.timeout(600),
 ]
 
 CONFIG = """

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -46,7 +45,6 @@ def train_alone() -> list[float]:
     return net.bias.tolist()
 
 
-@pytest.mark.timeout(300)
 def test_workers_of_two_hosts_train_what_one_process_does(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))

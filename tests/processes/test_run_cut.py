@@ -21,7 +21,6 @@ from paceline.testing import run_processes, seeded
 from tests.runs import Told
 from tests.sentences import says
 
-pytestmark = pytest.mark.timeout(300)  # the first to come trains all chains
 SIZES = (2, 3)
 STEPS_EACH = 3
 X = torch.randn(40, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
