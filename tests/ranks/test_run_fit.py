@@ -379,3 +379,37 @@ def test_turns_of_several_models_are_done_again_one_by_one(size: int, where: str
     expected = train_turns(None, WHOLE, 0, where)
     for found in run_ranks(size, lambda world: train_turns(world, 2, size - 1, where)):
         assert_close(found, expected)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Doubles(30).__getitem__, range(30))
+
+
+def own_loader(world: World) -> Any:
+    """Batches that are cut as those of `Stream` are."""
+    rows = [Doubles(30)[index] for index in range(30)]
+    batches = [rows[start : start + 12][world.rank :: world.size] for start in (0, 12, 24)]
+    return [torch.utils.data.default_collate(batch) for batch in batches]
+
+
+def train_on(world: World, given: dict[str, Any], limit: int) -> dict[str, Tensor]:
+    net = seeded(Net(limit, "backward", nn.Identity())).double()
+    options = RunOptions(progress="quiet", fit="auto", drop_last=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    arguments: Any = {"global_batch": 12, "epochs": 2, "world": world, **given}
+    run = Run(net, optimizer, options=options, **arguments)
+    for step in run:
+        with step:
+            for x, y, _ in step.batches():
+                step.backward(F.cross_entropy(run.model(x), y))
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("given", [{"dataset": Stream(), "shards": 2}, {"loader": own_loader}])
+def test_streams_and_loaders_of_ones_own_are_read_again(given: dict[str, Any]) -> None:
+    def both(world: World) -> Any:
+        return [train_on(world, given, limit if world.rank else WHOLE) for limit in (WHOLE, 2)]
+
+    for expected, found in run_ranks(2, both):
+        assert_close(found, expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.run.fit import take_rows
+from paceline.run.fit import Fields, take_rows
 from paceline.show.fit import combine, lines_of
 
 X = torch.arange(12.0).view(4, 3)
@@ -25,7 +25,7 @@ X = torch.arange(12.0).view(4, 3)
     ],
 )
 def test_a_piece_has_its_rows_of_every_tensor(batch: Any, expected: Any) -> None:
-    torch.testing.assert_close(_flat(take_rows(batch, 4, 1, 3)), _flat(expected))
+    torch.testing.assert_close(_flat(take_rows(batch, 4, 1, 3, Fields())), _flat(expected))
 
 
 def _flat(value: Any) -> list[Any]:
@@ -48,14 +48,18 @@ def _flat(value: Any) -> list[Any]:
 )
 def test_what_has_no_row_per_sample_is_refused_by_name(batch: Any, what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        take_rows(batch, 4, 1, 3)
+        take_rows(batch, 4, 1, 3, Fields())
 
 
-def test_fields_of_two_samples_are_told_from_samples_where_torch_put_them_together() -> None:
-    batch = [X[:2], X[:2]]
-    assert torch.equal(take_rows(batch, 2, 0, 1, is_default=True)[1], X[:1])
+def test_fields_are_told_from_samples_once_their_numbers_differ() -> None:
+    batch, fields = [X[:2], X[:2]], Fields()
     with pytest.raises(UsageError, match="batch"):
-        take_rows(batch, 2, 0, 1)
+        take_rows(batch, 2, 0, 1, fields)
+    take_rows([X, X], 4, 0, 1, fields)
+    assert torch.equal(take_rows(batch, 2, 0, 1, fields)[1], X[:1])
+    by_torch = Fields()
+    by_torch.has_all = True
+    assert torch.equal(take_rows(batch, 2, 0, 1, by_torch)[1], X[:1])
 
 
 def test_the_table_has_the_worker_with_most_memory_and_chooses_the_fastest() -> None:

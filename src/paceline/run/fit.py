@@ -71,6 +71,18 @@ class ShardPiece(Shard):
         return self.number, self.piece
 
 
+class Fields(set[str]):
+    """Where in batches a list is known to hold fields and not samples: it had another length.
+
+    Where torch has put them together every list does.
+    """
+
+    has_all = False
+
+    def __contains__(self, path: object) -> bool:
+        return self.has_all or super().__contains__(path)
+
+
 class Fit:
     """The size of a piece, as all workers have agreed on it.
 
@@ -97,8 +109,7 @@ class Fit:
         self.of_evaluation: int | None = None
         self.is_short = False
         """Whether memory ran out in the step under way, as all workers know."""
-        self.is_default_collated = True
-        """Whether batches were put together by torch: a list in one is then not one of samples."""
+        self.fields = Fields()
         self.tell: Callable[[Message], None] = lambda _: None
         self.on_change: Callable[[], None] = lambda: None
         """Called when the size is another one."""
@@ -322,17 +333,15 @@ class Fit:
             start += count
 
     def _take(self, batch: Any, samples: Sequence[int], start: int, count: int) -> Any:
-        is_default = self.is_default_collated
-        return take_rows(batch, len(samples), start, start + count, is_default=is_default)
+        return take_rows(batch, len(samples), start, start + count, self.fields)
 
 
 def take_rows(
-    value: Any, rows: int, start: int, stop: int, *, is_default: bool = False, path: str = "batch"
+    value: Any, rows: int, start: int, stop: int, fields: Fields, path: str = "batch"
 ) -> Any:
     """Some samples of a batch of `rows`: in the same containers, these rows of every tensor.
 
-    With `is_default` every list in it holds a field of all samples, as torch's collate function
-    makes them. Refuses what may belong to all of them: a number would be counted once per piece.
+    Refuses what may belong to all of them: a number would be counted once per piece.
     """
     is_array = isinstance(value, Tensor) or hasattr(value, "__array__")
     if is_array and value.ndim and len(value) == rows:
@@ -347,13 +356,14 @@ def take_rows(
     elif isinstance(value, list | tuple) and len(value) == rows:
         tensors = list(find_tensors(value))
         has_columns = all(tensor.ndim and len(tensor) == rows for tensor in tensors)
-        if tensors and is_default:
-            return _map(value, rows, start, stop, is_default, path)
+        if tensors and path in fields:
+            return _map(value, rows, start, stop, fields, path)
         if not tensors or not has_columns:
             return value[start:stop]  # one item per sample
         problem = f"{path} may be a list of {rows} samples, or of {rows} fields"
     elif is_container(value) and not isinstance(value, set | frozenset):
-        return _map(value, rows, start, stop, is_default, path)
+        fields.add(path)
+        return _map(value, rows, start, stop, fields, path)
     raise UsageError(
         f"A batch of {rows} samples cannot be cut into pieces: {problem}, so it is not known which "
         "part of it belongs to which sample.",
@@ -361,14 +371,11 @@ def take_rows(
     )
 
 
-def _map(value: Any, rows: int, start: int, stop: int, is_default: bool, path: str) -> Any:
-    return with_children(
-        value,
-        [
-            take_rows(item, rows, start, stop, is_default=is_default, path=path + key)
-            for key, item in children_of(value)
-        ],
-    )
+def _map(value: Any, rows: int, start: int, stop: int, fields: Fields, path: str) -> Any:
+    children = [
+        take_rows(item, rows, start, stop, fields, path + key) for key, item in children_of(value)
+    ]
+    return with_children(value, children)
 
 
 def check_fit(value: Any) -> None:
@@ -405,5 +412,5 @@ def make_fit(
         kind = partial(MeasuredFit, Path(folder))
     fit: Fit = kind(wanted, module, members, device, config.global_batch)
     fit.is_explicit = asked is not None
-    fit.is_default_collated = config.loader is None and config.options.collate_fn is None
+    fit.fields.has_all = config.loader is None and config.options.collate_fn is None
     return fit
