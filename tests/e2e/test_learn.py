@@ -107,6 +107,9 @@ def check(found: dict[str, Any], workers: int, batch: int) -> None:
         assert found[name] == "yes", name
     for name in ("torch-loads-it", "the-other-way", "equal-without-averaging"):
         assert found[name] == "no", name
+    assert (found["rounds-of-a-training"], found["times-fewer-bytes"]) == (3, 60)
+    assert (found["a-round-in-every-step"], found["rare-rounds"]) == ("yes", "no")
+    assert found["where-islands-pay"] == "only on the slow one"
     assert found["another-model"] == "an error on every worker"
     assert found["name-in-the-file"] == "module.weight"
     assert found["loaded-by-ours"] == 2
@@ -371,7 +374,7 @@ def test_typed_answers_are_compared_in_the_page_as_on_a_terminal(
         assert answer("output-shape", text).startswith("✓ Right: (16, 5)"), text
     assert answer("output-shape", "(16, 10)").startswith("✗ Not quite. The answer is (16, 5)")
     assert "should be a shape" in answer("batch-shape", "large")
-    assert shown.locator(".tally").inner_text() == "1 of 62 questions answered, 1 right"
+    assert shown.locator(".tally").inner_text() == "1 of 68 questions answered, 1 right"
     assert answer("rows-by-worker", "6 + 5 + 5").startswith("✓")
     assert shown.locator("#q-rows-by-worker .marked").count() == 3
     assert answer("ratio", "10/3").startswith("✓")
@@ -400,7 +403,7 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
 ) -> None:
     shown = open_page(width, scheme)
     shown.evaluate("document.querySelectorAll('.show, .points').forEach((each) => each.click())")
-    asked = 62 + sum(len(problem.questions) for problem in PROBLEMS)
+    asked = 68 + sum(len(problem.questions) for problem in PROBLEMS)
     assert shown.locator(".question .verdict").count() == asked
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.evaluate(TOO_FAINT) == []
@@ -414,7 +417,7 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
     assert shown.locator(".card-back").inner_text() != "Turn it over"
     assert shown.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     shown.keyboard.press("ArrowRight")
-    assert shown.locator("#cards .place").inner_text() == "Card 2 of 62"
+    assert shown.locator("#cards .place").inner_text() == "Card 2 of 68"
     assert shown.locator(".card-front").inner_text() != front
     # A problem is opened and solved, and does not change what the lessons count.
     shown.reload()
@@ -424,7 +427,7 @@ def test_the_page_fits_is_easy_to_read_and_works_by_keyboard(
     shown.keyboard.type("16x5")
     shown.keyboard.press("Enter")
     assert shown.locator(".standing").first.inner_text() == "✓ solved"
-    assert shown.locator(".tally").inner_text() == "0 of 62 questions answered, 0 right"
+    assert shown.locator(".tally").inner_text() == "0 of 68 questions answered, 0 right"
     shown.locator("#split .back").click()  # before the first question is the last screen
     shown.locator(".points").first.click()
     # So are the stages of a step, and the points of an open question.

@@ -18,8 +18,11 @@ TWICE = 2.0
 
 
 def average_of_islands(lab: Lab) -> Found:
-    average = lab.train_apart(EVERY).average
-    return Found(average)
+    apart = lab.train_apart(EVERY)
+    return Found(
+        apart.average,
+        [f"before the round: {list_text([format(each, '.6g') for each in apart.locals])}"],
+    )
 
 
 def rounds_of_a_training(lab: Lab) -> Found:
