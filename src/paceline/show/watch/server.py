@@ -156,8 +156,8 @@ class Guard:
 class Listener(socket.socket):
     """Takes connections in, and turns those of other users away that come too fast.
 
-    That is so much less work than a request that a flood of them leaves room for the owner's in
-    the queue, or takes it for a moment only.
+    That is so much less work than a request that the owner's find room in the kernel's queue now
+    and then while a flood lasts, and memory does not grow.
     """
 
     _second = _strangers = 0
