@@ -484,9 +484,8 @@ def read_observation(environ: Mapping[str, str] = os.environ) -> Observation:
         raise SettingError(f"PACELINE_BLAME is {blame!r}.", advice="Use 0 or 1.")
     trace_step = read_int(environ, "PACELINE_TRACE_STEP", default=0)
     if trace_step < 0:
-        raise SettingError(
-            f"PACELINE_TRACE_STEP is {trace_step}.", advice="Steps count from 1; 0 means none."
-        )
+        advice = "Steps count from 1; 0 means none."
+        raise SettingError(f"PACELINE_TRACE_STEP is {trace_step}.", advice=advice)
     timeline = environ.get("PACELINE_TIMELINE", "")
     return Observation(timeline, stall_s, blame == "1", trace_step, end_s)
 
