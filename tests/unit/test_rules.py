@@ -156,6 +156,11 @@ def test_every_module_says_what_it_is_about(source: list[Found]) -> None:
         assert first.endswith((".", ":", "?")), found.path
 
 
+def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
+
+
 def test_no_module_has_a_name_that_means_nothing_or_repeats_its_package() -> None:
     for path in FILES:
         parts = [*path.relative_to(SOURCE).parent.parts, path.stem]
