@@ -21,17 +21,17 @@ from benchmarks.tables import print_table
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: list[dict[str, Any]] = [
-    {"lr": 1.0, "momentum": 0.0},
-    {"lr": 1.0, "momentum": 0.0, "bits": 16},
-    {"lr": 1.0, "momentum": 0.0, "bits": 8},
-    {"lr": 1.0, "momentum": 0.0, "bits": 16, "fragments": 3, "delay": 5},
-    {"outer": "nesterov", "lr": 1.0, "momentum": 0.5, "bits": 16},
+    {"lr": 1.0, "momentum": 0.5, "bits": 16},
+    {"lr": 1.0, "momentum": 0.5, "bits": 8},
+    {"outer": "sgd", "bits": 16},
+    {"lr": 1.0, "momentum": 0.5, "bits": 16, "fragments": 3, "delay": 5},
 ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=30, help="steps between two rounds")
+    parser.add_argument("--rate", type=float, default=5e-4, help="the learning rate of AdamW")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     settings = SETTINGS
     if args.quick:
-        args.steps, args.every, args.seeds, settings = 12, 6, 1, SETTINGS[1:2]
+        args.steps, args.every, args.seeds, settings = 12, 6, 1, SETTINGS[:1]
     planned = [None, *({"every": args.every, **setting} for setting in settings)]
     with ThreadPoolExecutor(args.jobs) as pool:
         begun = [
-            [pool.submit(train, args.steps, seed, options) for seed in range(args.seeds)]
+            [pool.submit(train, args, seed, options) for seed in range(args.seeds)]
             for options in planned
         ]
         plain, *others = [[each.result() for each in seeds] for seeds in begun]
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     for setting, found in zip(settings, others, strict=True):
         name = ", ".join(f"{key} {value}" for key, value in setting.items())
         rows.append(row(name, loss, moved, found, plain))
-    size = f"{plain[0]['parameters'] / 1e6:.2f}M parameters, {args.steps} steps"
+    size = f"{plain[0]['parameters'] / 1e6:.2f}M parameters, {args.steps} steps at {args.rate:g}"
     title = f"Two islands, a round every {args.every} steps: GPT of {size}, {args.seeds} seeds"
     print_table(title, rows)
     return {title: rows}
@@ -73,14 +73,14 @@ def row(
     }
 
 
-def train(steps: int, seed: int, islands: dict[str, Any] | None) -> dict[str, Any]:
+def train(args: argparse.Namespace, seed: int, islands: dict[str, Any] | None) -> dict[str, Any]:
     """Loss and bytes of one training on two workers."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--quiet"]
         command += ["--island", "1"] if islands is not None else []
         command += ["-m", "benchmarks.islands_training", "--out", str(out)]
-        command += ["--steps", str(steps), "--seed", str(seed)]
+        command += ["--steps", str(args.steps), "--seed", str(seed), "--rate", str(args.rate)]
         command += ["--islands", json.dumps(islands)] if islands is not None else []
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, env=environ, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--islands", default="", help="as JSON; nothing: one training of all")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=5e-4)
     args = parser.parse_args()
     torch.set_num_threads(1)
     paceline.seed_everything(args.seed)
@@ -66,7 +67,7 @@ def main() -> None:
     net = GPT(256, width=96, layers=3, heads=4, length=LENGTH)
     for param in (param for param in net.parameters() if param.dim() > 1):
         torch.nn.init.normal_(param, std=0.02)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=args.rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / WARM_UP))
     islands = paceline.Islands(**json.loads(args.islands)) if args.islands else None
     sent = Sent()

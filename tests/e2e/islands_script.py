@@ -32,7 +32,7 @@ X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1), dtype=torch.f
 net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
 island = int(os.environ["PACELINE_ISLAND"].partition("/")[0])
-islands = paceline.Islands(every=args.every, delay=args.delay, outer="nesterov")
+islands = paceline.Islands(every=args.every, delay=args.delay)
 run = paceline.Run(
     net,
     optimizer,

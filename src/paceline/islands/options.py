@@ -30,7 +30,7 @@ class Islands:
 
     every: int = 30
     """How many steps an island trains by itself between two rounds."""
-    outer: Literal["nesterov", "sgd"] = "sgd"
+    outer: Literal["nesterov", "sgd"] = "nesterov"
     """How the averaged difference since the last round becomes the next common parameters."""
     lr: float = 1.0
     """The outer learning rate; 1 without momentum assigns the average itself."""
