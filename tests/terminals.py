@@ -158,6 +158,18 @@ class Session:
     def press(self, keys: str) -> None:
         os.write(self.keyboard, keys.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C once the program sleeps, as it does soon after it has asked something.
+
+        Python loses it between asking and reading, which is too short for a person.
+        """
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        deadline = time.monotonic() + PATIENCE_S
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, "the program does not come to rest"
+            time.sleep(0.01)
+        self.press("\x03")
+
     def read(self, wait_s: float = 0.05) -> bool:
         """Show what has come; False once the program has left the terminal."""
         if not select.select([self.keyboard], [], [], wait_s)[0]:

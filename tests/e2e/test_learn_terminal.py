@@ -26,7 +26,10 @@ class Reader:
         self.session.until(lambda glass: glass.bottom.endswith(WAITS), f"a prompt for {text!r}")
         shown = "\n".join(self.session.glass.lines[self.read_to :])
         self.read_to = len(self.session.glass.lines)
-        self.session.press(text if text == "\x03" else f"{text}\n")
+        if text == "\x03":
+            self.session.interrupt()
+        else:
+            self.session.press(f"{text}\n")
         self.session.until(
             lambda glass: not glass.bottom.endswith(WAITS) or len(glass.lines) > self.read_to,
             f"an answer to {text!r}",

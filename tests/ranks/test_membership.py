@@ -180,6 +180,8 @@ def test_a_transport_object_does_not_outlive_its_group() -> None:
         model = DistributedDataParallel(build(), process_group=world.group, options=options)
         train(model, world.rank, 2)
         model.membership.move_on(next_group(world, 1, 2))
+        # Nobody leaves while another one still connects.
+        broadcast(model.membership.group, torch.zeros(1), 0, "test")
         with pytest.raises(UsageError, match="a process group that was left"):
             train(model, world.rank, 2)
 
