@@ -70,6 +70,6 @@ def test_after_deaths_the_others_train_the_same_and_go_back_only_where_memory_is
     if deaths.endswith("in saves"):
         events = read_events(RunFolder(tmp_path / "run"))
         saved = {event["step"] for event in events if event["kind"] == "checkpoint"}
-        # Who gathers tries again; where the writer is gone before it was done, all save a step later.
+        # Who gathers tries again; where the writer was not done when it died, all save later.
         assert 5 in saved
         assert saved & {10, 11, 12, 13}
