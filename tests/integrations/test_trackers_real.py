@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "TRACKIO_DIR": str(folder / "trackio"),
     }
     launcher = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--no-survive"]
-    for arguments, code in (["die"], 1), ([], 0):
+    for arguments, code in (["die"], 3), ([], 0):
         done = subprocess.run(
             [*launcher, "train.py", *arguments],
             cwd=folder,
