@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import DDPOptions, DistributedDataParallel
+from paceline.data.plan import Plan
 from paceline.ddp import NaiveEngine
 from paceline.errors import FitError, UsageError
 from paceline.group.world import World
@@ -70,19 +71,25 @@ def train(
     evaluates: bool = False,
     options: dict[str, Any] | None = None,
     sinks: Any = (),
+    rows: Any = None,
+    overflow: int = -1,
     **given: Any,
 ) -> dict[str, Any]:
-    """Train where rank `who`, or all, have memory for `limit` rows."""
+    """Train where rank `who`, or all, have memory for `limit` rows.
+
+    The gradients of the sample `overflow` are too large for 16 bits.
+    """
     rank = 0 if world is None else world.rank
     mine = limit if who in (None, rank) else WHOLE
-    net = seeded(Net(mine, where, middle())).double()
+    rows = rows or Doubles(30)
+    net = seeded(Net(mine, where, middle())).to(rows[0][0].dtype)
     model: Any = net
     if buckets and world is not None:
         model = DistributedDataParallel(net, process_group=world.group, bucket_cap_mb=1e-4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     arguments = {"global_batch": 12, "epochs": 2, "shards": 3, "world": world, **given}
     run = Run(
-        *(model, optimizer, Doubles(30)),
+        *(model, optimizer, rows),
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8),
         options=RunOptions(progress="quiet", fit=option, **(options or {})),
         sinks=sinks,
@@ -91,17 +98,21 @@ def train(
     scores = []
     for step in run:
         with step:
-            for x, y, _ in step.batches():
-                step.backward(F.cross_entropy(run.model(x), y))
+            for x, y, numbers in step.batches():
+                factor = 1e30 if overflow in numbers else 1.0
+                step.backward(F.cross_entropy(run.model(x), y) * factor)
         if evaluates:
             found = run.evaluate(lambda b: {"loss": F.cross_entropy(run.model(b[0]), b[1])})
             scores += [found] * step.is_applied
     state = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    training = run._parts.training
+    scaler = training.update.parts.get("scaler")
     return {
         "state": state,
-        "size": run._parts.training.fit.size,
+        "size": training.fit.size,
         "trouble": net.trouble,
         "scores": scores,
+        "scaler": scaler and scaler.state_dict(),
     }
 
 
@@ -160,6 +171,46 @@ def test_it_is_exact_along_with(along: str, where: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found["scores"], expected["scores"], **tolerance)
         assert found["size"] is not None
         assert found["size"] <= 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+def test_gradients_of_16_bits_are_those_of_a_run_that_begins_with_the_size(
+    size: int, where: str, precision: str, update: str
+) -> None:
+    options = {"precision": precision, "clip_norm": 1.0, "update": update}
+    given: Any = {"rows": Rows(30), "options": options}
+    expected, whole = train(option=2, **given), train(**given)
+    torch.testing.assert_close(expected["state"], whole["state"], rtol=0, atol=2e-2)
+
+    def body(world: World) -> Any:
+        found = train(world, limit=2, who=size - 1, where=where, evaluates=True, **given)
+        assert not torch.is_autocast_enabled("cpu")
+        return found
+
+    for found in run_ranks(size, body):
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=1e-5)
+        assert found["scaler"] == expected["scaler"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_a_piece_that_overflows_skips_the_whole_step_everywhere(
+    size: int, where: str, shard: int
+) -> None:
+    first = next(iter(Plan(samples=30, global_batch=12, shards=3, epochs=2).portions(0, 0, 1)))
+    given = {"rows": Rows(30), "options": {"precision": "fp16"}}
+    given["overflow"] = first.shards[shard].indices[-1]  # in the step in which memory runs out
+    whole, expected = train(**given), train(option=2, **given)
+    assert whole["scaler"] == expected["scaler"]
+    assert whole["scaler"]["scale"] == 2.0**14  # once in each of two epochs
+    for found in run_ranks(size, lambda world: train(world, limit=2, where=where, **given)):
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=1e-5)
+        assert found["scaler"] == expected["scaler"]
+        assert found["trouble"]
 
 
 def train_with_dropout(world: World | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -310,13 +361,16 @@ def contrast(out: Tensor) -> Tensor:
     return (out @ out.T).logsumexp(1).mean() - out.square().mean()
 
 
-def train_joint(world: World | None, limit: int, who: int, where: str) -> dict[str, Tensor]:
+def train_joint(
+    world: World | None, limit: int, who: int, where: str, precision: Any = "", option: Any = "auto"
+) -> dict[str, Tensor]:
     rank = 0 if world is None else world.rank
-    net = seeded(Net(limit if who == rank else WHOLE, "", nn.Identity())).double()
+    rows = Rows(30) if precision else Doubles(30)
+    net = seeded(Net(limit if who == rank else WHOLE, "", nn.Identity())).to(rows[0][0].dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     given: Any = {"global_batch": 12, "epochs": 2, "shards": 4, "world": world}
-    options = RunOptions(progress="quiet", fit="auto", clip_norm=1.0)
-    run = Run(net, optimizer, Doubles(30), options=options, **given)
+    options = RunOptions(progress="quiet", fit=option, clip_norm=1.0, precision=precision or "fp32")
+    run = Run(net, optimizer, rows, options=options, **given)
     full = False
 
     def encode(batch: Any) -> Any:
@@ -346,17 +400,21 @@ def test_a_joint_loss_is_that_of_whole_shards(size: int, where: str) -> None:
         assert_close(found, expected)
 
 
-def train_turns(world: World | None, limit: int, who: int, where: str) -> dict[str, Tensor]:
+def train_turns(
+    world: World | None, limit: int, who: int, where: str, precision: Any = "", option: Any = "auto"
+) -> dict[str, Tensor]:
     rank = 0 if world is None else world.rank
+    rows = Rows(30) if precision else Doubles(30)
     mine = limit if who == rank else WHOLE
-    made = seeded(Net(mine, where, nn.Identity())).double()
-    judge = seeded(nn.Linear(CLASSES, 1)).double()
+    made = seeded(Net(mine, where, nn.Identity())).to(rows[0][0].dtype)
+    judge = seeded(nn.Linear(CLASSES, 1)).to(rows[0][0].dtype)
     models = {
         "made": (made, torch.optim.AdamW(made.parameters(), lr=0.01)),
         "judge": (judge, torch.optim.AdamW(judge.parameters(), lr=0.01)),
     }
     given: Any = {"global_batch": 12, "epochs": 2, "shards": 4, "world": world}
-    run = Run(models, Doubles(30), options=RunOptions(progress="quiet", fit="auto"), **given)
+    options = RunOptions(progress="quiet", fit=option, precision=precision or "fp32")
+    run = Run(models, rows, options=options, **given)
     made_by, judged = run.models["made"], run.models["judge"]
     for step in run:
         with step:
@@ -379,6 +437,20 @@ def test_turns_of_several_models_are_done_again_one_by_one(size: int, where: str
     expected = train_turns(None, WHOLE, 0, where)
     for found in run_ranks(size, lambda world: train_turns(world, 2, size - 1, where)):
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("train_so", "where"),
+    [(train_joint, "first"), (train_joint, "backward"), (train_turns, "backward")],
+)
+def test_joint_losses_and_turns_of_16_bits_are_those_of_a_run_that_begins_with_the_size(
+    size: int, precision: str, train_so: Any, where: str
+) -> None:
+    expected = train_so(None, WHOLE, 0, where, precision, 2)
+    for found in run_ranks(size, lambda world: train_so(world, 2, size - 1, where, precision)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
