@@ -68,6 +68,8 @@ def strike(moment):
         time.sleep(60)
     if what == "peer":
         raise RuntimeError("the database says: Connection reset by peer")
+    if what == "exit":
+        sys.exit(5)
     return {}["label"]
 
 def score(batch):
@@ -196,6 +198,16 @@ def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str, wh
     assert_traceback(tmp_path, done.stdout, LABEL)
     assert not any(each in done.stdout for each in (LEFT.reason, str(UNKNOWN)))
     assert_reason(tmp_path, "failed", f"worker 0 failed {when}: {LABEL}", 0)
+
+
+@pytest.mark.parametrize("where", ["step", "between"])
+def test_a_script_that_exits_from_its_loop_under_plain_python_says_its_code(
+    tmp_path: Path, where: str
+) -> None:
+    done = start(tmp_path, [sys.executable], "exit", where, 0)
+    assert done.returncode == 5, done.stdout
+    step = {"step": 6, "between": 5}[where]
+    assert_reason(tmp_path, "failed", f"worker 0 ended with exit code 5 in step {step}")
 
 
 def test_under_torchrun_the_worker_that_failed_says_why(tmp_path: Path) -> None:

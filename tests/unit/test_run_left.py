@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -83,6 +84,36 @@ def fail_in_bar() -> None:
         int("x")
 
 
+def exit_with_a_constant() -> None:
+    for _ in steps():
+        sys.exit(5)
+
+
+def exit_in_another_function() -> None:
+    def give_up(code: int) -> None:
+        with nullcontext():
+            pass
+        raise SystemExit(code)
+
+    for _ in bar(steps()):
+        give_up(5)
+
+
+def exit_as_a_parser_does() -> None:
+    for _ in steps():
+        ArgumentParser().exit(5)
+
+
+def exit_with_something_computed() -> None:
+    for step in steps():
+        sys.exit(max(step, 5))
+
+
+def exit_without_a_code() -> None:
+    for _ in steps():
+        raise SystemExit
+
+
 @pytest.mark.parametrize("body", [leave, return_value, leave_after_an_error, leave_bar])
 def test_a_loop_that_is_left_on_purpose_has_no_exception(body: Callable[[], Any]) -> None:
     found.clear()
@@ -98,3 +129,27 @@ def test_an_exception_that_leaves_a_loop_is_found(body: Callable[[], Any]) -> No
         body()
     thrown = next(filter(None, found))
     assert isinstance(thrown, ValueError) or (thrown is UNKNOWN and sys.version_info < (3, 12))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (exit_with_a_constant, 5),
+        (exit_in_another_function, 5),
+        (exit_as_a_parser_does, 5),
+        (exit_without_a_code, None),
+        (exit_with_something_computed, 5),
+    ],
+)
+def test_an_exit_that_leaves_a_loop_is_found_with_its_code(
+    body: Callable[[], Any], code: int | None
+) -> None:
+    found.clear()
+    with suppress(SystemExit):
+        body()
+    thrown = next(filter(None, found))
+    if body is exit_with_something_computed and sys.version_info < (3, 12):
+        assert thrown is UNKNOWN
+    else:
+        assert isinstance(thrown, SystemExit)
+        assert thrown.code == code

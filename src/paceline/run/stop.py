@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_byte
-from dis import opname
+from dis import get_instructions, opname
 from functools import partial
 from inspect import CO_GENERATOR
 from multiprocessing.sharedctypes import RawValue
@@ -88,14 +88,41 @@ def find_thrown(frame: FrameType | None) -> BaseException | None:
     """The exception that leaves `frame`, in which a generator is closed; None at a `break`."""
     # Python tells a generator nothing of the exception that closes it. But the frame has executed
     # nothing since, and the traceback refers to it, and to the traceback the exception: from Python
-    # 3.12 on. Before, `UNKNOWN` stands for it.
+    # 3.12 on. Before, `UNKNOWN` stands for it, unless it can be seen to be an exit.
     while frame is not None and opname[frame.f_code.co_code[frame.f_lasti]] != "POP_TOP":
         traces = [each for each in gc.get_referrers(frame) if type(each) is TracebackType]
         if traces and not frame.f_code.co_flags & CO_GENERATOR:
             found = [e for e in gc.get_referrers(*traces) if issubclass(type(e), BaseException)]
-            return next((e for e in found if e.__traceback__ in traces), UNKNOWN)
+            known = next((e for e in found if e.__traceback__ in traces), None)
+            return known or _find_exit(traces[0]) or UNKNOWN
         frame = frame.f_back if traces else None  # out of the generator of a progress bar
     return None
+
+
+def _find_exit(trace: TracebackType) -> SystemExit | None:
+    """What `sys.exit(code)` or `raise SystemExit(code)` at the end of a traceback is about to be.
+
+    Of such an exit nothing is left when the program ends, unlike of an error. Its code is known if
+    it is a constant or a name.
+    """
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    done = [e for e in get_instructions(frame.f_code) if e.offset <= trace.tb_lasti]
+    for last in ("RAISE_VARARGS", "CALL", "PRECALL"):
+        done = done[:-1] if done[-1].opname == last else done
+    before, last_one = done[-2:]
+    if last_one.argval in _EXITS:
+        return SystemExit()
+    if before.argval not in _EXITS or last_one.opname not in _PLAIN_LOADS:
+        return None
+    names = {**frame.f_globals, **frame.f_locals}
+    is_constant = last_one.opname == "LOAD_CONST"
+    return SystemExit(last_one.argval if is_constant else names.get(last_one.argval))
+
+
+_EXITS = ("exit", "SystemExit")
+_PLAIN_LOADS = ("LOAD_CONST", "LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF")
 
 
 def tell_end(sinks: Sinks, end: End, rank: int, step: int) -> None:
@@ -109,7 +136,7 @@ def tell_end(sinks: Sinks, end: End, rank: int, step: int) -> None:
 
 def _finish(finish: Callable[..., None], rank: int, step: int, pid: int) -> None:
     if os.getpid() == pid:
-        end = describe_end(getattr(sys, "last_value", None), rank, step)
+        end = describe_end(getattr(sys, "last_value", UNKNOWN), rank, step)
         finish(step, end.status, end.reason)
 
 
