@@ -81,3 +81,25 @@ def test_what_workers_print_is_kept_in_the_run_folder_in_the_order_of_time(tmp_p
     for rank in (0, 1):
         own = [each["text"] for each in lines if each["rank"] == rank]
         assert own == ["before the run", *(f"step {number}" for number in range(1, 11))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at folders that are locked")
+def test_a_page_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    run, temporary = tmp_path / "run" / "events", tmp_path / "temporary"
+    for each in (run, temporary):
+        each.mkdir(parents=True)
+    command = [sys.executable, "-m", "paceline", "watch", str(run.parent)]
+    environ = os.environ | {"TMPDIR": str(temporary), "BROWSER": "true"}
+
+    def show() -> set[str]:
+        """What is there while a page is shown, which is killed then."""
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as page:
+            assert page.stdout is not None
+            assert "http://" in page.stdout.readline()
+            found = {each.name for each in temporary.iterdir()}
+            page.kill()
+        return found
+
+    first, second = show(), show()
+    assert len(first) == len(second) == 1
+    assert first != second

@@ -102,7 +102,7 @@ class WorkerProcess:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A folder for this launcher alone, locked while it lives; what killed ones left is removed."""
+    """A folder for this process alone, locked while it lives; what killed ones left is removed."""
     while True:
         folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
         try:
@@ -115,7 +115,7 @@ def private_folder() -> Iterator[str]:
             break
         os.close(lock)
     for left in glob.glob(os.path.join(os.path.dirname(folder), f"{_FOLDER_PREFIX}*")):
-        with contextlib.suppress(OSError):  # another user's, or of a launcher that lives
+        with contextlib.suppress(OSError):  # another user's, or of a process that lives
             dead = _lock(left)
             shutil.rmtree(left, ignore_errors=True)
             os.close(dead)

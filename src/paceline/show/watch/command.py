@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import webbrowser
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from paceline import env
 from paceline.errors import UsageError
 from paceline.files import RunFolder
+from paceline.launcher import private_folder
 from paceline.show.report.collect import find_runs
 from paceline.show.watch.follow import Watched
 
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     if not paths:
         print("paceline watch: no run was begun, so there is no page.", file=sys.stderr)
         return 0
-    with server.listen(args.port) as listening, tempfile.TemporaryDirectory() as private:
+    with server.listen(args.port) as listening, private_folder() as private:
         port = listening.getsockname()[1]
         token = server.keep_token(Path(args.token_file)) if args.token_file else server.make_token()
         address = f"http://127.0.0.1:{port}/?token={token}"
