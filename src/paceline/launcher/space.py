@@ -111,8 +111,9 @@ class Caller:
         """Let the space know what is kept for this caller."""
         kept = CALLER_BYTES + len(self.arrived) + len(self.unsent)
         kept += sum(len(key) + ENTRY_BYTES for key in self.awaited)
-        before, self.counted = self.counted, 0 if is_gone else kept
-        self.space.take(self.counted - before)
+        kept = 0 if is_gone else kept
+        self.space.take(kept - self.counted)  # first: where there is no room, nothing is counted
+        self.counted = kept
 
 
 def read_number() -> Generator[int, bytes, int]:
