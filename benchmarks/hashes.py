@@ -3,12 +3,20 @@
 Every model is trained alone, and again by 2, 3, 4 and 8 workers, each time with the update whole
 or shared out and gradients in shared memory or over sockets. What is compared is the SHA-256 of
 all of the state: parameters, buffers, optimizer, scheduler, scaler, averaged weights.
+
+    python -m benchmarks hashes --kills 20         3 workers under `paceline run`, killed 20 times
+    python -m benchmarks hashes --chain 3,2,1,4    resumed by so many workers, one after another
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +25,17 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.tables import print_table, read_names
 from paceline import DDPOptions, Run, RunOptions, World
+from paceline.files import RunFolder, read_events
+from paceline.show.compare import read_hashes
 from paceline.telemetry import Message
 from paceline.testing import run_processes, seeded
+from tests.faults import TrainingFaults, run_training, wait_for_replacements
 
-SHARDS, CLASSES = 8, 10
+SHARDS, CLASSES, PER_EPOCH = 8, 10, 10
 PRECISIONS = ("fp32", "bf16", "fp16")
 WAYS = ("whole", "sharded", "whole over c10d", "sharded over c10d")
+KILLED = ("step", "forward", "between steps", "at the vote", "")
+"""Moments of a step at which workers are killed; "": a few milliseconds after its beginning."""
 
 
 class GPT(nn.Module):
@@ -92,35 +105,80 @@ class Hashes:
         return lambda *_: None
 
 
-def train(world: World, model: str, precision: str, way: str, steps: int) -> dict[int, str]:
-    """The hashes of one training, on rank 0."""
+def train(
+    world: World | None,
+    model: str,
+    precision: str,
+    way: str,
+    steps: int,
+    until: int | None = None,
+    folder: str | None = None,
+) -> dict[int, str]:
+    """The hashes of one training, on rank 0; without a world, as a worker of `paceline run`."""
     update, _, transport = way.partition(" over ")
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(48 * 10, 75, generator=generator)
+    x = torch.randn(48 * PER_EPOCH, 75, generator=generator)
     data = torch.utils.data.TensorDataset(x, torch.randint(CLASSES, (480,), generator=generator))
     net, told = seeded(MODELS[model]()), Hashes()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     options: Any = {"precision": precision, "update": update, "clip_norm": 1.0, "ema": 0.95}
-    how = RunOptions(progress="quiet", handle_signals=False, same_bits=True, **options)
+    options["handle_signals"] = world is None
     run = Run(
         net,
         optimizer,
         data,
         global_batch=48,
-        epochs=-(-steps // 10),
+        epochs=-(-(until or steps) // PER_EPOCH),
         shards=SHARDS,
         scheduler=scheduler,
         world=world,
+        folder=folder,
         ddp=DDPOptions(transport=transport or "auto"),
-        options=how,
+        options=RunOptions(progress="quiet", same_bits=True, **options),
         sinks=[told],
     )
     for step in run:
         with step:
             for rows, labels in step.batches():
                 step.backward(cross_entropy(run.model(rows).float(), labels))
+        if world is None:
+            wait_for_replacements(run)
     return told.by_step
+
+
+def plan_kills(count: int, steps: int, workers: int, seed: str) -> TrainingFaults:
+    """Kills in steps that are evenly apart, of drawn workers, at every kind of moment in turn."""
+    draw, plan = random.Random(seed), TrainingFaults()
+    for number in range(count):
+        at: Any = {"rank": draw.randrange(workers), "step": 2 + number * (steps - 20) // count}
+        where = KILLED[number % len(KILLED)]
+        if where:
+            plan = plan.kill(**at, where=where)
+        else:
+            plan = plan.kill_later(**at, seconds=draw.uniform(0.001, 0.02))
+    return plan
+
+
+def launch(
+    model: str, precision: str, way: str, steps: int, sizes: Sequence[int], kills: int
+) -> tuple[dict[int, str], int]:
+    """Hashes, and deaths by the run's own events, of a training under `paceline run`.
+
+    Each number of workers continues what the one before has left.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-hashes-") as name:
+        for number, size in enumerate(sizes, 1):
+            until = steps * number // len(sizes)
+            call = json.dumps([model, precision, way, steps, until, f"{name}/run"])
+            plan = plan_kills(kills, steps, size, call)
+            done = run_training(__file__, call, workers=size, faults=plan, timeout_s=1800)
+            if done.exit_code or len(done.strikes) != kills:
+                sys.exit(f"{len(done.strikes)} of {kills} kills struck:\n{done.output}")
+        events = read_events(RunFolder(Path(name, "run")))
+        deaths = sum(len(each["died"]) for each in events if each["kind"] == "generation")
+        hashes = read_hashes(Path(name, "run"))
+        return {step: found["all"] for step, found in hashes.items()}, deaths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,27 +187,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default="all", help=", ".join(WAYS))
     parser.add_argument("--workers", default="2,3,4,8", help="besides 1")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=0, help="instead: so many, of 3 workers")
+    parser.add_argument("--chain", help="instead: numbers of workers, each resuming the last")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     steps = 10 if args.quick else args.steps
     sizes = [2] if args.quick else [int(size) for size in args.workers.split(",")]
+    chain = [int(size) for size in args.chain.split(",")] if args.chain else [3] * bool(args.kills)
+    sizes = chain[:1] or sizes
     ways, rows = read_names(args.ways, WAYS), []
     names = [name for name in MODELS if args.model == "all" or name.split()[0] in args.model]
     for model in names:
         for precision in read_names(args.precision, PRECISIONS):
-            call = (train, model, precision)
-            [expected] = run_processes(1, *call, "whole", steps, timeout_s=3600)
-            different, count = [], 1
+            call = model, precision
+            [expected] = run_processes(1, train, *call, "whole", steps, timeout_s=3600)
+            different, deaths, count = [], [], 1
             for way in ways:
                 for size in sizes:
-                    found = run_processes(size, *call, way, steps, timeout_s=3600)[0]
+                    if chain:
+                        found, died = launch(*call, way, steps, chain, args.kills)
+                        found = {step: found[step] for step in expected}
+                        deaths.append(died)
+                    else:
+                        found = run_processes(size, train, *call, way, steps, timeout_s=3600)[0]
                     different += [f"{way}, {size}"] * (found != expected)
                     count += 1
             row = {"model": model, "precision": precision, "SHA-256": expected[steps][:16]}
             row |= {"trainings": count, "equal": count - len(different)}
+            row |= {"deaths": ", ".join(map(str, deaths))} if args.kills else {}
             rows.append(row | ({"different": "; ".join(different)} if different else {}))
             print(*rows[-1].values(), flush=True)
-    print_table(f"{steps} steps, {SHARDS} shards, workers 1, {args.workers}", rows)
+    print_table(f"{steps} steps, {SHARDS} shards, workers 1, {chain or args.workers}", rows)
     return rows
+
+
+if __name__ == "__main__":  # as a worker, see `launch`
+    train(None, *json.loads(sys.argv[1]))
