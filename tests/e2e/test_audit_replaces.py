@@ -82,8 +82,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, 1, {"where": "gradient", "step": 4, "stays": True}),
         (3, 0, {"where": "weight", "step": 9}),
         (2, 1, {"where": "activation", "step": 6}),
+        (2, 0, {"where": "weight", "step": 9}),
     ],
-    ids=["a gradient, always", "a weight of rank 0", "an activation, once"],
+    ids=["a gradient, always", "a weight of rank 0", "an activation, once", "a weight of two"],
 )
 def test_a_worker_that_lies_is_replaced_and_changes_no_bit(
     workers: int, rank: int, lie: dict[str, Any], undisturbed: Path, tmp_path: Path

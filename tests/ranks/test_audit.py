@@ -118,7 +118,7 @@ def test_the_choice_is_a_function_of_seed_and_step() -> None:
 
 def test_right_is_what_two_workers_have() -> None:
     def judge(text: str, size: int) -> str | None:
-        claims = [Claim(int(word[0]), [word[1]]) for word in text.split()]
+        claims = [Claim(int(word[0]), [word[1]], word.endswith("!")) for word in text.split()]
         found = find_right(claims, size)
         return None if found is None else found[0]
 
@@ -127,7 +127,10 @@ def test_right_is_what_two_workers_have() -> None:
     assert judge("0g 1x 0g 2g", 3) == "g"
     assert judge("0x 1g 0g 1g", 2) == "g"
     assert judge("0x 1g 0x 1g", 2) is None
-    assert judge("0x 1g 0y 1g", 2) is None
+    assert judge("0x 1g 0y 1g", 2) == "g"
+    assert judge("0x 1g 0y 1z", 2) is None
+    assert judge("0x 1g! 0x 1g!", 2) == "g"
+    assert judge("0x! 1g! 0x! 1g!", 2) is None
     assert judge("0x 1g 0x 2y", 3) is None
     assert judge("0x 0g 0g 0g", 1) == "g"
     assert judge("0x 0g 0x 0g", 1) is None

@@ -9,7 +9,8 @@ that compute the same shard have the same bits, or one of them is wrong:
                                            second worker; then the bits that two workers agree on
                                            are right, and whoever had others is named
 
-So are the parameters that they were computed with, which all workers have. Which steps are chosen,
+So are the parameters that they were computed with, which all workers have; of two workers whose
+parameters differ, the one that began the step with others is wrong. Which steps are chosen,
 and who computes what, is a function of seed, step and attempt. All shards of a step or none: then
 every worker has as many more, and nobody waits. What is compared ends at the gradient of a shard:
 the sum of all of them is not covered, but on whom it leaves other parameters.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ class Claim:
     rank: int
     digests: list[str]
     """The first is that of the weight; "" where the parameter has no gradient."""
+    is_kept: bool = False
+    """Of parameters: whether this worker has had them since the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ class Audit:
     """By shard and whether this was the second time: the digests of this attempt."""
     _earlier: dict[int, list[Claim]] = field(default_factory=dict)
     """By shard: what was said of those that are disputed, in the attempt before."""
+    _kept: tuple[int, list[str]] = 0, []
+    """A step, and the parameters that this worker began it with."""
 
     def chosen(self, step: int) -> list[int]:
         """The shards of a step that are computed twice."""
@@ -142,8 +147,13 @@ class Audit:
 
     def forget(self) -> None:
         """Ranks are others now: whoever was disputed about may be gone."""
-        self._step = 0
+        self._step, self._kept = 0, (0, [])
         self.begin(0)
+
+    def keep(self, step: int, parameters: Iterable[Tensor], size: int) -> None:
+        """A step is dealt: keep what two workers have then. Of three, two have the right ones."""
+        if size == 2 and self.share and step != self._kept[0] and self.chosen(step):
+            self._kept = step, _digests_of(each for each in parameters if each.requires_grad)
 
     def note(
         self, shard: int, is_second: bool, weight: float, gradients: Sequence[Tensor | None]
@@ -165,8 +175,7 @@ class Audit:
         ]
         if not chosen or size == 1:
             return found
-        digests = [_digest(_bytes_of(each)) for each in parameters]
-        self._mine[PARAMETERS, False] = ["", *digests]
+        self._mine[PARAMETERS, False] = _digests_of(parameters)
         mine = self._words_of(PARAMETERS, False)
         return [*found, *(w if r == rank else 0.0 for r in range(size) for w in mine)]
 
@@ -217,15 +226,19 @@ class Audit:
         self, shards: Sequence[int], members: Membership, device: torch.device
     ) -> tuple[dict[int, list[Claim]], list[str]]:
         """By shard what every worker has of it, and where the workers are."""
-        mine = [[shard, digests] for (shard, _), digests in self._mine.items() if shard in shards]
+        mine = [
+            [shard, digests, shard == PARAMETERS and self._kept == (self._step, digests)]
+            for (shard, _), digests in self._mine.items()
+            if shard in shards
+        ]
         told: list[Any] = [[f"{socket.gethostname()}, {device}", mine]]
         if members.size > 1:
             what = f"Step {self._step}: comparing disputed gradients"
             told = exchange(members.group, told[0], members.word_device, what)
         claims: dict[int, list[Claim]] = {}
         for rank, (_, theirs) in enumerate(told):
-            for shard, digests in theirs:
-                claims.setdefault(shard, []).append(Claim(rank, digests))
+            for shard, *claim in theirs:
+                claims.setdefault(shard, []).append(Claim(rank, *claim))
         return claims, [place for place, _ in told]
 
     def _judge(
@@ -251,13 +264,20 @@ class Audit:
 
 
 def find_right(claims: Sequence[Claim], size: int) -> list[str] | None:
-    """The digests that two workers have, or a worker that is alone has had more than once; None
-    where there are none, or several."""
+    """The digests that two workers have, or, where there is no third, that one worker has had more
+    than once while the other contradicts itself; None where there are none, or several."""
     ranks: dict[tuple[str, ...], list[int]] = {}
-    for claim in claims:
+    for claim in [each for each in claims if each.is_kept] or claims:
         ranks.setdefault(tuple(claim.digests), []).append(claim.rank)
-    good = [d for d, by in ranks.items() if len(by) > 1 and len(set(by)) >= min(2, size)]
+    twice = [digests for digests, by in ranks.items() if len(by) > 1]
+    good = [digests for digests in twice if len(set(ranks[digests])) > 1]
+    if size < 3:
+        good = good or twice
     return list(good[0]) if len(good) == 1 else None
+
+
+def _digests_of(parameters: Iterable[Tensor]) -> list[str]:
+    return ["", *(_digest(_bytes_of(each)) for each in parameters)]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -90,6 +90,7 @@ class Step:
         self._busy = portion.busy or min(self._progress.shards, portion.samples)
         self._shards = portion.shards if self._fit.size is None else self._fit.cut(portion)
         self._audited, self._last = portion.audited, self._shards[-1] if self._shards else None
+        self._audit.keep(self.number, self._training.module.parameters(), self._progress.size)
         # What the loop logs of the last shard is then in the ledger before others apply the step.
         self._sums_at_end = bool(self._config.options.same_bits) or not portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
