@@ -28,6 +28,7 @@ from paceline.checkpoint.directory import SKELETON, TENSORS, CheckpointEntry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
 from paceline.files import FilePlan, memory_of, plan_file, put_together, read_tensors, take_apart
+from paceline.group import runs_ahead
 from paceline.telemetry import Written, count_text
 from paceline.torch_private import foreach_copy_
 
@@ -266,15 +267,17 @@ class Staging:
             self._lay_out(plan)
         if plan.tensors:
             foreach_copy_(self._slots, plan.tensors, non_blocking=self._buffer.is_pinned())
-        for device in {each.device for each in plan.tensors if each.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {each.device for each in plan.tensors if runs_ahead(each.device)}:
+            torch.get_device_module(device).current_stream(device).synchronize()
         return memory_of(self._buffer)[: plan.total_bytes]
 
     def _lay_out(self, plan: FilePlan) -> None:
         self._prefix, self._slots = b"", []
         if self._buffer.numel() < plan.total_bytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = _allocate(plan.total_bytes, any(each.is_cuda for each in plan.tensors))
+            self._buffer = _allocate(
+                plan.total_bytes, any(runs_ahead(each.device) for each in plan.tensors)
+            )
         begin = len(plan.prefix)
         memory_of(self._buffer)[:begin] = plan.prefix
         for place, tensor in zip(plan.header.places.values(), plan.tensors, strict=True):

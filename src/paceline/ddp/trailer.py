@@ -24,7 +24,7 @@ from paceline.ddp.fingerprint import (
 )
 from paceline.ddp.plan import CONTROL_WORDS
 from paceline.errors import DesyncError, FitError
-from paceline.group import Membership
+from paceline.group import HostCopy, Membership, runs_ahead
 from paceline.transport import mean_factor
 
 
@@ -109,7 +109,7 @@ class Agreement:
         self._size = membership.size
         self._params = params
         self._fingerprint: Fingerprint | None = None
-        self._late_words: tuple[Tensor, torch.cuda.Event] | None = None
+        self._late_words: HostCopy | None = None
 
     def on_generation(self) -> None:
         """Forget what the ranks of another group said."""
@@ -161,12 +161,12 @@ class Agreement:
         The host waits for a device only if it `waits`: else it looks at the words a step later.
         """
         size = self._size
-        if words.is_cuda:
+        if is_late := runs_ahead(words.device):
             self._read_late(words, step)
             if not (waits or self.is_awaited):
                 return size / words[0], False
         total, votes, aborts, short, news, weighed, plain, labels, *fingerprints = words.tolist()
-        if words.is_cuda:
+        if is_late:
             fingerprints = [0.0]  # they are looked at a step later
         else:
             self.has_news = news > 0
@@ -178,24 +178,15 @@ class Agreement:
         return 1.0 if total == size else mean_factor(size, total), bool(votes)
 
     def _read_late(self, words: Tensor, step: int) -> None:
-        """Look at last step's words, which have reached the host by now, and send for these.
-
-        Into pinned memory, because a copy into any other makes the host wait for the device.
-        """
+        """Look at last step's words, which have reached the host by now, and send for these."""
         late, self._late_words = self._late_words, None
         self.has_news = False
         if late is not None:
-            host, arrived = late
-            arrived.synchronize()
-            _, _, aborts, _, news, weighed, plain, _, *fingerprints = host.tolist()
+            _, _, aborts, _, news, weighed, plain, _, *fingerprints = late.read().tolist()
             self.has_news = news > 0
             labels = self._label(step) * self._size  # theirs were another step's
             self._refuse(aborts, weighed, plain, labels, fingerprints, step, words.device, late=1)
-        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-        host.copy_(words, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        self._late_words = host, arrived
+        self._late_words = HostCopy(words)
 
     def _refuse(
         self,

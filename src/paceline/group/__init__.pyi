@@ -20,6 +20,9 @@ from paceline.group.collectives import tell_of_waiting as tell_of_waiting
 from paceline.group.collectives import waiting as waiting
 from paceline.group.collectives import word_device as word_device
 from paceline.group.collectives import world_ranks as world_ranks
+from paceline.group.device import HostCopy as HostCopy
+from paceline.group.device import describe_gpu_memory as describe_gpu_memory
+from paceline.group.device import runs_ahead as runs_ahead
 from paceline.group.link import LAST_GENERATION as LAST_GENERATION
 from paceline.group.link import MEETINGS as MEETINGS
 from paceline.group.link import Generation as Generation
@@ -65,6 +68,5 @@ from paceline.group.world import World as World
 from paceline.group.world import connect as connect
 from paceline.group.world import current_world as current_world
 from paceline.group.world import default_group as default_group
-from paceline.group.world import describe_gpu_memory as describe_gpu_memory
 from paceline.group.world import init_as_torch as init_as_torch
 from paceline.group.world import init_process_group as init_process_group

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from paceline import env
 from paceline.env import Placement
 from paceline.errors import (
-    DeviceError,
     NotInitializedError,
     PeerError,
     UsageError,
@@ -32,12 +30,12 @@ from paceline.errors import (
     check_whole,
 )
 from paceline.group.collectives import give_way_at_exit
+from paceline.group.device import CPU, pick_backend, take_device
 from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
 from paceline.group.store import StoreClient
 from paceline.group.values import broadcast_value, gather_value, reduce_value
 from paceline.torch_private import HashStore, PrefixStore, Store, TCPStore
 
-CPU = torch.device("cpu")
 STORE_TIMEOUT = timedelta(seconds=120)
 """How long a worker waits for rank 0 to serve the store, unless `timeout` is shorter."""
 _LATE_S, _GRACE_S = 3.0, 5.0
@@ -150,12 +148,10 @@ def init_process_group(
     if not explicit and (world_size, rank) != (-1, -1):
         place = _placement_from_arguments(place, world_size, rank)
     local_rank, local_size = (place.local_rank, place.local_size) if place else (0, 1)
-    device = pick_device(backend, local_rank, local_size, device_id)
+    device = take_device(backend, local_rank, local_size, device_id)
     backend = backend or pick_backend(device, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
-    if device_id is not None and device.type == "cuda":
+    if device_id is not None and device.type != "cpu":
         options["device_id"] = device
     if explicit:
         options |= {"init_method": init_method, "store": store}
@@ -199,9 +195,7 @@ def init_as_torch(*args: Any, **kwargs: Any) -> None:
 def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
     """The world of a worker that replaces another: alone until its run joins the others."""
     assert place is not None
-    device = pick_device(None, place.local_rank, place.local_size, device_id)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = take_device(None, place.local_rank, place.local_size, device_id)
     with env.gloo_on_loopback():  # whatever has become of the way to other machines
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     _apart.add(dist.group.WORLD)
@@ -258,60 +252,6 @@ def default_group() -> Any:
             advice="Call paceline.init_process_group() first, or pass process_group=.",
         )
     return dist.group.WORLD
-
-
-def pick_device(
-    backend: str | None, local_rank: int, local_size: int, device_id: torch.device | int | None
-) -> torch.device:
-    """The device of this worker: its own GPU where there is one, else the CPU.
-
-    More workers than GPUs share them, which NCCL refuses unless each passes for a host of its own.
-    """
-    if device_id is not None:
-        device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise DeviceError(
-                f"device_id is {device}, but this machine has {torch.cuda.device_count()} GPUs.",
-                advice="Use a smaller index, or leave device_id out to get the local rank's GPU.",
-            )
-        return device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        return CPU
-    if backend == "nccl" and local_size > count and not env.may_share_gpu():
-        raise DeviceError(
-            f"{local_size} workers on this machine share {count} GPUs, which NCCL refuses.",
-            advice=f"To try the script here, start it with `paceline run --share-gpus`; otherwise "
-            f'start at most {count} workers per machine, or pass backend="gloo".',
-        )
-    return torch.device("cuda", local_rank % count)
-
-
-def describe_gpu_memory() -> str:
-    """What this worker holds of a GPU that it shares, and what is left there, as a sentence."""
-    sizes = (torch.cuda.memory_reserved(), *torch.cuda.mem_get_info())
-    held, free, total = (size / 2**30 for size in sizes)
-    return (
-        f"This worker holds {held:.1f} GiB of a GPU that it shares, where {free:.1f} of "
-        f"{total:.1f} GiB are free: start fewer workers, or take a smaller batch."
-    )
-
-
-def pick_backend(device: torch.device, local_size: int) -> str:
-    """NCCL and Gloo for GPUs, Gloo alone for CPUs and for GPUs shared by several workers."""
-    if device.type != "cuda":
-        return "gloo"
-    is_shared = local_size > torch.cuda.device_count()
-    if not dist.is_nccl_available() or (is_shared and not env.may_share_gpu()):
-        has_none = "this torch has no NCCL." if not dist.is_nccl_available() else ""
-        warnings.warn(
-            f"{local_size} workers use {torch.cuda.device_count()} GPUs with Gloo between them: "
-            + (has_none or "NCCL wants one GPU per worker, or `paceline run --share-gpus`.")
-            + " Expect little speed-up.",
-            stacklevel=3,
-        )
-        return "gloo"
-    return "cpu:gloo,cuda:nccl"
 
 
 def _placement_from_arguments(place: Placement | None, size: int, rank: int) -> Placement | None:

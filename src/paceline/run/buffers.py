@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from paceline.data import Plan
 from paceline.ddp import has_sync_batch_norm
 from paceline.errors import UsageError
-from paceline.group import Membership, all_reduce, exchange
+from paceline.group import HostCopy, Membership, all_reduce, exchange
 from paceline.run.state import copy_from
 from paceline.torch_private import NormBase
-from paceline.update import HostCopy
 
 _SMALL, _SAMPLES = 2**14, 2**10
 """Up to so many elements a buffer is compared whole; of a larger one so many, spread over it."""

@@ -43,6 +43,7 @@ from paceline.group import (
     gather_bytes,
     init_process_group,
     refuse_aborted,
+    runs_ahead,
     word_device,
 )
 from paceline.policy import NoiseMeter
@@ -199,7 +200,7 @@ def build_run(config: RunConfig) -> RunParts:
     )
     training.generators.seed(config.seed, "between", position.step)
     signals = LoaderSignals()
-    pins = device.type == "cuda" if options.pin_memory is None else options.pin_memory
+    pins = runs_ahead(device) if options.pin_memory is None else options.pin_memory
     settings = partial(loading, pins, options.prefetch, signals)
     shortest_batch = math.inf if plan is None else plan.shortest_batch
     made = _make_loader(config, plan, shards, members, settings, saved)

@@ -437,7 +437,7 @@ class RunConfig:
             )
         if world.size > shards and not may_cut:
             lines.append(say_idle(world.size, shards))
-        if world.device.type == "cuda" and device.type == "cpu":
+        if world.device.type != "cpu" and device.type == "cpu":
             lines.append(f"The model is on the CPU, although this worker has {world.device}.")
         if plan is not None and position.step >= plan.steps:
             lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from paceline import env
 from paceline.errors import UsageError
-from paceline.group import Membership
+from paceline.group import HostCopy, Membership
 from paceline.run.same_bits import EVERY, hash_state
 from paceline.telemetry import Message, StepReport, Summary, Sums
-from paceline.update import HostCopy
 
 if TYPE_CHECKING:
     from paceline.run.parts import RunParts

@@ -26,6 +26,7 @@ from paceline.data import Files
 from paceline.ddp import has_sync_batch_norm
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, memory_of
+from paceline.group import runs_ahead
 from paceline.update import is_known
 
 EVERY = 100
@@ -137,8 +138,8 @@ def refuse_other_threads(step: int) -> None:
 def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Where bits are computed: the same on all workers of a run, and when it continues."""
     kind = " ".join([torch.backends.cpu.get_cpu_capability(), *_features()])
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
+    if runs_ahead(device):
+        kind = torch.get_device_module(device).get_device_name(device)
     return {"processor": kind, "torch": str(torch.__version__), "threads": str(THREADS)}
 
 

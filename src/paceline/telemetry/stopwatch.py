@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from paceline import env
-from paceline.group import Membership, find_tensors, tell_of_waiting
+from paceline.group import Membership, find_tensors, runs_ahead, tell_of_waiting
 from paceline.telemetry import spans
 from paceline.telemetry.phases import MEASURED, Phase
 from paceline.torch_private import at_backward_end
@@ -140,7 +140,7 @@ class Stopwatch:
     def totals(self) -> dict[str, float]:
         """Seconds by phase since the beginning, up to the last change; take the difference of two.
 
-        On a CUDA device these run a little behind, because the host does not wait for it.
+        On an accelerator these run a little behind, because the host does not wait for it.
         """
         self._account()
         return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in MEASURED}
@@ -179,7 +179,7 @@ class Stopwatch:
 
 
 class DeviceStopwatch(Stopwatch):
-    """The same for a CUDA device, whose kernels run later than the host starts them.
+    """The same for an accelerator, whose kernels run later than the host starts them.
 
     Every change of phase records an event on the stream in use; its time is read when the device
     has passed it, by which time the host is elsewhere. So the host never waits for the device.
@@ -190,6 +190,7 @@ class DeviceStopwatch(Stopwatch):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self._module: Any = torch.get_device_module(device)
         self._spare_events: list[Any] = []
         self._reached = self._record()
         self._reached.synchronize()  # once: ties the device's clock to the host's
@@ -212,8 +213,8 @@ class DeviceStopwatch(Stopwatch):
         if self._spare_events:
             event = self._spare_events.pop()
         else:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+            event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
         return event
 
     def _resolve(self) -> None:
@@ -348,7 +349,7 @@ def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
     """The stopwatch of this rank: one for a group, however many models it trains there."""
     watch = find_stopwatch(membership.group)
     if watch is None:
-        watch = DeviceStopwatch(device) if device.type == "cuda" else Stopwatch()
+        watch = DeviceStopwatch(device) if runs_ahead(device) else Stopwatch()
         _notice_waiting_and_optimizers()
     if watch.membership() is not membership:
         watch.membership = weakref.ref(membership)

@@ -34,7 +34,7 @@ import torch
 
 from paceline.errors import PeerError, WireError, name_ranks
 from paceline.files import parse_json
-from paceline.group import Cadence, Membership, all_gather, word_device
+from paceline.group import Cadence, HostCopy, Membership, all_gather, word_device
 from paceline.telemetry import spans, stopwatch
 from paceline.telemetry.blame import WINDOWS, Blame, OwnWork, find_slow, has_lead, summarise
 from paceline.telemetry.phases import Phase
@@ -82,7 +82,7 @@ class StragglerDetector:
         self._seen: StepTimes | None = self._watch.finished[-1] if self._watch.finished else None
         """The last step that is compared already; numbers of steps may begin again."""
         self._warm_up_steps = WARM_UP_STEPS
-        self._under_way: tuple[Any, Any] | None = None
+        self._under_way: HostCopy | None = None
         """On a GPU, numbers on their way to the host and the event of their arrival."""
         self._took_s = 0.0
         self._hurries = False
@@ -99,10 +99,8 @@ class StragglerDetector:
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
         if self._under_way is not None:
-            gathered, arrival = self._under_way
+            self._read(membership.rank, self._under_way.read())  # sent for some steps ago
             self._under_way = None
-            arrival.synchronize()  # long past: that was some steps ago
-            self._read(membership.rank, gathered)
         steps = list(takewhile(lambda step: step is not self._seen, reversed(self._watch.finished)))
         self._seen = steps[0] if steps else self._seen
         steps = steps[: len(steps) - self._warm_up_steps]
@@ -112,14 +110,12 @@ class StragglerDetector:
         in_s = [{phase: ns / 1e9 for phase, ns in step.ns_by_phase.items()} for step in steps]
         mine = torch.tensor(summarise(in_s, self._took_s).row(), dtype=torch.float64).to(where)
         by_rank = all_gather(membership.group, mine, "Comparing the pace of the ranks")
-        gathered = torch.stack(by_rank).to("cpu", non_blocking=True)
+        gathered = HostCopy(torch.stack(by_rank))
         self._took_s = (spans.now_ns() - begun) / 1e9
         if where.type == "cpu":
-            self._read(membership.rank, gathered)
+            self._read(membership.rank, gathered.read())
         else:  # the host does not wait for the device
-            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrival.record()
-            self._under_way = gathered, arrival
+            self._under_way = gathered
 
     def _read(self, rank: int, gathered: torch.Tensor) -> None:
         window = [OwnWork.from_row(row) for row in gathered.tolist()]

@@ -9,7 +9,6 @@ from paceline.update.sharded import is_worth_gathering as is_worth_gathering
 from paceline.update.sharded import is_worth_sharing as is_worth_sharing
 from paceline.update.sharded import shard_update as shard_update
 from paceline.update.whole import FiniteCheck as FiniteCheck
-from paceline.update.whole import HostCopy as HostCopy
 from paceline.update.whole import Loss as Loss
 from paceline.update.whole import Update as Update
 from paceline.update.whole import WholeUpdate as WholeUpdate

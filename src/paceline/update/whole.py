@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import NotFiniteError, UsageError, check_members
-from paceline.group import Membership, exchange
+from paceline.group import HostCopy, Membership, exchange
 from paceline.telemetry import follow_optimizers
 from paceline.torch_private import foreach_mul_, foreach_norm, sparse_values
 from paceline.update.average import WeightAverage
@@ -40,35 +40,6 @@ class Loss(NamedTuple):
     shard: int
     samples: Sequence[int]
     """Their numbers; of a stream, -1."""
-
-
-class HostCopy:
-    """One tensor's values as of now, on the host later.
-
-    Reading a number at once would make the host wait until a GPU has caught up, and then the GPU
-    for the host; a few steps later the number is there for nothing.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        tensor = tensor.detach()
-        self._event: Any = None
-        if tensor.device.type == "cpu":
-            self._tensor = tensor.clone()
-            return
-        self._tensor = tensor.to("cpu", non_blocking=True)
-        self._event = torch.get_device_module(tensor.device).Event()
-        self._event.record()
-
-    @property
-    def is_here(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def read(self) -> Tensor:
-        """The values; waits for the device where it has not come that far yet."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self._tensor
 
 
 class Update(Protocol):
