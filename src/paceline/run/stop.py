@@ -111,6 +111,8 @@ def _find_exit(trace: TracebackType) -> SystemExit | None:
     done = [e for e in get_instructions(frame.f_code) if e.offset <= trace.tb_lasti]
     for last in ("RAISE_VARARGS", "CALL", "PRECALL"):
         done = done[:-1] if done[-1].opname == last else done
+    if len(done) < 2:  # a bare `raise`
+        return None
     before, last_one = done[-2:]
     if last_one.argval in _EXITS:
         return SystemExit()
