@@ -11,6 +11,7 @@ workers have the same one; it is kept with the state of the run.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,6 +55,8 @@ _TEXTS = (
 """How errors of other classes say that memory ran out."""
 _PLAIN = (str, bytes, bool, type(None))
 """What is the same for every sample of a batch."""
+_TALKS = "the model, the loss or the script calls a collective in the pass of a shard"
+_APART = "Call it outside of the loop over step.batches(), or use step.joint(); or a smaller batch."
 _SHARDS = "Pass more shards= to a new run: each is then smaller, and computed as a whole."
 
 
@@ -125,6 +128,8 @@ class Fit:
         self._failed: list[int] = []
         self._reason = ""
         """What this worker ran out of memory with, until the others know."""
+        self.talks = False
+        """Whether a pass of this worker was seen to call a collective of the script's own."""
 
     def attach(self, engine: Any) -> None:
         """Have the engines tell in time when memory runs out on a worker."""
@@ -180,11 +185,22 @@ class Fit:
         """
         if error is None or not self.takes(error):
             return False
+        if self.talks:  # the others may be in that collective: they hear when this worker ends
+            error.add_note(f"Shards are not computed in pieces, because {_TALKS}. {_APART}")
+            return False
         self.release(error)
         training.update.abandon()
         told: list[bool] = []
         engine: Any = training.engine
+        since_s, end_s = time.monotonic(), env.read_observation().stall_end_s
         self.is_short = recovery.holds(lambda: told.append(engine.run_short()))
+        if not self.is_short and 0 < end_s <= time.monotonic() - since_s:
+            raise FitError(
+                f"This worker ran out of memory, and waited {end_s:.3g} s to tell the others: "
+                f"{self._reason}",
+                f"They did not come to the sum of their gradients, which is so where {_TALKS}.",
+                _APART,
+            ) from error
         return told != [False]
 
     def takes(self, error: BaseException | None) -> bool:

@@ -127,8 +127,9 @@ class RunProgress:
     shards: int
     """Into how many parts a batch is cut; see `cut`."""
     count_talks: Callable[[], int] = int
-    """How many collectives this worker has started; 0 where every worker computes exactly one pass
-    of each step: only then can a pass talk."""
+    """How many collectives this worker has started."""
+    may_talk: bool = False
+    """Whether every worker computes exactly one pass of each step: only then can a pass talk."""
     scores: dict[str, float] = field(default_factory=dict)
     """What is known of the model as it is now: a step that is applied makes it another one."""
     stopping: int = 0
@@ -221,7 +222,9 @@ class RunParts:
         group = self.place.membership.group
         if training.buffers is not None:
             training.buffers.is_cut = training.fit.size is not None
-        progress.count_talks = int if is_each else count_collectives(group)
+        progress.may_talk = is_each
+        is_counted = not is_each or training.fit.is_on
+        progress.count_talks = count_collectives(group) if is_counted else int
 
     def recover_with(self, recovery: Recovery) -> None:
         """Leave lost workers to it."""

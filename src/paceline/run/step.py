@@ -490,7 +490,8 @@ class Step:
         The engine talks in the last backward only, and the run before and after the passes.
         """
         before, self._talks = self._talks, self._progress.count_talks()
-        if self._talks != before:
+        self._fit.talks |= self._talks != before
+        if self._talks != before and not self._progress.may_talk:
             losses.refuse_talks(self.number, self._progress.shards, self._progress.size)
 
     def _lap(self, phase: Phase) -> None:
