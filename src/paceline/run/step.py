@@ -215,8 +215,7 @@ class Step:
         return batch
 
     def _batches(self, shards: list[Shard], loaded: Iterable[Any]) -> Generator[Any]:
-        training = self._training
-        self._talks = self._progress.count_talks()
+        training, self._talks = self._training, self._progress.count_talks()
         with ExitStack() as before_last:
             if shards and shards[0] is not self._last:
                 before_last.enter_context(training.engine.no_sync())
