@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.launcher import starts
+from paceline.launcher.generations import without_survival
 from paceline.launcher.template import Template, TemplateError
 
 SCRIPT = """
@@ -47,6 +50,39 @@ def test_a_template_that_is_closed_is_gone_and_says_so(tmp_path: Path) -> None:
     assert template._process.returncode == -signal.SIGKILL
     with pytest.raises(TemplateError):
         template.ask(["script.py"], {}, {0: 0}, leads_group=True)
+
+
+SLOW = "import os, sys, time; end = time.monotonic() + 1\nwhile time.monotonic() < end: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("does", "is_kept"),
+    [("pass", True), ("time.sleep(60)", False), ("os.kill(os.getpid(), 19)", False)],
+    ids=["computes", "waits for something", "is stopped"],
+)
+def test_a_template_is_waited_for_as_long_as_it_works(
+    does: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "LOOK_S", 0.05)
+    says_ready = "os.write(int(sys.argv[2]), b'0 0'); time.sleep(600)"
+    template = Template([sys.executable, "-c", SLOW.format(does) + says_ready], os.environ)
+    gone: list[int] = []
+    waited = starts.Starts(
+        start=lambda *_: pytest.fail("nobody is to be started"),
+        console=None,  # type: ignore[arg-type]
+        generations=without_survival(),
+        template=template,
+        on_started=lambda worker: None,
+        on_template_gone=gone.append,
+        may_start=lambda: True,
+    )
+    try:
+        while not template.is_ready and not gone:
+            waited.turn()
+            time.sleep(0.001)
+    finally:
+        template.close()
+    assert (template.is_ready, bool(gone)) == (is_kept, not is_kept)
 
 
 def facts_of(folder: Path, *flags: str) -> tuple[list[Any], list[float]]:

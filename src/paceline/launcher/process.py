@@ -66,12 +66,9 @@ class WorkerProcess:
         One that a debugger traces is neither. Nor is one that computes: it may be in a library
         that lets no other thread of Python speak.
         """
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                state, *fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # not Linux, or just gone
+        state, cpu_s = read_state(self.pid)
+        if not state:
             return
-        cpu_s = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
         is_idle, self.cpu_s = cpu_s - self.cpu_s < since_s / 8, cpu_s
         self.looks_stopped = self.looks_stopped + 1 if state == b"T" else 0
         if self.beats and is_idle and state != b"t":
@@ -98,6 +95,16 @@ class WorkerProcess:
         except (ProcessLookupError, PermissionError):
             return False
         return self.leads_group
+
+
+def read_state(pid: int) -> tuple[bytes, float]:
+    """What the kernel says a process does, as a letter, and how many seconds it has computed."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:  # not Linux, or just gone
+        return b"", 0.0
+    return state, (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

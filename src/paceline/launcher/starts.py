@@ -23,11 +23,13 @@ from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec
-from paceline.launcher.process import WorkerProcess
+from paceline.launcher.process import WorkerProcess, read_state
 from paceline.launcher.template import Template, TemplateError
 
-# So long a template may import, and fork; then others start as new interpreters.
-IMPORT_TIMEOUT_S, FORK_TIMEOUT_S = 60.0, 5.0
+# A template that is to answer is looked at so often, and is done without, in favour of new
+# interpreters, if it is stopped, or has not computed at so many looks in a row. On a machine that
+# is busy it takes as long as it takes: whoever began anew would take longer.
+LOOK_S, MOST_IDLE = 5.0, 12
 LIMITS = {
     errno.EAGAIN: "there are too many processes",
     errno.EMFILE: "there are too many open files",
@@ -51,12 +53,15 @@ class Starts:
     may_start: Callable[[], bool]
     queue: deque[WorkerSpec] = field(default_factory=deque)
     due_s: float | None = None
-    """Until when the template has time to say what it is to say next."""
+    """When to look at the template, from which something is awaited."""
+    _idle: int = 0
+    """At how many looks in a row it had not computed."""
+    _computed_s: float = 0.0
     _asked: tuple[WorkerSpec, WorkerProcess] | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.is_ready:
-            self.due_s = time.monotonic() + IMPORT_TIMEOUT_S
+            self.due_s = time.monotonic() + LOOK_S
 
     @property
     def is_busy(self) -> bool:
@@ -98,7 +103,8 @@ class Starts:
         if worker.pid:
             self.on_started(worker)
         else:
-            self._asked, self.due_s = (spec, worker), time.monotonic() + FORK_TIMEOUT_S
+            self._asked, self._idle = (spec, worker), 0
+            self.due_s = time.monotonic() + LOOK_S
 
     def _hear(self, template: Template) -> None:
         try:
@@ -118,7 +124,17 @@ class Starts:
         elif self._asked is None and template.is_ready:
             self.due_s = None
         elif self.due_s is not None and time.monotonic() > self.due_s:
+            self._look_at(template)
+
+    def _look_at(self, template: Template) -> None:
+        """It has not answered yet: go on without it if nothing says that it will."""
+        state, computed_s = read_state(template.pid)
+        is_at_work = state in (b"R", b"D") or computed_s > self._computed_s
+        self._idle, self._computed_s = 0 if is_at_work else self._idle + 1, computed_s
+        if state == b"T" or self._idle >= MOST_IDLE:
             self._drop_template(template)
+        else:
+            self.due_s = time.monotonic() + LOOK_S
 
     def _drop_template(self, template: Template) -> None:
         """Do without it: it is gone, or stopped."""

@@ -92,6 +92,10 @@ class Template:
     def fileno(self) -> int:
         return self._channel.fileno()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(
         self,
         arguments: Sequence[str],
