@@ -24,6 +24,7 @@ parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--delay", type=int, default=0)
 parser.add_argument("--die-in-update", default="{}", help="by island and rank, a step")
 parser.add_argument("--all-die-at", type=int, default=0, help="a step of island 1")
+parser.add_argument("--late", action="store_true", help="it comes back when the other has ended")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -32,6 +33,10 @@ X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1), dtype=torch.f
 net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
 island = int(os.environ["PACELINE_ISLAND"].partition("/")[0])
+while args.late and (args.out / "island 1 died").exists() and island == 1:
+    if (args.out / "result.0").exists():
+        break
+    time.sleep(0.01)
 islands = paceline.Islands(every=args.every, delay=args.delay)
 run = paceline.Run(
     net,
@@ -73,7 +78,7 @@ for step in run:
         die_once(f"all died, {run.world.rank}")
     if island == 1 and step.number > args.all_die_at and dead.exists():
         back.touch()
-    if island == 0 and dead.exists() and not back.exists():
+    if island == 0 and dead.exists() and not back.exists() and not args.late:
         time.sleep(0.1)  # steps are left when the other one has started again
 if run.membership.leads:
     weights = [value.tolist() for value in net.state_dict().values()]

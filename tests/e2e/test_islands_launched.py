@@ -58,6 +58,12 @@ def test_an_island_that_dies_as_a_whole_comes_back_with_the_state_of_the_other(
     assert (tmp_path / "out" / "island 1 is back").exists()
 
 
+def test_an_island_that_comes_back_when_the_other_has_ended_has_its_state(tmp_path: Path) -> None:
+    first, second = launch(tmp_path / "out", "--all-die-at", "5", "--late")
+    assert first[0] == 24
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 from paceline import Islands, Run, RunOptions, World
 from paceline.errors import UsageError
-from paceline.islands import IslandsError
+from paceline.islands import IslandPlace, IslandsError, Request
+from paceline.run import islands as in_run
 from paceline.testing import run_ranks, seeded
 from tests.archipelago import run_islands
 from tests.sentences import says
@@ -67,6 +69,29 @@ def train(
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(map(torch.equal, one, other))
+
+
+def test_an_island_joins_when_all_of_its_workers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the others would wait in a round for one that has yet to start."""
+    there: set[tuple[int, int]] = set()
+    seen: dict[int, set[tuple[int, int]]] = {}
+    attach = in_run.attach
+
+    def come(run: Any, plan: Any) -> None:
+        attach(run, plan)
+        if run.place.world.rank:
+            threading.Event().wait(0.3)  # long enough for the others to ask without it
+        there.add((plan.island, run.place.world.rank))
+
+    def ask(place: IslandPlace, head: dict[str, Any], *bodies: Any) -> Request:
+        if head["ask"] == "join":
+            seen[place.number] = {each for each in there if each[0] == place.number}
+        return Request(place, head, *bodies)
+
+    monkeypatch.setattr(in_run, "attach", come)
+    monkeypatch.setattr(in_run, "Request", ask)
+    run_islands(2, 2, lambda world, at: train(world, Islands(every=2, at=at), epochs=1))
+    assert seen == {island: {(island, 0), (island, 1)} for island in range(2)}
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 1), (2, 2), (3, 1)])

@@ -322,6 +322,37 @@ def test_who_comes_when_the_training_is_over_is_told_so() -> None:
         second.presence.close()
 
 
+def test_who_was_missing_in_the_last_round_gets_the_state_after_it_whenever_it_comes() -> None:
+    with meeting_place(2) as address:
+        first, second = (Island(address, number, 2) for number in range(2))
+        for each in [first.join(0), second.join(0)]:
+            answer(each)
+        second.presence.close()
+        assert answer(first.meet(9, b"a", is_last=True))[0]["gives"]
+        Request(first.place, {"ask": "state", "step": 9}, b"end").wait(lambda: False)
+        for has_left in (False, True):
+            if has_left:
+                first.presence.close()
+            second.presence.renew()
+            assert answer(second.join(3)) == (
+                {"ask": "state", "step": 9, "island": 0, "from": 0},
+                b"end",
+            )
+            second.presence.close()
+
+
+def test_an_island_whose_workers_are_gone_does_not_join() -> None:
+    with meeting_place(2) as address:
+        first, second = (Island(address, number, 2) for number in range(2))
+        second.presence.close()
+        assert answer(second.join(0))[0] == {"gone": True}
+        second.presence.renew()
+        both = [first.join(0), second.join(0)]
+        assert [answer(each)[0]["step"] for each in both] == [0, 0]
+        first.presence.close()
+        second.presence.close()
+
+
 def test_a_wait_ends_where_the_group_of_the_worker_is_broken() -> None:
     with meeting_place(2) as address:
         island = Island(address, 0, 2)

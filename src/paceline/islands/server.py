@@ -1,7 +1,8 @@
 """Where islands meet: it hands what each of them sends in a round to the others, and adds nothing.
 
     join    an island tells its step and what it was given; all begin with the state of the one
-            furthest on. One that comes later waits for the next round, and gets the state after it.
+            furthest on. One that comes later waits for the next round, and gets the state after it;
+            after the last round, the one that was kept because somebody was missing then.
     round   every island sends, and gets what all have sent. After a deadline the round goes on
             without those that have not; they are behind then, and have to join again.
     state   of an island that is asked for it, for those who wait to join
@@ -85,6 +86,8 @@ class RoundServer:
         self._facts: dict[str, Any] = {}
         """What the first one was given, and all must be."""
         self._has_begun = self._is_over = False
+        self._last: Answer | None = None
+        """The state after the last round, where an island was missing in it."""
         self._begin_by_s: float | None = None
         self._rounds: dict[int, Round] = {}
         self._connections: set[socket.socket] = set()
@@ -194,6 +197,8 @@ class RoundServer:
         facts: dict[str, Any] = head["facts"]
         arrival = Arrival(int(head["step"]), str(head["anchor"]), object())
         with self._changed:
+            if not self._workers.get(island):  # it has died since it asked
+                return ({"gone": True},)
             self._facts = self._facts or facts
             for key in (key for key in self._facts if self._facts[key] != facts.get(key)):
                 return ({"differs": [key, self._facts[key], facts.get(key)]},)
@@ -205,9 +210,9 @@ class RoundServer:
                 if self._joining.get(island) is not arrival:
                     # Answered; or the island is gone, or asks once more.
                     return self._answers.pop(island, ({"gone": True},))
-                if self._is_over and not self._members:
+                if self._is_over and (self._last is not None or not self._members):
                     del self._joining[island]
-                    return ({"over": True},)
+                    return self._last or ({"over": True},)
                 left_s = self._try_to_begin(float(head["timeout_s"]))
                 if self._joining.get(island) is arrival:
                     self._changed.wait(left_s)
@@ -263,7 +268,8 @@ class RoundServer:
             for old in sorted(self._rounds)[:-_KEPT_ROUNDS]:
                 del self._rounds[old]
             islands = sorted(found.sent)
-            gives = bool(self._joining) and island == min(self._members & set(islands), default=-1)
+            is_wanted = bool(self._joining) or (head["is_last"] and len(islands) < self._count)
+            gives = is_wanted and island == min(self._members & set(islands), default=-1)
             # What the caller has just sent need not travel back, unless another came first.
             has_own = found.sent[island][1] != body
             told = {
@@ -291,6 +297,8 @@ class RoundServer:
     def _give(self, island: int, head: dict[str, Any], body: bytearray) -> None:
         """Hand the state of an island to those who wait for one."""
         with self._changed:
+            if self._is_over:
+                self._last = {**head, "from": island}, body
             for other in list(self._joining) if island in self._members else ():
                 del self._joining[other]
                 self._answers[other] = ({**head, "from": island}, body)

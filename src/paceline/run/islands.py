@@ -354,6 +354,8 @@ class OuterUpdate(WholeUpdate):
             return
         self._presence.renew()
         members, answer = self._members, None
+        # From when it has joined, the others wait for this island in rounds: all of it is there.
+        broadcast_state(members, None, 0, "Meeting to join the other islands")
         if members.leads:
             head, body = self._wait(Request(self._place, self._introduce(run)))
             answer = head, decode(bytes(body)) if body else None
@@ -362,9 +364,7 @@ class OuterUpdate(WholeUpdate):
             case {"gone": True}:
                 return  # once more
             case {"over": True}:
-                text = "The other islands have ended the training without this one."
-                run.outlets.sinks.tell("message", Message(text, "warning"))
-                run.progress.stopping = stop.BY_SCRIPT
+                run.progress.stopping = stop.BY_OTHERS
             case {"differs": [key, there, here]}:
                 raise DesyncError(
                     "The islands were started with different arguments.",

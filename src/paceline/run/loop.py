@@ -327,6 +327,8 @@ class Run:
                 return End("stopped", "stopped by run.stop()"), 0
             case stop.BY_RATING:
                 return End("stopped", self._parts.training.rating.reason), 0
+            case stop.BY_OTHERS:
+                return End("stopped", "the other islands have ended the training without it"), 0
         return End("stopped", f"stopped by {stop.name_signal(number)}"), number
 
     def _describe(self, error: BaseException | None, step: int) -> End:

@@ -133,7 +133,7 @@ class RunProgress:
     scores: dict[str, float] = field(default_factory=dict)
     """What is known of the model as it is now: a step that is applied makes it another one."""
     stopping: int = 0
-    """What the workers have agreed to stop for: a signal, `BY_SCRIPT` or `BY_RATING`."""
+    """What the workers have agreed to stop for: a signal, `stop.BY_SCRIPT` or another of those."""
     save_at: int = 0
     evaluate_at: int = 0
     """The last steps after which all have agreed to save, and to evaluate."""

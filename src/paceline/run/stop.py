@@ -41,7 +41,7 @@ from paceline.telemetry import Sinks
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_PRESS_S = 0.5
 """A terminal and a launcher may both pass one Ctrl-C on; so soon after the first it is the same."""
-BY_SCRIPT, BY_RATING = 1000, 1001
+BY_SCRIPT, BY_RATING, BY_OTHERS = 1000, 1001, 1002
 """What a run may stop for besides signals, whose numbers are lower."""
 PERIOD_S = 0.1
 MOST_STEPS = 1000
