@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -12,10 +11,13 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
+from paceline.files import RunFolder, read_events
 from paceline.show.compare import compare, read_hashes
+from tests.faults.trainings import environment
 
 SCRIPT = """
-import os, signal, sys, torch, paceline
+import glob, os, signal, sys, torch, paceline
+from tests.faults import wait_for_replacements
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -30,9 +32,13 @@ options = paceline.RunOptions(progress="quiet", same_bits=True, precision="bf16"
                               update=update)
 
 def die(where):
-    mark = f"{folder}.{step.number}"
-    if (step.number, run.world.rank, where) in kills and not os.path.exists(mark):
-        open(mark, "w").close()
+    struck = sorted(int(name.rpartition(".")[2]) for name in glob.glob(f"{folder}.*"))
+    if len(struck) >= len(kills) or run.membership.size < int(os.environ["WORLD_SIZE"]):
+        return
+    first, rank, place = kills[len(struck)]
+    is_turn = step.number >= first and step.number not in struck
+    if is_turn and (run.world.rank, where) == (rank, place):
+        open(f"{folder}.{step.number}", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
 
 run = paceline.Run(net, torch.optim.AdamW(net.parameters(), lr=0.02), data, global_batch=30,
@@ -47,6 +53,8 @@ for step in run:
             run.log("right", (out.argmax(1) == y).double().mean() / 3, weight=len(y))
         die("after")
     die("behind")
+    if kills:
+        wait_for_replacements(run)
 open("after", "w").close()
 """
 
@@ -58,13 +66,14 @@ def train(
     where: Path, name: str, workers: int, epochs: int, *kills: str, update: str = "whole"
 ) -> None:
     """A kill is step, rank and where: before a backward or after it, after the loop over batches
-    or behind the block."""
+    or behind the block. It waits for a step in which all workers are there."""
     (where / "train.py").write_text(SCRIPT)
     launcher = ["-m", "paceline", "run", "--workers", workers] if workers > 1 else []
     command = [sys.executable, *launcher, "train.py", name, epochs, update, *kills]
     done = subprocess.run(
         list(map(str, command)),
         cwd=where,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,
@@ -73,14 +82,13 @@ def train(
     assert done.returncode == 0, done.stderr
 
 
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [each for each in read_events(RunFolder(folder)) if each["kind"] == kind]
+
+
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
     """Those of epochs, by epoch, as the run folder has them."""
-    lines = [
-        json.loads(line)
-        for path in sorted((folder / "events").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return {each["epoch"]: each["metrics"] for each in lines if each["kind"] == "epoch"}
+    return {each["epoch"]: each["metrics"] for each in events_of(folder, "epoch")}
 
 
 EPOCHS = 5
@@ -103,10 +111,10 @@ def assert_same(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize("update", ["whole", "sharded"])
 def test_deaths_change_no_bit(update: str, alone: Path, tmp_path: Path) -> None:
     draw = random.Random(update)
-    steps = sorted(draw.sample(range(2, 3 * EPOCHS), 8))
-    kills = [f"{step} {number % 3} {WHERE[number % 4]}" for number, step in enumerate(steps)]
+    places = [*draw.sample(WHERE, 4), draw.choice(WHERE)]
+    kills = [f"{2 + 2 * number} {number % 3} {place}" for number, place in enumerate(places)]
     train(tmp_path, "run", 3, EPOCHS, *kills, update=update)
-    assert len(list(tmp_path.glob("run.*"))) > 4, "ranks were there to die"
+    assert sum(len(each["died"]) for each in events_of(tmp_path / "run", "generation")) == 5
     assert_same(tmp_path / "run", alone)
 
 
@@ -130,7 +138,13 @@ def test_the_first_difference_is_named() -> None:
 def replay(where: Path, *arguments: str) -> Any:
     command = [sys.executable, "-m", "paceline", "replay", "run", *arguments]
     return subprocess.run(
-        command, cwd=where, capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=where,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
