@@ -24,6 +24,7 @@ parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--delay", type=int, default=0)
 parser.add_argument("--die-in-update", default="{}", help="by island and rank, a step")
 parser.add_argument("--all-die-at", type=int, default=0, help="a step of island 1")
+parser.add_argument("--raise-at", type=int, default=0, help="a step of rank 1 of island 1")
 parser.add_argument("--late", action="store_true", help="it comes back when the other has ended")
 args = parser.parse_args()
 
@@ -45,6 +46,7 @@ run = paceline.Run(
     global_batch=16,
     epochs=args.epochs,
     shards=2,
+    folder=args.out / "run" if args.raise_at else None,
     options=paceline.RunOptions(islands=islands, progress="quiet"),
 )
 deaths: dict[str, int] = json.loads(args.die_in_update)
@@ -73,6 +75,8 @@ for step in run:
     with step:
         for x, y in step.batches():
             step.backward(cross_entropy(run.model(x), y))
+        if (island, run.world.rank, step.number) == (1, 1, args.raise_at):
+            raise KeyError("missing")
     if island == 1 and step.number == args.all_die_at:
         dead.touch()
         die_once(f"all died, {run.world.rank}")

@@ -11,15 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.files import RunFolder, read_events, read_info
+
 SCRIPT = str(Path(__file__).with_name("islands_script.py"))
 
 
-def launch(out: Path, *flags: str, size: int = 4, island: str = "2") -> list[Any]:
-    """Step and weights of both islands."""
+def start(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Two islands of two workers, until they have ended."""
     out.mkdir()
-    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size)]
-    command += ["--island", island, SCRIPT, "--out", str(out), *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "4", "--island", "2"]
+    command += [SCRIPT, "--out", str(out), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def launch(out: Path, *flags: str) -> list[Any]:
+    """Step and weights of both islands."""
+    ended = start(out, *flags)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads((out / f"result.{number}").read_text()) for number in range(2)]
 
@@ -62,6 +69,23 @@ def test_an_island_that_comes_back_when_the_other_has_ended_has_its_state(tmp_pa
     first, second = launch(tmp_path / "out", "--all-die-at", "5", "--late")
     assert first[0] == 24
     assert first == second
+
+
+def test_an_exception_in_one_island_is_the_reason_of_the_end_of_all(tmp_path: Path) -> None:
+    ended = start(tmp_path / "out", "--raise-at", "5", "--epochs", "100000")
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") + ended.stdout.count("Traceback") == 1
+    folder = tmp_path / "out" / "run"
+    for path, who in ((folder, "island 1: worker 1"), (folder / "island-1", "worker 1")):
+        info = read_info(RunFolder(path))
+        events = read_events(RunFolder(path))
+        stops = [event["reason"] for event in events if event["kind"] == "stop"]
+        assert info is not None
+        assert (info.status, [info.reason]) == ("failed", stops[-1:])
+        assert info.reason.startswith(f"{who} failed in step 5: KeyError")
+        command = [sys.executable, "-m", "paceline", "report", str(path), "--output", "page.html"]
+        subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, timeout=120)
+        assert json.dumps(info.reason)[1:-1] in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class RoundServer:
 
     def _lose(self, island: int) -> None:
         """The last worker of an island is gone."""
-        if island in self._members and not self._is_over and not self._is_closed:
+        if island in self._members and len(self._members) > 1 and not self._is_over:
             self._say(f"island {island} is gone; {self._count_rest(island)}.")
         self._members.discard(island)
         self._joining.pop(island, None)

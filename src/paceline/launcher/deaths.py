@@ -16,11 +16,14 @@ import os
 import signal
 import sys
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paceline import env
 from paceline.env import step_file
 from paceline.errors import describe_failure, first_line
+from paceline.islands import ISLAND_VARIABLE
 
 MAX_ERROR_BYTES = 4 * 2**20
 SAME_STEP = 3
@@ -192,6 +195,22 @@ class StopReason:
             traceback=end.traceback,
             lost_in=lost_in,
         )
+
+    @classmethod
+    def behind(cls, number: int) -> StopReason:
+        """Why a launcher got a signal: to stop; or because another island here has failed."""
+        try:
+            with open(island_files(env.read(ISLAND_VARIABLE))[1], encoding="utf-8") as file:
+                return cls(text=file.read(), is_final=True)
+        except OSError:
+            return cls.by_signal(number)
+
+    def leave_for_islands(self) -> None:
+        """As the launcher of an island, for those of the others, if they are ended for this."""
+        place = env.read(ISLAND_VARIABLE)
+        if self.status == "failed" and place:
+            with suppress(OSError), open(island_files(place)[0], "w", encoding="utf-8") as file:
+                file.write(f"island {place.partition('/')[0]}: {self.text}")
 
     @property
     def status(self) -> Literal["stopped", "failed"]:
@@ -399,6 +418,16 @@ def read_error(path: str) -> dict[str, Any]:
         return found | ({"time_ns": int(data["time_ns"])} if "time_ns" in data else {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def island_files(place: str) -> tuple[str, str]:
+    """Where the launcher of an island says why that has failed; and where all on this machine read
+    why they are ended, once the launcher of all has decided so."""
+    number, address = place.partition("/")[0], place.partition("@")[2]
+    if not os.path.isabs(address):
+        return "", ""
+    folder = os.path.dirname(address)
+    return os.path.join(folder, f"why {number}"), os.path.join(folder, "end")
 
 
 def read_step(error_file: str) -> int:

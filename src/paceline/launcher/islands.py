@@ -29,6 +29,7 @@ from paceline.errors import UsageError
 from paceline.group import listen, short_path
 from paceline.islands import ISLAND_VARIABLE, IslandPlace, RoundServer
 from paceline.islands import island_key as make_island_key
+from paceline.launcher.deaths import island_files
 from paceline.launcher.flags import FLAGS, LaunchOptions
 from paceline.launcher.plan import count_cores, count_workers, find_gpus
 from paceline.launcher.process import private_folder
@@ -177,8 +178,19 @@ class Archipelago:
         elif code:
             if not self._code and not self._signal:
                 _say(f"island {number} has failed; the others are ended.")
+                self._tell_why(number)
                 self._end(signal.SIGTERM)
             self._code = self._code or (code if code > 0 else 128 - code)
+
+    def _tell_why(self, number: int) -> None:
+        """Let the other launchers know what the signal is for that they get."""
+        why, end = island_files(str(IslandPlace(number, self._count, self._address)))
+        with suppress(OSError):
+            if os.path.exists(why):
+                os.rename(why, end)
+            else:
+                with open(end, "w", encoding="utf-8") as file:
+                    file.write(f"island {number} has failed")
 
     def _start(self, number: int) -> None:
         self._starts[number] += 1

@@ -234,6 +234,8 @@ class LocalRun:
                 f"restarting all {size} workers (restart {attempt + 1} of {restarts}). "
                 "What was not in a checkpoint is lost."
             )
+        if result.reason is not None:
+            result.reason.leave_for_islands()
         return result.exit_code
 
     def run(

@@ -421,7 +421,7 @@ class Supervisor:
                 if isinstance(self.generations, Generations) and not self.ending_since_ns:
                     RESIZING[number](self.generations)
             elif not self.ending_since_ns:
-                self.stop = StopReason.by_signal(number)
+                self.stop = StopReason.behind(number)
                 self.generations.pass_on(self.stop)
                 self.end_all(number)
                 if self.console.screen is not None:
