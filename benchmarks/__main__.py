@@ -25,6 +25,7 @@ MEASUREMENTS = [
     "overhead",
     "run_overhead",
     "bits",
+    "fit",
     "hashes",
     "checkpoints",
     "observing",

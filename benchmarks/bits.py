@@ -20,9 +20,8 @@ from benchmarks.tables import print_table
 from paceline import World
 from paceline.testing import run_processes
 
-USUAL = "Run"
 CONTESTANTS: dict[str, dict[str, Any]] = {
-    USUAL: {},
+    "Run": {},
     "same_bits": {"same_bits": True},
     "same_bits, audit=0.01": {"same_bits": True, "audit": 0.01},
     "same_bits, audit=1": {"same_bits": True, "audit": 1.0},
@@ -30,13 +29,18 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(
-    world: World, name: str, shards: int, stretch: int, rounds: int
+    world: World,
+    options_by_name: dict[str, dict[str, Any]],
+    model: str,
+    shards: int,
+    stretch: int,
+    rounds: int,
 ) -> dict[str, list[float]]:
     """The seconds of each stretch, by contestant, on this rank."""
     torch.set_num_threads(1)
     contestants = {
-        each: with_run(world, MODELS[name], None, 0, shards=shards, **options)
-        for each, options in CONTESTANTS.items()
+        each: with_run(world, MODELS[model], None, 0, shards=shards, **options)
+        for each, options in options_by_name.items()
     }
     return take_turns(world, contestants, stretch, rounds)
 
@@ -51,22 +55,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
+    return compare(args, CONTESTANTS)
+
+
+def compare(
+    args: argparse.Namespace, options_by_name: dict[str, dict[str, Any]], digits: int = 3
+) -> dict[str, Any]:
+    """A table per model, of runs with other options; the first one is what others are compared
+    with."""
     stretch, rounds = (2, 2) if args.quick else (args.steps, args.rounds)
-    shards, results = args.shards or args.ranks, {}
+    shards, results, usual = args.shards or args.ranks, {}, next(iter(options_by_name))
     for model in args.model.split(","):
-        ranks = run_processes(args.ranks, measure, model, shards, stretch, rounds, timeout_s=3600)
+        how = options_by_name, model, shards, stretch, rounds
+        ranks = run_processes(args.ranks, measure, *how, timeout_s=3600)
         seconds = {name: slowest([rank[name] for rank in ranks]) for name in ranks[0]}
         rows = []
         for name, times in seconds.items():
-            against = ratio(times, seconds[USUAL])
+            against = ratio(times, seconds[usual])
             rows.append(
                 {
                     "contestant": name,
                     "ms per step": round(statistics.median(times) / stretch * 1e3, 2),
-                    f"/ {USUAL}": round(against.median, 3),
-                    "quartiles": f"{against.low:.3f} to {against.high:.3f}",
+                    f"/ {usual}": round(against.median, digits),
+                    "quartiles": f"{against.low:.{digits}f} to {against.high:.{digits}f}",
                     # One step of a hundred that is audited is in few stretches, and in no median.
-                    "all steps": round(sum(times) / sum(seconds[USUAL]), 3),
+                    "all steps": round(sum(times) / sum(seconds[usual]), digits),
                 }
             )
         title = f"{model}, {args.ranks} ranks, {shards} shards"
