@@ -32,6 +32,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "timeline": ("no", "--timeline", "timeline="),
     "trace": ("no", "--trace-step", "trace_step="),
     "noise": ("no", "yes"),
+    "memory": ("plentiful", "short"),
     "stall": ("120 s", "2 s"),
     "watch": ("no", "yes"),
     "tracker": ("no", "csv", "broken"),
@@ -79,7 +80,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 OF_NUMBERS = (
     *("precision", "optimizer", "ema", "clipping", "scheduler", "shards", "data", "model"),
-    *("loss", "evaluation", "stopping", "noise"),
+    *("loss", "evaluation", "stopping", "noise", "memory"),
 )
 """Options on which the result depends, and be it the last bit of a short float: cases that agree in
 them share a reference."""
@@ -166,6 +167,9 @@ _EXCLUDED: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (("engine", ("audited",)), ("data", ("stream", "files", "own loader"))),
     (("engine", ("audited",)), ("loss", ("whole batch",))),
     (("engine", ("audited",)), ("noise", ("yes",))),
+    # Refused, as documented: what cannot be computed in pieces.
+    (("memory", ("short",)), ("model", ("norm",))),
+    (("memory", ("short",)), ("engine", ("audited",))),
     # Refused, as documented: what islands cannot average or deal. One that assigns its own average
     # has the bits of a run without; several would be another training, see docs/decisions/0090.
     (("islands", ("one",)), ("update", ("sharded", "auto"))),

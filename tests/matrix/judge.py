@@ -61,7 +61,10 @@ def find_problems(case: Case) -> tuple[list[str], str]:
     with tempfile.TemporaryDirectory(prefix="paceline-case-") as name:
         folder, mark = Path(name), secrets.token_hex(8)
         try:
-            calm = refer(*(case[name] for name in OF_NUMBERS), _lasting_fault(case))
+            numbers = {name: case[name] for name in OF_NUMBERS}
+            if case["precision"] == "fp32":  # only in 16 bits pieces are rounded as no shard is
+                numbers["memory"] = "plentiful"
+            calm = refer(*numbers.values(), _lasting_fault(case))
             faults = plan(case, calm.steps[-1].number)
             training = _launch(case, faults, folder, mark)
             output = training.output
@@ -167,8 +170,14 @@ def _launch(case: Case, faults: TrainingFaults, folder: Path, mark: str) -> Trai
         hosts=int(case["hosts"]),
         timeout_s=LIMIT_S,
     )
+    return _without_options(training)
+
+
+def _without_options(training: Training) -> Training:
+    """Less what two trainings with the same result may have another state of, or none."""
     for state in training.states.values():
-        state.pop("islands", None)  # which the reference, a run without islands, has not
+        state.pop("islands", None)
+        state.pop("fit", None)
     return training
 
 
@@ -188,7 +197,8 @@ def refer(*levels_and_fault: str) -> Training:
         last = refer(*levels, "").steps[-1].number
         faults = plan({**options, "victim": "0", "fault": fault}, last)
     with tempfile.TemporaryDirectory(prefix="paceline-calm-") as folder:
-        return train_alone(SCRIPT, json.dumps(options), folder, faults=faults)
+        alone = train_alone(SCRIPT, json.dumps(options), folder, faults=faults)
+        return _without_options(alone)
 
 
 def _leftovers(temporary: Path, mark: str) -> list[str]:
