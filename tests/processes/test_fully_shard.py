@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from paceline import DistributedDataParallel, Run
+from paceline import DistributedDataParallel, Run, RunOptions
+from paceline.ddp import NaiveEngine
 from paceline.errors import UsageError
 from paceline.group.world import World
 from paceline.testing import run_processes
@@ -31,8 +32,14 @@ def refused(world: World) -> list[str]:
             return str(error)
         return "not refused"
 
+    def run(model: Any, *rest: Any, **given: Any) -> str:
+        return error_of(lambda: Run(model, *rest, global_batch=4, epochs=1, **given))
+
     return [
-        error_of(lambda: Run(net, optimizer, data, global_batch=4, epochs=1)),
+        run(net, optimizer, data),
+        run(net, optimizer, data, options=RunOptions(same_bits=True)),
+        run(net, optimizer, data, engine=NaiveEngine),
+        run({"net": (net, optimizer)}, data),
         error_of(lambda: DistributedDataParallel(net)),
     ]
 

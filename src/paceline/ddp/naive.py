@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.ddp import checks
 from paceline.ddp.wrapper import Wrapper
 from paceline.errors import FitError
 from paceline.group import Membership, World, all_reduce, broadcast, find_tensors, word_device
@@ -38,6 +39,9 @@ class NaiveEngine(Wrapper):
     """
 
     def __init__(self, module: nn.Module, world: World | Membership) -> None:
+        named, buffers = checks.named_parameters(module), checks.named_buffers(module)
+        if (problem := checks.find_problem(named, buffers, None, None)) is not None:
+            raise problem
         nn.Module.__init__(self)
         # Set before `module`: from then on, names that the module has are set on the module.
         self.membership = world if isinstance(world, Membership) else Membership.of(world.group)
