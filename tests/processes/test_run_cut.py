@@ -5,7 +5,9 @@ In processes, because threads share torch's generators.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -87,6 +89,7 @@ CUT_ANEW: dict[str, dict[str, Any]] = {
     "frozen statistics": {"between": lambda: nn.BatchNorm1d(8).eval()},
     "shared out": {"options": {"update": "sharded"}},
     "merged": {"options": {"merge_shards": True, "clip_norm": 0.5}},
+    "loader processes and pieces": {"arguments": {"loader_workers": 1}, "options": {"fit": 2}},
 }
 STAY: dict[str, dict[str, Any]] = {
     "dropout": {"between": lambda: nn.Dropout(0.2)},
@@ -97,12 +100,25 @@ STAY: dict[str, dict[str, Any]] = {
     "weighted": {"loss": weighted},
     "compared": {"loss": compared},
     "augmented": {"data": lambda: Noisy(X, Y)},
+    "augmented by processes": {"data": lambda: Noisy(X, Y), "arguments": {"loader_workers": 1}},
     "same bits": {"options": {"same_bits": True}},
     "said": {"arguments": {"shards": 1}},
 }
 CASES = {**CUT_ANEW, **STAY}
 
 
+@contextmanager
+def forking() -> Iterator[None]:
+    """Loader processes are forked, as they are where nobody chooses: others import torch first."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@forking()
 def train(name: str, folder: str, world: World | None, stop_after: int) -> dict[str, Any]:
     case, told = CASES[name], Told()
     between = case.get("between", nn.Identity)()

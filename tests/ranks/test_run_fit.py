@@ -465,6 +465,13 @@ def own_loader(world: World) -> Any:
     return [torch.utils.data.default_collate(batch) for batch in batches]
 
 
+def own_processes(world: World) -> Any:
+    """Batches of two processes, of which each has read ahead when memory runs out."""
+    mine = range(30)[world.rank :: world.size]
+    rows = torch.utils.data.Subset(Doubles(30), mine)
+    return torch.utils.data.DataLoader(rows, batch_size=6, num_workers=2)
+
+
 def train_on(world: World, given: dict[str, Any], limit: int) -> dict[str, Tensor]:
     net = seeded(Net(limit, "backward", nn.Identity())).double()
     options = RunOptions(progress="quiet", fit="auto", drop_last=False)
@@ -478,7 +485,10 @@ def train_on(world: World, given: dict[str, Any], limit: int) -> dict[str, Tenso
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("given", [{"dataset": Stream(), "shards": 2}, {"loader": own_loader}])
+@pytest.mark.parametrize(
+    "given",
+    [{"dataset": Stream(), "shards": 2}, {"loader": own_loader}, {"loader": own_processes}],
+)
 def test_streams_and_loaders_of_ones_own_are_read_again(given: dict[str, Any]) -> None:
     def both(world: World) -> Any:
         return [train_on(world, given, limit if world.rank else WHOLE) for limit in (WHOLE, 2)]
