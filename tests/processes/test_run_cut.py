@@ -81,11 +81,23 @@ def layers(*between: nn.Module) -> nn.Module:
     return seeded(nn.Sequential(first, *between, nn.Tanh(), nn.Linear(8, 3)).double())
 
 
+class Looked(nn.Module):
+    """Has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 3, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x > 0) + 2 * torch.arange(6)).sum(1)  # type: ignore[no-any-return]
+
+
 CUT_ANEW: dict[str, dict[str, Any]] = {
     "plain": {},
     "items": {"loss": of_items},
     "joint": {"loss": joint},
     "stream": {"data": Stream},
+    "sparse": {"net": lambda: seeded(Looked()), "optimizer": torch.optim.SGD},
     "frozen statistics": {"between": lambda: nn.BatchNorm1d(8).eval()},
     "shared out": {"options": {"update": "sharded"}},
     "merged": {"options": {"merge_shards": True, "clip_norm": 0.5}},
@@ -122,12 +134,12 @@ def forking() -> Iterator[None]:
 def train(name: str, folder: str, world: World | None, stop_after: int) -> dict[str, Any]:
     case, told = CASES[name], Told()
     between = case.get("between", nn.Identity)()
-    net = layers(between)
+    net = case["net"]() if "net" in case else layers(between)
     if not between.training:
         between.eval()
     run = Run(
         net,
-        torch.optim.AdamW(net.parameters(), lr=0.02),
+        case.get("optimizer", torch.optim.AdamW)(net.parameters(), lr=0.02),
         case.get("data", lambda: TensorDataset(X, Y))(),
         global_batch=9,
         epochs=3,

@@ -108,7 +108,8 @@ class Cut:
         grads = [p.grad for p in training.module.parameters() if p.grad is not None]
         norm = 0.0
         if not training.shares_out:  # there a worker has its share of the sums only
-            norm = torch.nn.utils.get_total_norm(grads).item()
+            values = [each.coalesce().values() if each.is_sparse else each for each in grads]
+            norm = torch.nn.utils.get_total_norm(values).item()
         has_changed = training.buffers is not None and training.buffers.have_changed()
         found = [float(self._has_drawn), float(has_changed), loss, items, norm]
         what = f"Step {step}: comparing two cuts of the batch"
