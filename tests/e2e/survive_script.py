@@ -47,6 +47,7 @@ parser.add_argument("--update", default="whole")
 parser.add_argument("--spans", action="store_true")
 parser.add_argument("--record", type=int, default=0)
 parser.add_argument("--noise", type=int, default=0)
+parser.add_argument("--keep", type=int, default=3)
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -71,6 +72,7 @@ run = paceline.Run(
     options=paceline.RunOptions(
         progress="plain",
         checkpoint_every=5 if args.folder else 0,
+        keep=args.keep,
         clip_norm=5.0,
         ema=0.9,
         best_metric="hits",

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.checkpoint import Checkpoints
 from paceline.files import RunFolder, read_events
 from tests.faults import Training, assert_survived, run_training, train_alone
 from tests.faults.planned import Faults
 
 SCRIPT = Path(__file__).with_name("survive_script.py")
-EPOCHS = ("--epochs", 2)
+ARGUMENTS = ("--epochs", 2, "--keep", 99)
 LAST_STEP = 16
 DEATHS = {
     "shared_memory": Faults()
@@ -34,7 +36,7 @@ DEATHS = {
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Path]:
     """The training on one worker, and its folder."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return train_alone(SCRIPT, "--folder", folder, *EPOCHS), folder
+    return train_alone(SCRIPT, "--folder", folder, *ARGUMENTS), folder
 
 
 def epochs_in(folder: Path) -> dict[Any, str]:
@@ -48,6 +50,23 @@ def epochs_in(folder: Path) -> dict[Any, str]:
     return found
 
 
+def assert_whole(run: Path, steps: set[int], alone: Path) -> None:
+    """Fail unless all these checkpoints can be read, and hold what those of one worker do."""
+    ours, theirs = (Checkpoints(RunFolder(each).checkpoints) for each in (run, alone))
+    for step in steps:
+        saved = ours.load(step)
+        assert saved is not None
+        assert saved.step == step
+        if step in (5, 8, 10, 15, LAST_STEP):
+            expected = theirs.load(step)
+            assert expected is not None
+            assert saved.state.keys() == expected.state.keys()
+            for name in ("model", "optimizer", "ema", "state"):
+                torch.testing.assert_close(
+                    *(each.state[name] for each in (saved, expected)), rtol=1e-9, atol=1e-11
+                )
+
+
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_after_deaths_the_others_train_the_same_and_go_back_only_where_memory_is_not_shared(
     deaths: str,
@@ -57,7 +76,7 @@ def test_after_deaths_the_others_train_the_same_and_go_back_only_where_memory_is
 ) -> None:
     monkeypatch.setenv("PACELINE_TRANSPORT", deaths.partition(",")[0])
     done = run_training(
-        *(SCRIPT, "--folder", tmp_path / "run", "--update", "sharded", *EPOCHS),
+        *(SCRIPT, "--folder", tmp_path / "run", "--update", "sharded", *ARGUMENTS),
         workers=3,
         faults=DEATHS[deaths],
         timeout_s=100,
@@ -73,3 +92,4 @@ def test_after_deaths_the_others_train_the_same_and_go_back_only_where_memory_is
         # Who gathers tries again; where the writer was not done when it died, all save later.
         assert 5 in saved
         assert saved & {10, 11, 12, 13}
+        assert_whole(tmp_path / "run", saved, alone[1])
