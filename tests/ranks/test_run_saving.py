@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import Rows, Told, mlp, train
 from sentences import says
+from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 from paceline import DDPOptions, env
@@ -358,3 +359,54 @@ def test_a_resumed_run_keeps_the_order_that_it_began_with(tmp_path: Path, order:
 
 
 OTHER = {"torch": "keyed", "keyed": "torch"}
+
+
+class Scaled(nn.Module):
+    """One of its parameters has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = mlp(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("make", [optim.NAdam, optim.ASGD])
+def test_numbers_in_the_state_of_an_optimizer_keep_the_dtype_that_they_had(
+    tmp_path: Path, make: Any, dtype: torch.dtype, update: Any
+) -> None:
+    """NAdam's product of momenta is in fp32, whatever the model is in."""
+
+    def body(world: World, folder: str, stop_after: int) -> tuple[dict[str, Tensor], set[Any]]:
+        net = Scaled().to(dtype)
+        options = RunOptions(progress="quiet", update=update)
+        optimizer, where = make(net.parameters(), lr=0.05), tmp_path / folder
+        run = Run(
+            *(net, optimizer, Rows()),
+            epochs=2,
+            global_batch=8,
+            world=world,
+            folder=where,
+            options=options,
+        )
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x.to(dtype)).float(), y))
+            if step.number == stop_after:
+                run.save()
+                break
+        keys = {"NAdam": "mu_product", "ASGD": "eta"}
+        kinds = {state[keys[make.__name__]].dtype for state in optimizer.state.values()}
+        return {name: value.clone() for name, value in net.state_dict().items()}, kinds
+
+    run_ranks(2, body, "part", 3)
+    for (whole, kinds), (parts, kinds_of_parts) in zip(
+        run_ranks(2, body, "whole", 0), run_ranks(2, body, "part", 0), strict=True
+    ):
+        assert kinds == kinds_of_parts == {torch.float32}
+        for name, tensor in whole.items():
+            assert torch.equal(parts[name], tensor), name

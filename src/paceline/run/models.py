@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from paceline.ddp import Engine, Wrapper
 from paceline.errors import UsageError, did_you_mean
-from paceline.update import Loss, WeightAverage, WholeUpdate
+from paceline.update import Loss, WeightAverage, WholeUpdate, load_state
 
 if TYPE_CHECKING:
     from paceline.group import Membership
@@ -64,7 +64,7 @@ class ByName:
         if odd := sorted(state.keys() ^ self.parts.keys()):
             raise UsageError(f"{odd[0]!r} is on one side only.")
         for name, part in self.parts.items():
-            part.load_state_dict(state[name])
+            load_state(part, state[name])
 
 
 class Optimizers(ByName):

@@ -28,7 +28,7 @@ from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
 from paceline.run.rating import Rating, find_better
 from paceline.telemetry import Written
-from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged
+from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged, load_state
 
 MUST_BE_EQUAL = (
     *("model", "seed", "global_batch", "shards", "shuffle", "order", "drop_last", "dataset_size"),
@@ -231,7 +231,7 @@ def position_in(state: Any) -> Position:
 
 def _load(part: Any, state: Any, words: str) -> None:
     try:
-        part.load_state_dict(state)
+        load_state(part, state)
     except Exception as error:
         raise UsageError(
             f"The checkpoint does not fit {words} of this run: {error}.",

@@ -3,6 +3,7 @@ from paceline.update.exchange import ExchangedStep as ExchangedStep
 from paceline.update.exchange import find_exchanged as find_exchanged
 from paceline.update.kept import can_be_kept as can_be_kept
 from paceline.update.kind import is_known as is_known
+from paceline.update.kind import load_state as load_state
 from paceline.update.pieces import step_in_pieces as step_in_pieces
 from paceline.update.sharded import describe_sharing as describe_sharing
 from paceline.update.sharded import is_worth_gathering as is_worth_gathering

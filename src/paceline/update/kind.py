@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from enum import StrEnum
+from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -34,6 +35,30 @@ class Kind(StrEnum):
 def params_of(optimizer: Optimizer) -> list[Parameter]:
     """The parameters in all groups of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def load_state(part: Any, state: Any) -> None:
+    """As `part.load_state_dict(state)`, but numbers in the state of an optimizer keep their dtype.
+
+    torch gives them the parameter's: NAdam's product of momenta, in fp32, would be another one on a
+    worker that has loaded it than on those that have not, unless the model is in fp32 as well.
+    """
+    part.load_state_dict(state)
+    if not isinstance(part, Optimizer):
+        return
+    params = params_of(part)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    saved = [state["state"].get(number, {}) for number in numbers]
+    names = {
+        name
+        for param, values in zip(params, saved, strict=True)
+        for name, value in values.items()
+        if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < param.dim()
+    }
+    for param, values in zip(params, saved, strict=True):
+        for name in names & values.keys():
+            loaded = part.state[param]
+            loaded[name] = values[name].to(loaded[name].device, copy=True)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
