@@ -7,14 +7,12 @@ which count only inside a job step, because a batch script sees them too.
 
 from __future__ import annotations
 
-import atexit
 import json
 import mmap
 import os
 import re
 import shlex
 import socket
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -287,42 +285,6 @@ def first_host(text: str) -> str:
     if "[" in first:
         raise SettingError(f"SLURM's node list is {text!r}, which cannot be read.")
     return first
-
-
-def note_unsaved(is_unsaved: bool) -> None:
-    """Have this process end with a code that is not 0; or no longer.
-
-    A worker of a launcher looks at the variable. Elsewhere Python ends with 120 where a stream
-    cannot be flushed in the end, which it says; nothing else changes its exit code so late.
-    """
-    put(UNSAVED_VARIABLE, str(os.getpid()) if is_unsaved else None)
-    if is_unsaved:
-        atexit.unregister(_spoil_output)
-        atexit.register(_spoil_output)
-
-
-def _spoil_output() -> None:
-    if os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
-        sys.stdout = _Unsaved(sys.stdout)
-
-
-class _Unsaved:
-    """The standard output of a process whose last save has failed."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __repr__(self) -> str:
-        return "<the checkpoints of this run>"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-        if sys.is_finalizing():
-            raise OSError("the last steps of the run are not saved")
 
 
 def note_ending(environ: Mapping[str, str], *, by_signal: bool) -> None:

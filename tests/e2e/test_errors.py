@@ -87,6 +87,9 @@ for step in run:
                     break
                 time.sleep(0.003)
     strike("between")
+    if what == "unsaved" and step.number == 5:
+        run.save()
+        break
     if step.ends_epoch:
         run.evaluate(score)
 strike("after")
@@ -198,6 +201,23 @@ def test_a_run_of_plain_python_says_why_it_failed(tmp_path: Path, where: str, wh
     assert_traceback(tmp_path, done.stdout, LABEL)
     assert not any(each in done.stdout for each in (LEFT.reason, str(UNKNOWN)))
     assert_reason(tmp_path, "failed", f"worker 0 failed {when}: {LABEL}", 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [([*LAUNCHER, "--workers", 2], 1), ([sys.executable], 120)]
+)
+def test_a_loop_that_is_left_after_a_save_that_failed_says_so_everywhere(
+    tmp_path: Path, command: list[Any], code: int
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "checkpoints").touch()
+    done = start(tmp_path, command, "unsaved", "nowhere", 0)
+    assert done.returncode == code, done.stdout
+    info = read_info(RunFolder(tmp_path / "run"))
+    assert info is not None
+    left = "The loop was left after step 5, and step 0 is the last that is saved. The checkpoint of"
+    assert says(info.reason, "worker 0 failed in step 5: CheckpointError: " + left, "step 5 in")
+    assert_reason(tmp_path, "failed", info.reason, 0)
 
 
 @pytest.mark.parametrize("where", ["step", "between"])

@@ -249,8 +249,10 @@ def test_a_loop_that_is_left_with_a_full_disk_makes_its_worker_fail(
     said = " ".join(capsys.readouterr().out.split())
     assert says(said, "step 0", "last that", "saved.", "checkpoint of step 4 in")
     assert subprocess.run([sys.executable, "-c", LEAVE], check=False).returncode == 0
-    program = f"import os; os.environ[{env.UNSAVED_VARIABLE!r}] = str(os.getpid()); {LEAVE}"
-    assert os.environ[env.UNSAVED_VARIABLE] == str(os.getpid())
+    program = f"import os; os.environ[{env.UNSAVED_VARIABLE!r}] = f'{{os.getpid()}} why'; {LEAVE}"
+    pid, _, reason = os.environ[env.UNSAVED_VARIABLE].partition(" ")
+    assert pid == str(os.getpid())
+    assert reason in said
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
     (tmp_path / "run" / "checkpoints").unlink()
     run.save()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from paceline.env import (
@@ -253,14 +250,3 @@ def test_what_the_user_has_set_for_nccl_is_kept_and_named() -> None:
     assert leave_nccl_to_us(environ) == ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
     assert environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
-
-
-def test_a_process_whose_last_save_failed_does_not_end_with_0_without_a_launcher() -> None:
-    program = "from paceline import env; import atexit; atexit.register(print, 'last')"
-    for words, code in (("True", 120), ("True); env.note_unsaved(False", 0)):
-        ended = subprocess.run(
-            [sys.executable, "-c", f"{program}; env.note_unsaved({words}); print('done')"],
-            check=False,
-            capture_output=True,
-        )
-        assert (ended.returncode, ended.stdout) == (code, b"done\nlast\n")

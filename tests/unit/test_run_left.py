@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -165,3 +166,14 @@ def test_an_exit_that_leaves_a_loop_is_found_with_its_code(
     else:
         assert isinstance(thrown, SystemExit)
         assert thrown.code == code
+
+
+def test_a_process_whose_last_save_failed_does_not_end_with_0_without_a_launcher() -> None:
+    program = "from paceline.run import stop; import atexit; atexit.register(print, 'last')"
+    for words, code in (("'why'", 120), ("'why'); stop.note_unsaved(''", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{program}; stop.note_unsaved({words}); print('done')"],
+            check=False,
+            capture_output=True,
+        )
+        assert (ended.returncode, ended.stdout) == (code, b"done\nlast\n")

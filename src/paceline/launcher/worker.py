@@ -41,7 +41,7 @@ WAITS, HANGS = b"w", b"h"
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMAX", 0))
 """Makes a worker write where its threads are, whatever they do."""
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
-"""Names the process in which a `Run` has left its loop although its last save had failed."""
+"""The process in which a `Run` has left its loop although its last save had failed, and why."""
 MOST_FOLDER_LENGTH = 85
 """A socket's path has at most 107 characters."""
 MOST_WORDS = 2**16
@@ -431,8 +431,13 @@ def leave(code: object) -> NoReturn:
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    if not code and os.environ.get(UNSAVED_VARIABLE) == str(os.getpid()):
+    pid, _, reason = os.environ.get(UNSAVED_VARIABLE, "").partition(" ")
+    if not code and pid == str(os.getpid()):
+        from paceline.errors import CheckpointError
+
         code = 1
+        with contextlib.suppress(OSError, KeyError):
+            write_error(os.environ["TORCHELASTIC_ERROR_FILE"], CheckpointError(reason))
     handler = signal.getsignal(signal.SIGCHLD)
     if str(getattr(handler, "__module__", "")).startswith("torch.utils.data."):
         # An exception may keep a loader alive, whose processes Python ends below: torch would raise

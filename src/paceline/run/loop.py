@@ -17,7 +17,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import paceline
-from paceline import env
 from paceline.data import Portion
 from paceline.ddp import DDPOptions, Engine
 from paceline.errors import UsageError, refuse_unknown_arguments
@@ -195,7 +194,7 @@ class Run:
         if not self._is_running and (lost := self._find_lost()[0]):
             raise stop.not_saved(f"over, but {lost}")
         if not self._is_running:
-            env.note_unsaved(False)
+            stop.note_unsaved("")
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_running:
@@ -461,8 +460,8 @@ class Run:
         saving = self._parts.outlets.saving
         self._parts.outlets.report_checkpoints(wait=True)
         if saving.is_on and saving.written_step != self.step:
-            env.note_unsaved(bool(saving.problem))
             text = stop.describe_unsaved(self.step, saving.written_step, saving.problem)
+            stop.note_unsaved(text if saving.problem else "")
             self.message(text, "error" if saving.problem else "warning")
 
     def _end(self, end: End, *, is_complete: bool) -> None:

@@ -154,6 +154,8 @@ def record_error_at_exit(
 
 def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bool) -> None:
     error = getattr(sys, "last_value", None)
+    if error is None and (reason := read_unsaved()):
+        error = CheckpointError(reason)
     if error is None or isinstance(error, PeerError) or os.getpid() != pid:
         return
     if hasattr(sys, "ps1"):  # of an interactive session this is the last error, and not the end
@@ -170,6 +172,46 @@ def describe_unsaved(step: int, saved: int, problem: str) -> str:
     advice = "Call run.save() on every worker before leaving it, to continue from there."
     text = f"The loop was left after step {step}, and step {saved} is the last that is saved."
     return f"{text} {problem or advice}"
+
+
+def note_unsaved(reason: str) -> None:
+    """Have this process end with a code that is not 0, for this reason; without one, no longer.
+
+    A worker of a launcher looks at the variable. Elsewhere Python ends with 120 where a stream
+    cannot be flushed in the end, which it says; nothing else changes its exit code so late.
+    """
+    env.put(env.UNSAVED_VARIABLE, f"{os.getpid()} {reason}" if reason else None)
+    atexit.unregister(_spoil_output)
+    atexit.register(_spoil_output)
+
+
+def read_unsaved() -> str:
+    pid, _, reason = env.read(env.UNSAVED_VARIABLE).partition(" ")
+    return reason if pid == str(os.getpid()) else ""
+
+
+def _spoil_output() -> None:
+    if read_unsaved():
+        sys.stdout = _Unsaved(sys.stdout)
+
+
+class _Unsaved:
+    """The standard output of a process whose last save has failed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return "<the checkpoints of this run>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("the last steps of the run are not saved")
 
 
 def not_saved(reason: str) -> CheckpointError:
