@@ -66,6 +66,11 @@ def fail_in_c() -> None:
         int("x")
 
 
+def fail_with_the_name_of_an_exit() -> None:
+    for _ in steps():
+        int("exit")
+
+
 def fail_in_a_block() -> None:
     for _, _ in enumerate(steps()):
         with nullcontext():
@@ -132,7 +137,11 @@ def test_a_loop_that_is_left_on_purpose_has_no_exception(body: Callable[[], Any]
 
 
 @pytest.mark.parametrize(
-    "body", [fail_in_c, fail_in_a_block, fail_at_first, fail_at_last, fail_in_bar]
+    "body",
+    [
+        *(fail_in_c, fail_with_the_name_of_an_exit, fail_in_a_block, fail_at_first, fail_at_last),
+        fail_in_bar,
+    ],
 )
 def test_an_exception_that_leaves_a_loop_is_found(body: Callable[[], Any]) -> None:
     found.clear()

@@ -109,18 +109,20 @@ def _find_exit(trace: TracebackType) -> SystemExit | None:
         trace = trace.tb_next
     frame = trace.tb_frame
     done = [e for e in get_instructions(frame.f_code) if e.offset <= trace.tb_lasti]
+    if done[-1].opname not in ("RAISE_VARARGS", "CALL"):
+        return None
     for last in ("RAISE_VARARGS", "CALL", "PRECALL"):
         done = done[:-1] if done[-1].opname == last else done
     if len(done) < 2:  # a bare `raise`
         return None
-    before, last_one = done[-2:]
-    if last_one.argval in _EXITS:
+    called, given = done[-2:]
+    if given.opname != "LOAD_CONST" and given.argval in _EXITS:
         return SystemExit()
-    if before.argval not in _EXITS or last_one.opname not in _PLAIN_LOADS:
+    is_exit = called.opname != "LOAD_CONST" and called.argval in _EXITS
+    if not is_exit or given.opname not in _PLAIN_LOADS:
         return None
     names = {**frame.f_globals, **frame.f_locals}
-    is_constant = last_one.opname == "LOAD_CONST"
-    return SystemExit(last_one.argval if is_constant else names.get(last_one.argval))
+    return SystemExit(given.argval if given.opname == "LOAD_CONST" else names.get(given.argval))
 
 
 _EXITS = ("exit", "SystemExit")
