@@ -41,8 +41,9 @@ x = torch.randn(1190, 16, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x[:, :4].argmax(1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
 progress = "auto" if name == "terminal" else "quiet"
-options = paceline.RunOptions(progress=progress, ema=0.98, clip_norm=9.0, best_metric="accuracy",
-                             timeline=True)
+islands = paceline.Islands(every=10, bits=16, outer="sgd") if name == "islands" else None
+options = paceline.RunOptions(progress=progress, ema=None if islands else 0.98, clip_norm=9.0,
+                             best_metric="accuracy", timeline=True, islands=islands)
 run = paceline.Run(net, optimizer, data, global_batch=48, epochs=16,
                    folder=here / "runs" / name, options=options)
 is_slow_one = os.environ.get("RANK") == "1"
@@ -69,7 +70,8 @@ for step in run:
         print(f"half way through, at step {step.number}", flush=True)
     if step.ends_epoch:
         run.evaluate(score, TensorDataset(*data[:240]))
-        run.evaluate(score, TensorDataset(*data[:240]), ema=True)
+        if not islands:
+            run.evaluate(score, TensorDataset(*data[:240]), ema=True)
     while step.number == 250 and not (here / "continue").exists():
         time.sleep(0.05)
 """
@@ -181,6 +183,7 @@ def take_all(folder: Path, camera: Camera) -> None:
         job.wait(timeout=300)
         page.wait_for_selector(".badge.finished")
         camera.take(page, "ended")
+        take_islands(folder, camera, page)
         with started(folder, *run, "train.py", "broken", "error") as broken:
             broken.wait(timeout=300)
         with started(folder, *run, "train.py", "hanging", "hang"):
@@ -191,11 +194,12 @@ def take_all(folder: Path, camera: Camera) -> None:
     if camera.docs:
         scale = ("scale", "--workers", "1,2", "--steps", 60, "--folder", "runs/digits")
         call(folder, *scale, "train.py", "scaled", "none")
-    for name in ("digits", "broken"):
+    for name in ("digits", "broken", "islands"):
         call(folder, "report", f"runs/{name}")
         report = camera.open((folder / "runs" / name / "report.html").as_uri())
         camera.take(report, f"report-{name}")
-        camera.keep(report, {"digits": "report", "broken": "failed"}[name], height=700)
+        if name != "islands":
+            camera.keep(report, {"digits": "report", "broken": "failed"}[name], height=700)
         if name == "digits":
             camera.keep(report, "timeline", "#timeline")
             camera.keep(report, "scaling", "#scaling")
@@ -205,6 +209,23 @@ def take_all(folder: Path, camera: Camera) -> None:
     camera.keep(lessons, "learn")
     if camera.docs:
         (camera.docs / "terminal.svg").write_text(draw_terminal(folder))
+
+
+def take_islands(folder: Path, camera: Camera, page: Any) -> None:
+    """Two islands, of which one is killed as a whole and comes back."""
+    (folder / "continue").unlink()
+    command = ("run", "--workers", 4, "--island", 2, "train.py", "islands", "none")
+    events = folder / "runs" / "islands" / "island-1" / "events"
+    with started(folder, *command) as job:
+        page.locator("#runs tr", has_text="islands").get_by_role("link", name="show").click()
+        wait_until(lambda: step_of(page) >= 150)
+        for path in events.glob("rank*.jsonl"):
+            os.kill(json.loads(path.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+        wait_until(lambda: step_of(page) >= 249)
+        camera.take(page, "islands")
+        (folder / "continue").touch()
+        job.wait(timeout=300)
+        page.wait_for_selector(".badge.finished")
 
 
 def call(folder: Path, *arguments: object) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from paceline import Islands, Run, RunOptions, World
+from paceline import Callback, Islands, Run, RunOptions, World
 from paceline.errors import UsageError
 from paceline.islands import IslandPlace, IslandsError, Request
 from paceline.run import islands as in_run
+from paceline.telemetry import Message
 from paceline.testing import run_ranks, seeded
 from tests.archipelago import run_islands
 from tests.sentences import says
@@ -92,6 +93,24 @@ def test_an_island_joins_when_all_of_its_workers_are_there(monkeypatch: pytest.M
     monkeypatch.setattr(in_run, "Request", ask)
     run_islands(2, 2, lambda world, at: train(world, Islands(every=2, at=at), epochs=1))
     assert seen == {island: {(island, 0), (island, 1)} for island in range(2)}
+
+
+def test_a_run_says_from_which_round_on_another_island_is_missing() -> None:
+    """The second one stops after step 5."""
+    said: list[tuple[str, str]] = []
+
+    class Heard(Callback):
+        def message(self, message: Message) -> None:
+            said.append((message.level, message.text))
+
+    def island(world: World, at: str) -> None:
+        is_first = at.startswith("0")
+        sinks = [Heard()] if is_first else []
+        stop_after = 0 if is_first else 5
+        train(world, Islands(every=4, at=at), stop_after=stop_after, sinks=sinks)
+
+    run_islands(2, 1, island)
+    assert any(level == "warning" and says(text, "Island 1", "step 8") for level, text in said)
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 1), (2, 2), (3, 1)])

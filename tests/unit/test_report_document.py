@@ -117,7 +117,7 @@ def test_rounds_between_islands_have_a_section_and_are_no_learning(tmp_path: Pat
                 events.write("step", step=step, metrics=metrics, **facts)
     found = built(folder)
     islands = found["islands"]
-    assert says(islands["verdict"], "1.0 kB", "2.0 kB", "2 rounds", "250 ms", 8)
+    assert says(islands["verdict"], "2.0 kB", "2 rounds", "1.0 kB", "250 ms", 8)
     assert islands["verdict"] in found["sentences"]
     drawn = {each["name"]: each["curves"][0]["columns"][:2] for each in islands["charts"]}
     assert drawn["island_drift"] == [[4, 8], [4, 8]]

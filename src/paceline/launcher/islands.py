@@ -195,7 +195,7 @@ class Archipelago:
     def _start(self, number: int) -> None:
         self._starts[number] += 1
         place = IslandPlace(number, self._count, self._address)
-        own = {ISLAND_VARIABLE: str(place), **self._devices(number)}
+        own = {ISLAND_VARIABLE: str(place), **env.offer_command(sys.argv), **self._devices(number)}
         shown = subprocess.PIPE if number else None
         launcher = subprocess.Popen(
             self._command(number),

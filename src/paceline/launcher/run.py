@@ -36,6 +36,7 @@ from paceline.env import (
 from paceline.errors import UsageError
 from paceline.files import OutputLog
 from paceline.group import interface_towards
+from paceline.islands import ISLAND_VARIABLE
 from paceline.launcher.deaths import BEFORE_TRAINING, BUG, SAME_STEP, Deaths, RunResult
 from paceline.launcher.flags import FLAGS, LaunchOptions, add_flags, read_options
 from paceline.launcher.follower import Follower
@@ -144,7 +145,8 @@ class LocalRun:
         self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
         self.template: Template | None = None
         self.deaths = Deaths(options.survive_errors)
-        self.environ = dict(os.environ) | offer_command(sys.argv)
+        is_island = bool(env.read(ISLAND_VARIABLE))  # then the launcher of all has said how
+        self.environ = dict(os.environ) | ({} if is_island else offer_command(sys.argv))
         """What the workers inherit."""
         announced = self.environ[FOLDER_VARIABLE] = os.path.join(self.folder, "run_folder")
         self.console.log = OutputLog(partial(find_announced, announced))

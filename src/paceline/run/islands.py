@@ -204,6 +204,8 @@ class OuterUpdate(WholeUpdate):
         self._run: RunParts | None = None
         self._plan: IslandPlan | None = None
         self._sent_bytes = self._rounds = 0
+        self._missing: set[int] = set()
+        """The islands that took no part in the last round."""
 
     def attach(self, run: RunParts, plan: Plan | None) -> None:
         """The run that this belongs to is put together; `plan` is that of the island."""
@@ -309,6 +311,7 @@ class OuterUpdate(WholeUpdate):
         shift = outer.finish(numbers, head["weights"], sent, own)
         self._gives = head["gives"]
         self._tell(shift, size, seconds)
+        self._tell_who(set(range(self._place.count)) - set(head["islands"]), step)
 
     def _wait(self, request: Request) -> tuple[dict[str, Any], bytearray]:
         """The answer of the others; ends where the group of this worker is broken."""
@@ -324,6 +327,17 @@ class OuterUpdate(WholeUpdate):
         values = {"island_drift": shift.drift, "island_bytes": size, "island_round_s": seconds}
         for name, value in values.items() if self._place.count > 1 else ():
             self._run.outlets.metrics.add(name, value, 1.0 / self._members.size)
+
+    def _tell_who(self, missing: set[int], step: int) -> None:
+        """Say from which round on an island is missing, or is there again."""
+        assert self._run is not None
+        for island in sorted(missing ^ self._missing):
+            is_gone = island in missing
+            how = "is missing from" if is_gone else "takes part again from"
+            text = f"Island {island} {how} the round after step {step} on."
+            level = "warning" if is_gone else "info"
+            self._run.outlets.sinks.tell("message", Message(text, level))
+        self._missing = missing
 
     def tend(self) -> None:
         """Between two steps, on all workers: give the state to who waits for it, or take theirs."""
@@ -405,8 +419,7 @@ class OuterUpdate(WholeUpdate):
         run.dealing.deal()
         text = f"{self._place.name.capitalize()} continues after step {position.step} with the "
         text += f"state of the others; it had come to step {reached} by itself."
-        facts = {"step": position.step, "reached": reached}
-        run.outlets.sinks.tell("message", Message(text, "warning", "joined islands", facts))
+        run.outlets.sinks.tell("message", Message(text, "warning"))
 
 
 def attach(run: RunParts, plan: Plan | None) -> None:

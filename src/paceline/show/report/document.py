@@ -102,7 +102,13 @@ def learning(data: RunData) -> Json | None:
     charts = [chart for chart in charts if chart["curves"]]
     if not charts and not epochs:
         return None
-    return {"charts": charts, "epochs": list(epochs), "evaluations": _by_epoch(evaluations)}
+    shown = [{**each, "metrics": _without_rounds(each.get("metrics"))} for each in epochs]
+    return {"charts": charts, "epochs": shown, "evaluations": _by_epoch(evaluations)}
+
+
+def _without_rounds(metrics: Any) -> Json:
+    """What is not said of rounds between islands, which have a section of their own."""
+    return {name: v for name, v in _dict(metrics).items() if not str(name).startswith(ISLANDS)}
 
 
 def _by_epoch(events: Sequence[Event]) -> list[Json]:

@@ -343,7 +343,7 @@ function Runs({ data: { run, runs } }) {
     [wanted, setWanted] = useState(""),
     [grouped, setGrouped] = useState(""),
     [[sorted, isDown], setSorted] = useState(["", false]),
-    documents = useDocuments(chosen);
+    documents = useDocuments(chosen, runs);
   const choose = (name) =>
     setChosen((old) =>
       old.includes(name)
@@ -499,20 +499,25 @@ function efficiencyOf({ workers }) {
   return all ? total(([name]) => !["wait", "transfer"].includes(name)) / all : null;
 }
 
-// The documents of several runs, asked for again and again while somebody looks.
-function useDocuments(names) {
+// The documents of several runs, asked for again and again while somebody looks. One that has ended
+// is asked for again when the list says something else of it: it may have been started again.
+function useDocuments(names, runs) {
   const [documents, setDocuments] = useState({}),
-    over = useRef(new Set());
+    over = useRef({}),
+    told = useRef({});
+  told.current = Object.fromEntries(runs.map((each) => [each.name, each.state + each.step]));
   useEffect(() => {
     let isOver = false;
     const ask = async () => {
       for (const name of document.hidden ? [] : names) {
-        if (over.current.has(name)) continue;
+        const now = told.current[name];
+        if (name in over.current && over.current[name] === now) continue;
         try {
           const answer = await fetch(addressOf("/document", name)),
             found = await answer.json();
           if (isOver) return;
-          if (ENDED.includes(found.live.state)) over.current.add(name);
+          delete over.current[name];
+          if (ENDED.includes(found.live.state)) over.current[name] = now;
           setDocuments((old) => ({ ...old, [name]: found }));
         } catch {
           continue; // the stream says that the server is gone
