@@ -103,6 +103,17 @@ def exit_with_a_constant() -> None:
         sys.exit(5)
 
 
+def exit_in_warm_code() -> None:
+    def give_up(is_time: bool) -> None:
+        if is_time:
+            sys.exit(5)
+
+    for step in steps():
+        for _ in range(99):
+            give_up(False)
+        give_up(step == 8)
+
+
 def exit_in_another_function() -> None:
     def give_up(code: int) -> None:
         with nullcontext():
@@ -157,6 +168,7 @@ def test_an_exception_that_leaves_a_loop_is_found(body: Callable[[], Any]) -> No
     ("body", "code"),
     [
         (exit_with_a_constant, 5),
+        (exit_in_warm_code, 5),
         (exit_in_another_function, 5),
         (exit_as_a_parser_does, 5),
         (exit_without_a_code, None),

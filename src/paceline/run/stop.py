@@ -109,9 +109,9 @@ def _find_exit(trace: TracebackType) -> SystemExit | None:
         trace = trace.tb_next
     frame = trace.tb_frame
     done = [e for e in get_instructions(frame.f_code) if e.offset <= trace.tb_lasti]
-    if done[-1].opname not in ("RAISE_VARARGS", "CALL"):
+    if done[-1].opname not in _CALLS:  # the last of which calls by itself in code that is warm
         return None
-    for last in ("RAISE_VARARGS", "CALL", "PRECALL"):
+    for last in _CALLS:
         done = done[:-1] if done[-1].opname == last else done
     if len(done) < 2:  # a bare `raise`
         return None
@@ -125,7 +125,7 @@ def _find_exit(trace: TracebackType) -> SystemExit | None:
     return SystemExit(given.argval if given.opname == "LOAD_CONST" else names.get(given.argval))
 
 
-_EXITS = ("exit", "SystemExit")
+_CALLS, _EXITS = ("RAISE_VARARGS", "CALL", "PRECALL"), ("exit", "SystemExit")
 _PLAIN_LOADS = ("LOAD_CONST", "LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF")
 
 
