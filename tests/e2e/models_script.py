@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--folder")
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--break-after", type=int, default=0)
+parser.add_argument("--kill-in-last-turn", type=int, default=0, help="worker 1, in this step; once")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -47,9 +51,16 @@ for step in run:
             with step.turn("critic"):
                 for (real,) in step.batches():
                     drawn = draw(torch.randn(len(real), 2, dtype=real.dtype)).detach()
-                    step.backward((softplus(-judge(real)) + softplus(judge(drawn))).mean())
+                    of_real, of_drawn = judge(real), judge(drawn)
+                    run.log("gap", (of_real - of_drawn).mean().detach(), len(real))
+                    step.backward((softplus(-of_real) + softplus(of_drawn)).mean())
         with step.turn("generator"):
             for (real,) in step.batches():
+                if step.number == args.kill_in_last_turn and os.environ.get("RANK") == "1":
+                    mark = Path(args.folder) / "killed"
+                    if not mark.exists():
+                        mark.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
                 drawn = draw(torch.randn(len(real), 2, dtype=real.dtype))
                 step.backward(softplus(-judge(drawn)).mean())
     if step.number == args.break_after:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.files import RunFolder, read_events
 from tests.faults import TrainingFaults, assert_survived, run_training, train_alone
 
 SCRIPT = Path(__file__).with_name("models_script.py")
@@ -39,3 +41,23 @@ def test_deaths_in_any_turn_leave_no_trace(
         flags=["--stall-after", 2],
     )
     assert_survived(done, reference, rtol=1e-10, atol=1e-12)
+
+
+def metrics_of(folder: Path) -> list[Any]:
+    events = read_events(RunFolder(folder))
+    return [each["metrics"] for each in events if each["kind"] == "epoch"]
+
+
+def test_metrics_of_applied_turns_outlive_workers(tmp_path: Path) -> None:
+    reference = train_alone(SCRIPT, "--folder", tmp_path / "alone")
+    faults = TrainingFaults().kill(rank=2, step=12, where="in the commit")
+    done = run_training(
+        *(SCRIPT, "--folder", tmp_path / "run", "--kill-in-last-turn", 4),
+        workers=3,
+        faults=faults,
+    )
+    assert_survived(done, reference, rtol=1e-10, atol=1e-12)
+    assert (tmp_path / "run" / "killed").exists()
+    expected = [pytest.approx(each, rel=1e-9) for each in metrics_of(tmp_path / "alone")]
+    assert metrics_of(tmp_path / "run") == expected
+    assert {"critic_loss", "generator_loss", "gap"} <= metrics_of(tmp_path / "run")[0].keys()

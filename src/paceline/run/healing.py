@@ -232,7 +232,9 @@ class Healing:
                 sinks.tell("message", Message(text, "warning"))
                 continue
             add_sums(metrics.epoch, ledger["sums"])
-            if ledger["last"] <= verdict.step:
+            step, turn = ledger["last"], ledger["turn"]
+            is_turn = step == verdict.step + 1 and 0 < turn <= verdict.turn
+            if is_turn or step <= verdict.step:
                 add_sums(metrics.epoch, ledger["next"])
 
     def _tell(self, generation: int, inherited: dict[str, Any], joined: list[int]) -> None:

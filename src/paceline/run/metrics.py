@@ -56,11 +56,15 @@ class Metrics:
         self.epoch: ExactSums = {}
         self.step = 0
         """The step under way, or the last one."""
+        self.turn = 0
+        """Its turn under way, or the last one, where there are several models."""
         self.epochs = 0
         """How many are over: the number of the one whose sums these are."""
         self._report, self._members = report, members
         self._now: dict[str, tuple[_Sum, _Sum]] = {}
         """Name to sum and count."""
+        self._applied: dict[str, tuple[_Sum, _Sum]] = {}
+        """Of turns of the step under way that are applied: they are not done again."""
         self._common: ExactSums = {}
         """What all workers know of the epoch alike: nobody has to leave it behind."""
         self._common_now: dict[str, Number] = {}
@@ -110,7 +114,7 @@ class Metrics:
         self._now = _copied(self._before)
 
     def forget(self) -> None:
-        """The step under way will not be finished."""
+        """The step under way will not be finished; turns of it that are applied stay so."""
         self._now = {}
 
     def put_aside(self) -> dict[str, tuple[_Sum, _Sum]]:
@@ -121,25 +125,30 @@ class Metrics:
     def take_back(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
         self._now = aside
 
-    def join(self, aside: dict[str, tuple[_Sum, _Sum]]) -> None:
-        """Put what was put aside in front of what has come since."""
-        since, self._now = self._now, aside
-        for name, entry in since.items():
-            for before, part in zip(aside.setdefault(name, (_Sum(), _Sum())), entry, strict=True):
-                before.numbers += part.numbers
-                before.tensors += part.tensors
+    def end_turn(self, aside: dict[str, tuple[_Sum, _Sum]], *, is_applied: bool) -> None:
+        """Keep what a turn has logged, if it is applied; what was put aside is the step's again."""
+        if is_applied:
+            _extend(self._applied, self._now)
+        self._now = aside
 
     def so_far(self) -> ExactSums:
-        """The sums of the step under way; waits for tensors."""
-        sums: ExactSums = {}
-        for name, entry in self._now.items():
-            read = [[*part.numbers, *map(Tensor.item, part.tensors)] for part in entry]
-            add_sums(sums, {name: read})
+        """The sums of the step, or the turn, under way; waits for tensors."""
+        return _read(self._now)
+
+    def applied(self) -> ExactSums:
+        """Those of the epoch, with those of applied turns; waits for tensors."""
+        if not self._applied:
+            return self.epoch
+        sums = _read(self._applied)
+        add_sums(sums, self.epoch)
         return sums
 
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
         entries, self._now = self._now, {}
+        if self._applied:
+            _extend(self._applied, entries)
+            entries, self._applied = self._applied, {}
         common, self._common_now = self._common_now, {}
         tensors = [each for entry in entries.values() for part in entry for each in part.tensors]
         tensors += [each for each in common.values() if isinstance(each, Tensor)]
@@ -194,12 +203,28 @@ class Metrics:
     def begin_at(self, epochs: int, sums: ExactSums, step: int) -> None:
         """Begin again at this step, where so many epochs are over, and the next has these sums."""
         self.forget()
+        self._applied = {}
         self.take_common({})
         self.epoch, self.epochs, self.step = sums, epochs, step
 
     def end_epoch(self) -> None:
         """The epoch is over, and the next has no sums yet."""
         self.epoch, self._common, self.epochs = {}, {}, self.epochs + 1
+
+
+def _extend(into: dict[str, tuple[_Sum, _Sum]], more: Mapping[str, tuple[_Sum, _Sum]]) -> None:
+    for name, entry in more.items():
+        for part, added in zip(into.setdefault(name, (_Sum(), _Sum())), entry, strict=True):
+            part.numbers += added.numbers
+            part.tensors += added.tensors
+
+
+def _read(entries: Mapping[str, tuple[_Sum, _Sum]]) -> ExactSums:
+    sums: ExactSums = {}
+    for name, entry in entries.items():
+        read = [[*part.numbers, *map(Tensor.item, part.tensors)] for part in entry]
+        add_sums(sums, {name: read})
+    return sums
 
 
 def _copied(entries: Mapping[str, tuple[_Sum, _Sum]]) -> dict[str, tuple[_Sum, _Sum]]:

@@ -227,12 +227,13 @@ class Survival(Recovery):
         if self._is_over:
             return
         parts = self._parts
-        metrics = parts.outlets.metrics
+        metrics, is_cpu = parts.outlets.metrics, parts.place.device.type == "cpu"
         word = {
             "last": metrics.step,
+            "turn": metrics.turn,
             "epoch": metrics.epochs,
-            "sums": metrics.epoch,
-            "next": metrics.so_far() if parts.place.device.type == "cpu" else {},
+            "sums": metrics.applied() if is_cpu else metrics.epoch,
+            "next": metrics.so_far() if is_cpu else {},
             "taken": sorted(self.member.taken),
         }
         if not self.member.ledger.write(word):

@@ -158,6 +158,7 @@ class Turn(Step):
 
     def _begin(self) -> None:
         super()._begin()
+        self._metrics.turn = self.index
         lr = self._update.updates[self.name].parts["optimizer"].param_groups[0].get("lr")
         self.lr = lr if isinstance(lr, int | float) else None
         if self._whole.lr is None:
@@ -220,7 +221,8 @@ class Turn(Step):
         finally:
             self._engine.close()
             self.is_entered = False
-            self._metrics.join(self._aside)
+            is_applied = self.is_applied and not self._is_skipped
+            self._metrics.end_turn(self._aside, is_applied=is_applied)
             for phase, seconds in self.phases.items():
                 if phase != Phase.OTHER:
                     self._whole.phases[phase] = self._whole.phases.get(phase, 0.0) + seconds
