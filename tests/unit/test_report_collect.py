@@ -21,7 +21,7 @@ from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 from paceline.errors import UsageError
 from paceline.files.run_folder import EventWriter, RunFolder, RunInfo, write_info
 from paceline.record.schema import write as write_trace
-from paceline.show.report.collect import collect
+from paceline.show.report.collect import collect, find_runs
 from paceline.show.report.curves import Curve
 from paceline.show.report.document import build
 from paceline.show.report.pace import PaceTable, RecentStep, find_spans
@@ -452,3 +452,9 @@ def test_a_worker_that_was_slow_and_is_no_more_is_named_once_and_not_as_slow_now
             recent[rank] = [*recent[rank], RecentStep(step, float(step), 0, 1.0, spent)][-100:]
     (span,) = find_spans(tables, recent)
     assert (span.rank, span.first, span.last, span.is_now) == (1, 121, 210, False)
+
+
+def test_the_islands_of_a_run_are_found_beside_it(tmp_path: Path) -> None:
+    first, second = (synthetic_run(tmp_path / "runs" / name, steps=1, ranks=1) for name in "ab")
+    other = synthetic_run(first.path / "island-1", steps=1, ranks=1)
+    assert find_runs(tmp_path / "runs") == [first.path, other.path, second.path]

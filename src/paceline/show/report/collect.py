@@ -450,13 +450,15 @@ def _compare(
 
 
 def find_runs(path: Path, limit: int = RUNS_LIMIT) -> list[Path]:
-    """Some run folders around a folder: the one it is in, and those in it."""
+    """Some run folders around a folder: the one it is in, and those in it, with their islands."""
     found, folders = list[Path](), deque([path.parent, path])
     for _ in range(FOLDERS_LIMIT):
         if folders and len(found) < limit:
             folder = folders.popleft()
             if RunFolder(folder).info.is_file():
                 found.append(folder)
+                if folder != path.parent:
+                    folders.extendleft(sorted(folder.glob("island-*"), reverse=True))
             elif folder != path.parent:
                 with contextlib.suppress(OSError):
                     entries = islice(os.scandir(folder), FOLDERS_LIMIT)
