@@ -70,6 +70,9 @@ def strike(moment):
         raise RuntimeError("the database says: Connection reset by peer")
     if what == "exit":
         sys.exit(5)
+    if what in ("save", "evaluate"):
+        getattr(run, what)(*[score] * (what == "evaluate"))
+        return 1.0
     return {}["label"]
 
 def score(batch):
@@ -344,6 +347,24 @@ def test_a_temporary_folder_that_is_full_ends_nobody_and_hides_nothing(
         assert launcher.returncode == 1, said
         assert (said.count("Traceback (most"), said.count(LABEL)) == (1, 1), said
         assert_reason(tmp_path, "failed", f"worker 1 failed: {UNSAID['summary']}", 1)
+
+
+@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("what", ["save", "evaluate"])
+def test_workers_that_wait_for_each_other_are_ended_with_where_they_are(
+    tmp_path: Path, what: str, survives: bool
+) -> None:
+    """Here for a call that one of them leaves out."""
+    flags = ["--workers", 2, "--stall-after", 1, "--stall-end", 2]
+    done = start(
+        tmp_path, [*LAUNCHER, *flags, *["--no-survive"] * (not survives)], what, "between", 1
+    )
+    assert done.returncode == 1, done.stdout
+    reason = "all 2 workers have waited for each other for 2 s"
+    assert_reason(tmp_path, "failed", reason)
+    kept = (tmp_path / "run" / "errors.txt").read_text()
+    for text in (done.stdout, kept):
+        assert says(text, reason, "Worker 0 was at:", "Worker 1 was at:", "in strike")
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ def test_what_strangers_can_have_kept_is_bounded(server: StoreServer, how: str) 
         with suppress(OSError):  # dropped, or not read any more
             caller.sendall(HELLO + request)
     assert LauncherStore(server.path).num_keys() == 0
-    most = server.theirs.used  # by now it has met one of them
+    while not (most := server.theirs.used):  # it has not met one of them yet
+        time.sleep(0.01)
     for caller in callers:
         caller.close()
     assert 0 < most <= THEIR_BYTES

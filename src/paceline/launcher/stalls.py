@@ -6,6 +6,9 @@ collective, or has stood still in its own code all the time that `--stall-end` a
 waits, on whatever machine, those that hang are what it waits for.
 
     trains --(nothing for --stall-end, while another waits)--> its stack is dumped --> accused
+
+Where all of them have waited for as long, nobody is at fault whom a replacement would help: the
+workers are not at the same collective, and the run ends.
 """
 
 from __future__ import annotations
@@ -14,8 +17,12 @@ import os
 import signal
 from collections.abc import Sequence
 
+from paceline import env
+from paceline.islands import ISLAND_VARIABLE
+from paceline.launcher.deaths import StopReason
 from paceline.launcher.process import WorkerProcess
-from paceline.launcher.worker import BEATS, DUMP_SIGNAL, HANGS, stack_file
+from paceline.launcher.worker import BEATS, DUMP_SIGNAL, HANGS, WAITS, stack_file
+from paceline.launcher.workers import Workers
 
 # One that was stopped, or silent, at so many looks is ended.
 MOST_LOOKS = 6
@@ -31,9 +38,11 @@ class StallJudge:
         self.look_s = stall_s / BEATS
         self._end_s = end_s
         self._most_silent = max(MOST_LOOKS, LEAST_SILENCE_S / self.look_s)
+        self._did_all_wait = False
 
-    def look(self, workers: Sequence[WorkerProcess], is_awaited: bool) -> None:
+    def look(self, workers: Sequence[WorkerProcess], everyone: Workers) -> None:
         """Look at all, of whom one may be what another waits for, here or on another machine."""
+        is_awaited = everyone.is_awaited(any(worker.word == WAITS for worker in workers))
         for worker in workers:
             worker.look(self.look_s)
             hangs = is_awaited and worker.word == HANGS
@@ -44,8 +53,7 @@ class StallJudge:
                 worker.is_dumped = False
             elif not worker.is_dumped:
                 worker.is_dumped = True  # and is ended at the next look
-                if DUMP_SIGNAL and worker.beats:  # it runs code of ours, which listens to that
-                    os.kill(worker.pid, DUMP_SIGNAL)
+                _dump(worker)
             elif hangs:
                 seconds = self._end_s
                 worker.accused = f"was hanging in its own code for {seconds:.3g} s while others "
@@ -56,6 +64,33 @@ class StallJudge:
             if worker.accused:
                 worker.accused += ", so the launcher ended it"
                 worker.send(signal.SIGKILL)
+
+    def find_deadlock(
+        self, workers: Sequence[WorkerProcess], everyone: Workers
+    ) -> StopReason | None:
+        """What to end the run for if all workers wait for each other; asked at every look.
+
+        One that leads an island may wait for the others; those of other machines may not wait.
+        """
+        before, self._did_all_wait = self._did_all_wait, all(each.word == WAITS for each in workers)
+        is_whole = len(workers) > 1 and not (everyone.channels or env.read(ISLAND_VARIABLE))
+        if not (self._did_all_wait and is_whole):
+            return None
+        if not before:
+            for worker in workers:
+                _dump(worker)
+            return None
+        text = f"all {len(workers)} workers have waited for each other for {self._end_s:.3g} s"
+        places = [
+            f"Worker {each.rank} was at:\n{main_thread(read_stack(each))}" for each in workers
+        ]
+        return StopReason(text=text, traceback="\n\n".join(places))
+
+
+def _dump(worker: WorkerProcess) -> None:
+    """Have a worker write down where its threads are."""
+    if DUMP_SIGNAL and worker.beats:  # it runs code of ours, which listens to that
+        os.kill(worker.pid, DUMP_SIGNAL)
 
 
 def read_stack(worker: WorkerProcess) -> str:

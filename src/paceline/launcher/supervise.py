@@ -430,11 +430,12 @@ class Supervisor:
                 self.kill_all()  # somebody presses Ctrl-C again
 
     def on_look(self) -> None:
-        """End workers that are stopped, silent or hang: the others would wait for them for good."""
+        """End workers for whom others would wait for good; or all, if all wait for each other."""
         assert self.judge is not None
         if not self.ending_since_ns:
-            waits = any(worker.word == WAITS for worker in self.alive)
-            self.judge.look(self.alive, self.generations.is_awaited(waits))
+            self.judge.look(self.alive, self.generations)
+            if (end := self.judge.find_deadlock(self.alive, self.generations)) is not None:
+                self._end_with_others(end)
         self._after(self.judge.look_s, "look", self.on_look)
 
     def end_all(self, number: int = signal.SIGTERM) -> None:
