@@ -154,7 +154,9 @@ class Moments:
         self._run: Run | None = None
         self._groups: Groups | None = None
         self._measured = -2
-        self._is_nan = self._is_kept = False
+        self._is_kept = False
+        self._nan_step = 0
+        """In which this worker's passes give NaN, however often they are done."""
 
     def wrap(self) -> None:
         """Have the engine call this object."""
@@ -237,7 +239,7 @@ class Moments:
         if kind == CUT:
             CONNECTIONS.shut()
         elif kind == NAN:
-            self._is_nan = True
+            self._nan_step = self.step
         elif kind == TERMINATE:
             os.kill(os.getppid(), signal.SIGTERM)
         elif kind in (FULL, STAYS_FULL):
@@ -261,10 +263,10 @@ class Moments:
         module_of(run).register_forward_hook(self._on_forward)
 
     def _on_forward(self, module: Any, _inputs: Any, output: Any) -> Any:
-        if module.training:
-            self.on("forward")
-        is_nan, self._is_nan = self._is_nan, False
-        return output * float("nan") if is_nan else None
+        if not module.training:
+            return None
+        self.on("forward")
+        return output * float("nan") if self._nan_step and self._nan_step == self.step else None
 
     def _on_begin(self, survival: Survival, *_: Any) -> None:
         self.is_joining = is_replacement(survival)

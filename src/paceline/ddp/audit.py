@@ -152,7 +152,7 @@ class Audit:
 
     def keep(self, step: int, parameters: Iterable[Tensor], size: int) -> None:
         """A step is dealt: keep what two workers have then. Of three, two have the right ones."""
-        if size == 2 and self.share and step != self._kept[0] and self.chosen(step):
+        if size == 2 and step != self._kept[0] and self.chosen(step):
             self._kept = step, _digests_of(each for each in parameters if each.requires_grad)
 
     def note(

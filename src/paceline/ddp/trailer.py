@@ -161,7 +161,8 @@ class Agreement:
         The host waits for a device only if it `waits`: else it looks at the words a step later.
         """
         size = self._size
-        if is_late := runs_ahead(words.device):
+        is_late = not words.is_cpu and runs_ahead(words.device)
+        if is_late:
             self._read_late(words, step)
             if not (waits or self.is_awaited):
                 return size / words[0], False

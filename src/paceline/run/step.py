@@ -90,7 +90,8 @@ class Step:
         self._busy = portion.busy or min(self._progress.shards, portion.samples)
         self._shards = portion.shards if self._fit.size is None else self._fit.cut(portion)
         self._audited, self._last = portion.audited, self._shards[-1] if self._shards else None
-        self._audit.keep(self.number, self._training.module.parameters(), self._progress.size)
+        if self._audit.share:
+            self._audit.keep(self.number, self._training.module.parameters(), self._progress.size)
         # What the loop logs of the last shard is then in the ledger before others apply the step.
         self._sums_at_end = bool(self._config.options.same_bits) or not portion.shards
         self.local_samples = sum([len(shard.indices) for shard in portion.shards])
@@ -362,8 +363,7 @@ class Step:
             if self._is_weighted:
                 weight = (self._items + count) * self._scale
             training.engine.weigh(weight, shard.number, count * self._scale)
-        add = self._metrics.add if is_mean else self._metrics.add_sum
-        add(self._loss_name, value, count)
+        (self._metrics.add if is_mean else self._metrics.add_sum)(self._loss_name, value, count)
         if shard is self._last:
             if not self._sums_at_end:
                 self._recovery.write_ledger()
