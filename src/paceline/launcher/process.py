@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from paceline import env
 from paceline.env import find_announced
 from paceline.files import RunFolder, keep_traceback, record_end
 from paceline.launcher.deaths import StopReason, WorkerExit
@@ -66,7 +67,7 @@ class WorkerProcess:
         One that a debugger traces is neither. Nor is one that computes: it may be in a library
         that lets no other thread of Python speak.
         """
-        state, cpu_s = read_state(self.pid)
+        state, cpu_s = env.read_process(self.pid)
         if not state:
             return
         is_idle, self.cpu_s = cpu_s - self.cpu_s < since_s / 8, cpu_s
@@ -95,16 +96,6 @@ class WorkerProcess:
         except (ProcessLookupError, PermissionError):
             return False
         return self.leads_group
-
-
-def read_state(pid: int) -> tuple[bytes, float]:
-    """What the kernel says a process does, as a letter, and how many seconds it has computed."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *fields = file.read().rpartition(b")")[2].split()
-    except OSError:  # not Linux, or just gone
-        return b"", 0.0
-    return state, (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline import env
 from paceline.errors import UsageError
 from paceline.launcher.deaths import WorkerExit
 from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations
 from paceline.launcher.output import Console, Pipes
 from paceline.launcher.plan import WorkerSpec
-from paceline.launcher.process import WorkerProcess, read_state
+from paceline.launcher.process import WorkerProcess
 from paceline.launcher.template import Template, TemplateError
 
 # A template that is to answer is looked at so often, and is done without, in favour of new
@@ -128,7 +129,7 @@ class Starts:
 
     def _look_at(self, template: Template) -> None:
         """It has not answered yet: go on without it if nothing says that it will."""
-        state, computed_s = read_state(template.pid)
+        state, computed_s = env.read_process(template.pid)
         is_at_work = state in (b"R", b"D") or computed_s > self._computed_s
         self._idle, self._computed_s = 0 if is_at_work else self._idle + 1, computed_s
         if state == b"T" or self._idle >= MOST_IDLE:

@@ -45,6 +45,7 @@ from paceline.ddp import in_tree_order
 from paceline.errors import DesyncError, UsageError
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
+from paceline.run.forks import living_context
 from paceline.torch_private import find_queue
 
 
@@ -197,6 +198,7 @@ def make_loader(
         batch_size=None,
         collate_fn=collate_fn,
         generator=torch.Generator(),
+        multiprocessing_context=living_context() if loading["num_workers"] else None,
         **loading,
     )
 

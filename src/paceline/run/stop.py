@@ -267,6 +267,10 @@ class StopRequest:
             self.signal, self._since_s = number, now_s
             self.is_leaving = number == signal.SIGTERM and not is_for_all and self.leave()
             self._is_said = False
+            if not self.is_leaving:
+                # Another one ends the process even where Python, about to sleep, does not see it.
+                for other in self.before.keys() - {number}:
+                    signal.signal(other, signal.SIG_DFL)
             if number == signal.SIGINT or self.hears_of_failures:
                 self.say()
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:

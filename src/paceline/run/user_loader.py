@@ -22,6 +22,7 @@ from paceline.data import Generators, Portion, Position, Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import Membership, World, all_gather, find_tensors, gather_bytes
+from paceline.run.forks import let_live
 from paceline.torch_private import find_queue
 
 
@@ -40,6 +41,7 @@ class UserLoader:
     ) -> None:
         """`states` are those of all workers in the checkpoint that the run continues from."""
         self._loader, self._membership = loader, membership
+        let_live(loader)
         self._epochs, self._seed, self._length = epochs, seed, steps_per_epoch
         self._states = states
         self._own = Generators()
