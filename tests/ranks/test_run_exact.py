@@ -252,6 +252,25 @@ def test_clipping_sees_the_whole_gradient() -> None:
     assert not torch.allclose(plain.parameters["0.weight"], expected.parameters["0.weight"])
 
 
+def test_clipping_sees_sparse_gradients() -> None:
+    rows = torch.arange(24).view(8, 3) % 5
+
+    def body(world: World | None = None, *, is_sparse: bool = True) -> Tensor:
+        table = seeded(nn.Embedding(5, 4, sparse=is_sparse))
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        options = RunOptions(progress="quiet", clip_norm=0.05)
+        run = Run(table, optimizer, rows, global_batch=8, epochs=2, world=world, options=options)
+        for step in run:
+            with step:
+                for batch in step.batches():
+                    step.backward(run.model(batch).square().mean())
+        return table.weight.detach()
+
+    expected = body(is_sparse=False)
+    for found in (body(), *run_ranks(2, body)):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "third", "name"),
     [(3, 2, 1, "mlp"), (1, 4, 2, "batch norm"), (2, 5, 3, "batch norm")],

@@ -24,6 +24,7 @@ import torch
 from paceline.group import exchange
 from paceline.run.user_loader import UserLoader
 from paceline.telemetry import Message, count_text
+from paceline.update import total_norm
 
 if TYPE_CHECKING:
     from paceline.run.metrics import ExactSums
@@ -105,11 +106,9 @@ class Cut:
         """What every worker has found: whether it drew, changed buffers; loss, items, length."""
         training, members = self._parts.training, self._parts.place.membership
         loss, items = (math.fsum(part) for part in sums.get("loss", ([], [])))
-        grads = [p.grad for p in training.module.parameters() if p.grad is not None]
         norm = 0.0
         if not training.shares_out:  # there a worker has its share of the sums only
-            values = [each.coalesce().values() if each.is_sparse else each for each in grads]
-            norm = torch.nn.utils.get_total_norm(values).item()
+            norm = total_norm(param.grad for param in training.module.parameters()).item()
         has_changed = training.buffers is not None and training.buffers.have_changed()
         found = [float(self._has_drawn), float(has_changed), loss, items, norm]
         what = f"Step {step}: comparing two cuts of the batch"

@@ -15,3 +15,4 @@ from paceline.update.whole import Update as Update
 from paceline.update.whole import WholeUpdate as WholeUpdate
 from paceline.update.whole import check_update as check_update
 from paceline.update.whole import needs_metric as needs_metric
+from paceline.update.whole import total_norm as total_norm

@@ -183,8 +183,7 @@ class WholeUpdate:
         if self._clip_norm is not None:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)
-            grads = [param.grad for param in self._trained if param.grad is not None]
-            norm = nn.utils.get_total_norm(grads)
+            norm = total_norm(param.grad for param in self._trained)
         if self._finite is not None and self._scaler is None:
             self._finite.check(self._step, losses, norm)
         self._refusal.remove()
@@ -411,6 +410,12 @@ class FiniteCheck:
             state,
             "Look for a square root, a logarithm or a division near zero, or set clip_norm.",
         )
+
+
+def total_norm(grads: Iterable[Tensor | None]) -> Tensor:
+    """The length of all gradients together, also of sparse ones, of which torch has no norm."""
+    there = [grad for grad in grads if grad is not None]
+    return nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in there])
 
 
 def _dense(grad: Tensor) -> Tensor:
