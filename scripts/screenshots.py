@@ -217,7 +217,7 @@ def take_islands(folder: Path, camera: Camera, page: Any) -> None:
     command = ("run", "--workers", 4, "--island", 2, "train.py", "islands", "none")
     events = folder / "runs" / "islands" / "island-1" / "events"
     with started(folder, *command) as job:
-        page.locator("#runs tr", has_text="islands").get_by_role("link", name="show").click()
+        page.locator("#runs a[href$='run=islands']").click()
         wait_until(lambda: step_of(page) >= 150)
         for path in events.glob("rank*.jsonl"):
             os.kill(json.loads(path.read_text().splitlines()[0])["pid"], signal.SIGKILL)
