@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from paceline import env
 
-LOOK_S, MOST_IDLE = 1.0, 3
+LOOK_S, MOST_IDLE, MOST_TRIES = 1.0, 3, 5
 """A process that has said nothing is looked at so often; and is ended if it has not computed at so
-many looks in a row."""
+many looks in a row. After so many of them it is not the fork that keeps them from speaking."""
 
 
 def living_context() -> BaseContext | None:
@@ -40,10 +40,13 @@ def let_live(loader: Any) -> None:
 
 class _LivingPopen(Popen):
     def _launch(self, process_obj: Any) -> None:
-        while not self._is_launched(process_obj):
+        for _ in range(MOST_TRIES):
+            if self._is_launched(process_obj):
+                return
             self.close()
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+        super()._launch(process_obj)  # type: ignore[misc]
 
     def _is_launched(self, process_obj: Any) -> bool:
         """Fork; False for a process that does not come to life."""
@@ -61,7 +64,7 @@ class _LivingPopen(Popen):
         idle, computed_s = 0, 0.0
         while not select.select([reader], [], [], LOOK_S)[0]:
             state, now_s = env.read_process(self.pid)
-            is_idle = state == b"S" and now_s == computed_s
+            is_idle = state in (b"S", b"Z") and now_s == computed_s
             idle, computed_s = idle + 1 if is_idle else 0, now_s
             if idle == MOST_IDLE:
                 return False
