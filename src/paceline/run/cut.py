@@ -151,7 +151,7 @@ class Cut:
         text = (
             f"From step {step} on the batch is cut into {shards} shards, one per worker, and not "
             f"into {before}: it draws no random numbers, and has the same loss and gradients "
-            f"either way. Of a run that is given shards={before} it would stay as it was."
+            f"either way. A new run with shards={before} cuts it as before."
         )
         facts = {"text": text, "level": "info", "shards": shards}
         parts.outlets.sinks.tell("message", Message(text, facts=facts))
