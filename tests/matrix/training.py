@@ -18,6 +18,7 @@ import paceline
 from paceline.data import Files
 from paceline.ddp import NaiveEngine
 from tests.faults import wait_for_replacements
+from tests.faults.memory import Full
 from tests.matrix.factors import MIDDLE
 
 ROWS, BATCH, EPOCHS = 44, 12, 4
@@ -85,18 +86,6 @@ class Counter(nn.Module):
         if self.training:
             self.seen += (x.detach()[0, 0] > 0.5).double()
         return output
-
-
-class Full(torch.autograd.Function):
-    """Runs out of memory in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise torch.OutOfMemoryError("planned")
 
 
 def spend(out: Tensor, step: int, rank: int) -> Tensor:

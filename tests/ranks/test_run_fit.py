@@ -18,20 +18,9 @@ from paceline.errors import FitError, UsageError
 from paceline.group.world import World
 from paceline.run import Run, RunOptions, fit
 from paceline.testing import run_processes, run_ranks, seeded
+from tests.faults.memory import Full
 
 WHOLE = 10**6
-
-
-class Full(torch.autograd.Function):
-    """Runs out of memory in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 class Net(nn.Module):
