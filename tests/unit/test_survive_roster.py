@@ -303,6 +303,17 @@ def test_replacements_that_come_after_the_end_are_dismissed_wherever_they_are() 
     assert die(roster, 1) == []
 
 
+def test_a_worker_of_the_beginning_is_not_dismissed_where_others_finish_before_it_is_heard_of() -> (
+    None
+):
+    roster = Roster(size=2)  # a training that was complete already, say
+    roster.on_joined(0, 0)
+    assert roster.on_finished(0) == []
+    assert roster.members == (1,)
+    assert roster.on_joined(1, 0) == []
+    assert roster.on_finished(1) == []
+
+
 def test_a_newcomer_does_not_wait_for_those_who_have_left_their_loops() -> None:
     roster = formed()
     die(roster, 2)

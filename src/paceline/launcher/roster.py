@@ -312,9 +312,15 @@ class Roster:
         return self.machine_by_worker.get(worker, self.here)
 
     def _dismiss(self) -> list[Order]:
-        """Those who have never joined are not waited for."""
-        workers = self._workers.items()
-        late = [s for s, each in workers if each.joined < 0 and each.state is not _State.GONE]
+        """Replacements that have never joined are not waited for.
+
+        Who was there from the beginning takes part before it is heard of, and has to finish too.
+        """
+        late = [
+            worker
+            for worker, each in self._workers.items()
+            if each.is_new and each.joined < 0 and each.state is not _State.GONE
+        ]
         for worker in late:
             self._workers[worker].state = _State.GONE
         self.members = tuple(each for each in self.members if each not in late)
