@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ from sentences import says
 
 from paceline.env import FAILURE_VARIABLE, Placement
 from paceline.errors import UsageError
+from paceline.group.link import send
 from paceline.launcher import nodes, roster
+from paceline.launcher.deaths import WorkerExit
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.islands import Archipelago
@@ -167,6 +170,20 @@ def test_a_replacement_that_cannot_be_started_is_tried_five_times_and_ends_nobod
     assert says(said[-1], "worker 1", "5 tries", reason)
     assert (result.exit_code, generations.roster.members) == (143, (0, 2))
     assert [worker.poll() for worker in sleepers.started] == [-15, -9, -15]
+
+
+def test_a_death_does_not_overtake_what_the_others_said_before_it() -> None:
+    generations = Generations(say=lambda text: None, roster=Roster(size=3))
+    for worker in range(3):
+        line, page = generations.open_worker_channel(worker).theirs
+        with socket.socket(fileno=line) as theirs:
+            send(theirs, {"said": "joined", "generation": 0})
+        os.close(page)
+    ledger = generations.close_worker_channel(1)
+    assert generations.on_exit(WorkerExit(rank=1, exit_code=-9, step=1), ledger), "it is survived"
+    assert generations.roster.members == (0, 2)
+    for worker in (0, 2):
+        generations.drop_worker_channel(worker)
 
 
 @pytest.mark.parametrize("stopped", [0, 2])

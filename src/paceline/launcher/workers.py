@@ -128,7 +128,7 @@ class Workers:
             self._hear(worker, message)
 
     def hear_all(self) -> None:
-        """Catch up with what workers have said: a signal may overtake it."""
+        """Catch up with what workers have said: a signal or a death may overtake it."""
         for worker in list(self.worker_channels):
             self.on_message(worker)
 
@@ -143,7 +143,7 @@ class Workers:
 
     def close_worker_channel(self, worker: int) -> dict[str, Any]:
         """Hear the last words of a worker that has ended; its ledger."""
-        self.on_message(worker)
+        self.hear_all()  # how its death is judged depends on what the others have said before it
         channel = self.worker_channels.pop(worker)
         ledger = channel.ledger.read()
         channel.close()
