@@ -67,6 +67,25 @@ def is_dropped(caller: socket.socket) -> bool:
         return True
 
 
+def has_ended(caller: socket.socket) -> bool:
+    """Whether the store has dropped a caller, as far as can be seen without waiting."""
+    try:
+        while data := caller.recv(2**20, socket.MSG_DONTWAIT):
+            del data
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def poll(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def caught(call: Callable[[], object]) -> object:
     try:
         return call()
@@ -228,10 +247,24 @@ def test_a_request_that_arrives_byte_by_byte_is_read_once(server: StoreServer) -
     assert reads == 50
 
 
-@pytest.mark.parametrize("how", ["values", "queues", "answers", "unfinished", "waits"])
-def test_what_strangers_can_have_kept_is_bounded(server: StoreServer, how: str) -> None:
+KINDS = ["values", "queues", "answers", "unfinished", "waits", "compared", "unread keys"]
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_what_strangers_can_have_kept_is_bounded(
+    server: StoreServer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever they do, the launcher keeps no more than it was meant to, and answers others."""
+    most, take = 0, server.theirs.take
+
+    def measured(count: int) -> None:
+        nonlocal most
+        take(count)
+        most = max(most, server.theirs.used)
+
+    monkeypatch.setattr(server.theirs, "take", measured)
     large = pack_text(bytes(MAX_VALUE_BYTES))
+    keys = 1024 * pack_text(bytes(2000))
     callers = [stranger(server) for _ in range(30)]
     for number, caller in enumerate(callers):
         caller.settimeout(0.05)
@@ -240,23 +273,37 @@ def test_what_strangers_can_have_kept_is_bounded(server: StoreServer, how: str) 
         request = {
             "values": bytes([Query.SET]) + key + large,
             "queues": bytes([Query.PUSH]) + pack_text(b"q") + large,
-            "answers": bytes([Query.SET]) + key + pack_text(bytes(2**19)) + several,
+            "answers": bytes([Query.SET]) + key + pack_text(bytes(2**20)) + several,
             "unfinished": bytes([Query.SET]) + key + large[:-1],
-            "waits": bytes([Query.WAIT]) + pack_number(1024) + 1024 * pack_text(bytes(2000)),
+            "waits": bytes([Query.WAIT]) + pack_number(1024) + keys,
+            "compared": bytes([Query.COMPARE_SET]) + key + large,
+            "unread keys": bytes([Query.CHECK]) + pack_number(1025) + keys,
         }[how]
         with suppress(OSError):  # dropped, or not read any more
             caller.sendall(HELLO + request)
     assert LauncherStore(server.path).num_keys() == 0
-    while not (most := server.theirs.used):  # it has not met one of them yet
-        time.sleep(0.01)
+    poll(lambda: most > THEIR_BYTES - MAX_VALUE_BYTES)
+    if how not in ("values", "queues"):  # of those one is dropped that had no room
+        poll(lambda: sum(map(has_ended, callers)) >= 30 - THEIR_BYTES // 2**20)
     for caller in callers:
         caller.close()
-    assert 0 < most <= THEIR_BYTES
-    deadline_s = time.monotonic() + 60
-    while server.theirs.callers and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    poll(lambda: not server.theirs.callers)
+    assert most <= THEIR_BYTES
     server.clear()
     assert LauncherStore(server.path).num_keys() == server.theirs.used == 0
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_value_as_long_as_a_request_may_have_fits_for_every_request(
+    server: StoreServer, whose: str
+) -> None:
+    store = LauncherStore(server.path) if whose == "ours" else client(server.port)
+    one, other = (each * MAX_VALUE_BYTES for each in "12")
+    store.set("x", one)
+    assert store.compare_set("x", one, other) == other.encode()
+    assert store.multi_get(["x"]) == [other.encode()]
+    store.append("y", one)
+    assert store.get("y") == one.encode()
 
 
 def test_a_run_has_room_for_its_workers_and_no_more(server: StoreServer) -> None:

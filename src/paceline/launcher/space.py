@@ -98,7 +98,8 @@ class Caller:
         self.arrived, self.unsent = bytearray(), bytearray()
         self.awaited: list[bytes] = []
         """The last of them is waited for next."""
-        self.counted = 0
+        self.counted = self.held = 0
+        """What the space knows of; what the talk has taken of a request that is not all there."""
         self.talk: Talk
         self.wanted = 0
         """The talk continues when so many bytes have arrived."""
@@ -109,11 +110,16 @@ class Caller:
 
     def count(self, *, is_gone: bool = False) -> None:
         """Let the space know what is kept for this caller."""
-        kept = CALLER_BYTES + len(self.arrived) + len(self.unsent)
+        kept = CALLER_BYTES + len(self.arrived) + self.held + len(self.unsent)
         kept += sum(len(key) + ENTRY_BYTES for key in self.awaited)
         kept = 0 if is_gone else kept
         self.space.take(kept - self.counted)  # first: where there is no room, nothing is counted
         self.counted = kept
+
+    def give(self) -> None:
+        """What was taken of a request belongs to the store now, which counts it once."""
+        self.held = 0
+        self.count()
 
 
 def read_number() -> Generator[int, bytes, int]:

@@ -60,7 +60,8 @@ from paceline.launcher.space import (
 )
 
 MAGIC = struct.pack("<I", 0x3C85F7CE)
-OUR_BYTES = THEIR_BYTES = 2**22
+OUR_BYTES = THEIR_BYTES = 4 * MAX_VALUE_BYTES
+"""A comparison keeps three of the longest values: the old one, the one expected, the new one."""
 WORKER_BYTES = 2**16
 """What a worker may take of ours; two generations of eight workers took 11 kB of each."""
 MOST_CALLERS = 2**12
@@ -243,6 +244,7 @@ class StoreServer:
             while len(caller.arrived) >= caller.wanted and not caller.unsent:
                 taken = bytes(caller.arrived[: caller.wanted])
                 del caller.arrived[: caller.wanted]
+                caller.held += len(taken)
                 caller.wanted = caller.talk.send(taken)
             caller.count()
         except BlockingIOError:
@@ -285,6 +287,7 @@ class StoreServer:
     def _converse(self, caller: Caller) -> Talk:
         """Everything that one caller asks for, request by request."""
         while True:
+            caller.held = 0
             query = Query((yield 1)[0])
             caller.has_asked = True
             if query is Query.PROVE:
@@ -324,23 +327,23 @@ class StoreServer:
             case Query.PING:
                 return (yield 4)
             case Query.SET:
-                self._set(space, (yield from read_key()), (yield from read_value()))
+                self._set(caller, (yield from read_key()), (yield from read_value()))
             case Query.MULTI_SET:
                 for _ in range((yield from read_count())):
-                    self._set(space, (yield from read_key()), (yield from read_value()))
+                    self._set(caller, (yield from read_key()), (yield from read_value()))
             case Query.APPEND:
                 key, more = (yield from read_key()), (yield from read_value())
-                self._set(space, key, space.values.get(key, b"") + more)
+                self._set(caller, key, space.values.get(key, b"") + more)
             case Query.ADD:
                 key, more_by = (yield from read_key()), (yield from read_number())
                 answer = pack_number(total := int(space.values.get(key, b"0")) + more_by)
-                self._set(space, key, str(total).encode())
+                self._set(caller, key, str(total).encode())
                 return answer
             case Query.COMPARE_SET:
                 key, expected = (yield from read_key()), (yield from read_value())
                 wanted = yield from read_value()
                 if space.values.get(key, b"") == expected:
-                    self._set(space, key, wanted)
+                    self._set(caller, key, wanted)
                 return pack_text(space.values.get(key, expected))
             case Query.GET:
                 return pack_text(space.values.get((yield from read_key()), b""))
@@ -362,6 +365,7 @@ class StoreServer:
                 return pack_number(int(space.delete((yield from read_key()))))
             case Query.PUSH:
                 key, value = (yield from read_key()), (yield from read_value())
+                caller.give()
                 self._release(space.push(key, value))
             case Query.POP:
                 found = space.pop((yield from read_key()))
@@ -372,16 +376,17 @@ class StoreServer:
                 key, size = (yield from read_key()), (yield from read_number())
                 arrived = int(space.values.get(key, b"0")) + 1
                 last = b"%s/last" % key
-                self._set(space, key, str(arrived).encode())
+                self._set(caller, key, str(arrived).encode())
                 if arrived == size:
-                    self._set(space, last, b"1")
+                    self._set(caller, last, b"1")
                 self._wait(caller, [last])
         return b""
 
-    def _set(self, space: Space, key: bytes, value: bytes) -> None:
+    def _set(self, caller: Caller, key: bytes, value: bytes) -> None:
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError("too long")
-        self._release(space.set(key, value))
+        caller.give()
+        self._release(caller.space.set(key, value))
 
     def _stop_waiting(self, caller: Caller) -> None:
         waiting = caller.space.waiting
