@@ -36,6 +36,8 @@ RUNS_VARIABLE = "PACELINE_RUNS"
 """A folder for the run folders of a script, in the place of those that it names."""
 REPLAY_VARIABLE = "PACELINE_REPLAY"
 """The step whose hashes are wanted, and after which a run ends its process."""
+ISLAND_VARIABLE = "PACELINE_ISLAND"
+"""Tells a worker its island, as a launcher with --island has decided."""
 FIT_VARIABLE = "PACELINE_FIT"
 """A folder for what a run finds out about the sizes of pieces; then it ends its process."""
 TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
@@ -162,6 +164,10 @@ class Launched:
     """Whether workers that die are replaced; and whether this one replaces one that did."""
     hears_of_failures: bool
     """Whether this worker is told when another one has failed."""
+    island: str
+    """Its island, if there are any."""
+    fit_folder: str
+    """Where to write what is found out about the sizes of pieces, if that is wanted."""
 
 
 def read_launched(environ: Mapping[str, str] = os.environ) -> Launched:
@@ -172,6 +178,8 @@ def read_launched(environ: Mapping[str, str] = os.environ) -> Launched:
         survives=survival is not None,
         joins_running=survival is not None and bool(survival["is_replacement"]),
         hears_of_failures=FAILURE_VARIABLE in environ,
+        island=environ.get(ISLAND_VARIABLE, ""),
+        fit_folder=environ.get(FIT_VARIABLE, ""),
     )
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from paceline import env
 from paceline.errors import SettingError
 
-ISLAND_VARIABLE = "PACELINE_ISLAND"
-"""Tells a worker its island, as a launcher with --island has decided."""
+ISLAND_VARIABLE = env.ISLAND_VARIABLE
 _WRITTEN = re.compile(r"(\d{1,4})/(\d{1,4})@(/.+|.+:\d{1,5})")
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Plan
-from paceline.ddp import has_sync_batch_norm
 from paceline.errors import UsageError
 from paceline.group import HostCopy, Membership, all_reduce, exchange
 from paceline.run.state import copy_from
@@ -347,9 +346,9 @@ def _names_of_statistics(module: nn.Module) -> dict[str, None]:
     return {known[id(b)]: None for layer in layers for b in layer.buffers(recurse=False)}
 
 
-def check_batch_norm(model: nn.Module, size: int, shards: int, plan: Plan | None) -> None:
+def check_sync_norm(size: int, shards: int, plan: Plan | None) -> None:
     """Refuse layers that talk to all workers in every pass where some would not be there."""
-    if shards == size == 1 or not has_sync_batch_norm(model):
+    if shards == size == 1:
         return
     if shards != size:
         raise UsageError(

@@ -27,7 +27,6 @@ from paceline.ddp import (
     Wrapper,
     bare,
     check_engine,
-    has_sync_batch_norm,
 )
 from paceline.env import Launched
 from paceline.errors import DesyncError, UsageError
@@ -48,7 +47,7 @@ from paceline.group import (
 )
 from paceline.policy import NoiseMeter
 from paceline.run import islands
-from paceline.run.buffers import Buffers, check_batch_norm
+from paceline.run.buffers import Buffers, check_sync_norm
 from paceline.run.config import RunConfig
 from paceline.run.exchanges import Exchanges
 from paceline.run.fit import make_fit
@@ -93,7 +92,9 @@ from paceline.telemetry import (
 )
 from paceline.torch_private import HashStore
 from paceline.update import (
+    Update,
     WeightAverage,
+    WholeUpdate,
     can_be_kept,
     describe_sharing,
     is_worth_gathering,
@@ -119,7 +120,9 @@ def build_run(config: RunConfig) -> RunParts:
     members = Membership.of(world.group)
     if config.loader is not None:
         _take_loader(config, world)
-    island = islands.find_own(config)
+    island = None
+    if options.islands is not None or launched.island:
+        island = islands.find_own(config)
     link, shares_out, can_survive = _find_link(config, members, launched)
     is_replacement = link is not None and link.is_replacement
     if is_replacement:
@@ -131,11 +134,13 @@ def build_run(config: RunConfig) -> RunParts:
     members.word_device = word_device(world.group, device)
     precision = Precision(options.precision, device, list(module.parameters()))
     average = None if options.ema is None else WeightAverage(module, options.ema)
-    make = islands.choose_update(module, options.islands, island)
+    make: Callable[..., Update] = WholeUpdate
+    if island is not None and options.islands is not None:
+        make = partial(islands.OuterUpdate, module, options.islands, island)
     update = make_update(config, module, precision, members, average, make)
     rating = Rating(options, config.scheduler, update)
     weights = None if config.models is None else ByName(dict(config.models.modules.items()))
-    fit = make_fit(config, module, members, device)
+    fit = make_fit(config, launched.fit_folder, module, members, device)
     state = RunState(module, update, rating, fit, config.state or {}, weights)
     folder = config.open_folder(world.rank)
     saving = Saving(folder, config, members)
@@ -147,11 +152,14 @@ def build_run(config: RunConfig) -> RunParts:
         _count_together(config.dataset, members)
     audit = Audit(share=options.audit, seed=config.seed, shards=shards, replaces=link is not None)
     plan = make_plan(config, shards, known.get("order"), audit.seconds_of)
-    plan = islands.deal(plan, island)
+    plan = plan if island is None else islands.deal(plan, island)
     workers = known["workers"] if is_replacement else world.size
-    check_batch_norm(model, workers, shards, plan)
+    if config.has_sync_norm:
+        check_sync_norm(workers, shards, plan)
     facts = config.facts(module, plan, shards=shards, workers=workers)
-    config.seed = islands.note(island, facts, config.seed)
+    if island is not None:
+        facts["islands"] = island.count
+        config.seed = island.seed(config.seed)
     saving.identify(facts, before)
     watching = Watching(config, folder, members)
     agreed = {**facts, **config.to_agree_on(), "trace_step": watching.trace_step}
@@ -215,7 +223,8 @@ def build_run(config: RunConfig) -> RunParts:
     if repeated:
         count = count_text((before or {})["workers"], "worker")
         lines.append(_REPEATED.format(position.epoch + 1, count, repeated))
-    lines += islands.describe(island, options.islands, before)
+    if island is not None and options.islands is not None:
+        lines += islands.describe(island, options.islands, before)
     lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step, launched)]
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
@@ -245,7 +254,8 @@ def build_run(config: RunConfig) -> RunParts:
     )
     if link is not None:
         parts.recover_with(Survival(link, _make_groups(link, launched), parts))
-    islands.attach(parts, plan)
+    if isinstance(update, islands.OuterUpdate):
+        update.attach(parts, plan)
     return parts
 
 
@@ -255,7 +265,7 @@ def _may_cut(config: RunConfig, plan: Plan | None) -> bool:
     options, is_given = config.options, config.shards or config.loader is not None
     is_bound = options.same_bits or options.islands is not None or config.models is not None
     has_lanes = plan is not None and plan.lanes is not None
-    return not (is_given or is_bound or has_lanes or has_sync_batch_norm(config.model))
+    return not (is_given or is_bound or has_lanes or config.has_sync_norm)
 
 
 def _take_loader(config: RunConfig, world: World) -> None:
@@ -275,7 +285,7 @@ def _find_link(
     can_survive = (
         is_formed_anew
         and launched.survives
-        and not has_sync_batch_norm(config.model)
+        and not config.has_sync_norm
         and config.loader is None  # which cannot be dealt anew
     )
     shares_out = config.options.update == "sharded"
@@ -464,14 +474,15 @@ def _refuse_different_facts(members: Membership, facts: dict[str, Any]) -> None:
     if members.size == 1:
         return
     everyone = exchange(members.group, facts, members.word_device, "Comparing the runs")
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in enumerate(everyone[1:], start=1):
         _refuse_difference(everyone[0], theirs, "on rank 0", f"on rank {rank}")
 
 
 def _refuse_difference(
     facts: dict[str, Any], others: dict[str, Any], where: str, elsewhere: str
 ) -> None:
-    refuse_other_arithmetic(facts["same_bits"], others["same_bits"], where, elsewhere)
+    if facts["same_bits"]:
+        refuse_other_arithmetic(facts["same_bits"], others["same_bits"], where, elsewhere)
     for key, value in facts.items():
         if key == SAMPLES:
             refuse_other_samples(value, others[key], where, elsewhere)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 import paceline
 from paceline import env
 from paceline.data import Files, Plan, Position, check_seed
-from paceline.ddp import DDPOptions
+from paceline.ddp import DDPOptions, has_sync_batch_norm
 from paceline.errors import (
     UsageError,
     check_choice,
@@ -225,6 +225,8 @@ class RunConfig:
     collate_fn: Collate = field(init=False)
     is_saved: bool = field(init=False)
     """Whether there are checkpoints."""
+    has_sync_norm: bool = field(init=False)
+    """Whether layers of the model need every worker in every pass."""
     models: Models | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -235,6 +237,7 @@ class RunConfig:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise UsageError(f"{name} is {value!r:.80}.", advice=f"Pass {advice}.")
+        self.has_sync_norm = has_sync_batch_norm(self.model)
         if isinstance(self.optimizer, list | tuple):
             raise UsageError(f"optimizer is {len(self.optimizer)} of them.", advice=_SEVERAL)
         for name, members in _MEMBERS.items():
@@ -254,9 +257,10 @@ class RunConfig:
         check_whole("loader_workers", self.loader_workers, 0)
         check_seed(self.seed)
         check_sinks("sinks", self.sinks)
-        trackers = make_trackers(self.trackers, self.folder)
-        check_sinks("trackers", trackers)
-        self.sinks = [*self.sinks, *trackers]
+        if self.trackers:
+            trackers = make_trackers(self.trackers, self.folder)
+            check_sinks("trackers", trackers)
+            self.sinks = [*self.sinks, *trackers]
         self.collate_fn = self.options.collate_fn or default_collate
         self.is_saved = self.folder is not None and self.options.checkpoint_every != 0
 
@@ -390,9 +394,8 @@ class RunConfig:
 
     def _settings(self) -> dict[str, str]:
         """For readers, so only of the first groups and not at any length."""
-        found: dict[str, Any] = {"optimizer": name_optimizer(self.optimizer)}
         first, *others = self.optimizer.param_groups
-        found |= first
+        found: dict[str, Any] = {"optimizer": name_optimizer(self.optimizer), **first}
         for number, group in enumerate(others[:_GROUPS_SHOWN], start=1):
             names = (name for name in group if name != "params")
             differs = (name for name in names if repr(group[name]) != repr(first.get(name)))

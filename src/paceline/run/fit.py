@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paceline import env
 from paceline.data import Portion, Shard
-from paceline.ddp import DistributedDataParallel, Engine, has_sync_batch_norm
+from paceline.ddp import DistributedDataParallel, Engine
 from paceline.errors import FitError, UsageError, check_choice, check_whole, name_ranks
 from paceline.group import (
     Membership,
@@ -403,16 +403,19 @@ def check_fit(value: Any) -> None:
 
 
 def make_fit(
-    config: RunConfig, module: nn.Module, members: Membership, device: torch.device
+    config: RunConfig, folder: str, module: nn.Module, members: Membership, device: torch.device
 ) -> Fit:
-    """What the options ask for: by default, pieces where the model is on an accelerator."""
+    """What the options ask for: by default, pieces where the model is on an accelerator.
+
+    With a `folder` it is written there what each size of a piece costs.
+    """
     wanted = asked = config.options.fit
-    folder, causes = env.read(env.FIT_VARIABLE), {}
+    causes = {}
     if folder:
         wanted = asked = config.global_batch
     if config.options.same_bits:
         causes["same_bits"] = "and the bits of a shard would depend on somebody's memory"
-    if has_sync_batch_norm(module):
+    if config.has_sync_norm:
         causes["SyncBatchNorm"] = "whose statistics are over the samples of all workers"
     for name, why in causes.items():
         if wanted not in (None, "off"):

@@ -11,10 +11,9 @@ them and comes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -99,10 +98,8 @@ def _refuse_others(config: RunConfig) -> None:
             raise UsageError(f"{name} does not go with islands: {why}.", advice="Drop one of them.")
 
 
-def deal(plan: Plan | None, place: IslandPlace | None) -> Plan | None:
-    """The island's part of a plan, where the run has islands."""
-    if place is None:
-        return plan
+def deal(plan: Plan | None, place: IslandPlace) -> Plan:
+    """The island's part of a plan."""
     if plan is None:
         raise UsageError(
             "The dataset has no length, and samples are dealt to islands by number.",
@@ -120,28 +117,9 @@ def deal(plan: Plan | None, place: IslandPlace | None) -> Plan | None:
     return mine
 
 
-def note(place: IslandPlace | None, facts: dict[str, Any], seed: int) -> int:
-    """Add the number of islands to the facts of a run; the seed of this island's steps."""
-    if place is None:
-        return seed
-    facts["islands"] = place.count
-    return place.seed(seed)
-
-
-def choose_update(
-    module: nn.Module, options: Islands | None, place: IslandPlace | None
-) -> Callable[..., WholeUpdate]:
-    """What makes the update of a run, on an island or not."""
-    if place is None or options is None:
-        return WholeUpdate
-    return partial(OuterUpdate, module, options, place)
-
-
-def describe(place: IslandPlace | None, options: Islands | None, before: Any) -> list[str]:
+def describe(place: IslandPlace, options: Islands, before: Any) -> list[str]:
     """What is said of it when the loop begins; `before` are the facts of a checkpoint."""
     lines: list[str] = []
-    if place is None or options is None:
-        return lines
     if place.count > 1:
         lines.append(
             f"Island {place.number} of {place.count}: every {options.every} steps their parameters "
@@ -420,9 +398,3 @@ class OuterUpdate(WholeUpdate):
         text = f"{self._place.name.capitalize()} continues after step {position.step} with the "
         text += f"state of the others; it had come to step {reached} by itself."
         run.outlets.sinks.tell("message", Message(text, "warning"))
-
-
-def attach(run: RunParts, plan: Plan | None) -> None:
-    """The run is put together; `plan` is that of its island, if it has one."""
-    if isinstance(run.training.update, OuterUpdate):
-        run.training.update.attach(run, plan)

@@ -101,7 +101,7 @@ class Run:
         self.options = options
         self.model: Any = parts.training.engine
         """The model to call in the loop; the one that was passed, kept equal on all workers."""
-        self.models = models_to_call(self.model)
+        self.models = models_to_call(self.model) if checked.models is not None else {}
         """Where there are several, those to call in the loop, by name."""
         self._step_class = StepOfTurns if self.models else Step
         self.folder = checked.folder
@@ -116,7 +116,7 @@ class Run:
         """How the last step that failed did."""
         self._is_running = False
         self._reports = Reports(parts)
-        self._callbacks = take_callbacks(checked.sinks, self)
+        self._callbacks = take_callbacks(checked.sinks, self) if checked.sinks else []
 
     def _repr_html_(self) -> str | None:
         return None if self.folder is None else paceline.RunView(self.folder)._repr_html_()

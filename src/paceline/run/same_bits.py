@@ -23,7 +23,6 @@ from torch.utils.data import IterableDataset
 
 from paceline import env
 from paceline.data import Files
-from paceline.ddp import has_sync_batch_norm
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, memory_of
 from paceline.group import runs_ahead
@@ -73,7 +72,7 @@ def check_same_bits(config: Any) -> None:
             "the whole is not known.",
             advice='Use update="whole", or an optimizer of torch.optim.',
         )
-    if has_sync_batch_norm(config.model):
+    if config.has_sync_norm:
         raise UsageError(
             "same_bits was asked for, and the model has a SyncBatchNorm, whose statistics are "
             "added up between workers.",
@@ -158,10 +157,10 @@ def _features() -> list[str]:
 
 
 def refuse_other_arithmetic(
-    one: Mapping[str, str] | None, other: Mapping[str, str] | None, where: str, elsewhere: str
+    one: Mapping[str, str], other: Mapping[str, str] | None, where: str, elsewhere: str
 ) -> None:
     """Raise if two workers would not compute the same bits."""
-    for key, value in (one or {}).items():
+    for key, value in one.items():
         if other and other[key] != value:
             raise DesyncError(
                 "Workers would compute different bits, and same_bits was asked for.",

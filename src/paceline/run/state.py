@@ -188,17 +188,10 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = {
-            "loader",
-            "model",
-            "state",
-            "position",
-            "metrics",
-            "rating",
-            "optimizer_params",
-            "fit",
+        kept = "loader model state position metrics rating optimizer_params fit"
+        there = (set(state) - set(kept.split())) | {
+            f"state[{name!r}]" for name in state.get("state", {})
         }
-        there = (set(state) - kept) | {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:
             odd = sorted(there ^ here)[0]
@@ -287,10 +280,14 @@ class Saving:
             except Exception as error:
                 problem = error
         # The folder may be on rank 0's disk alone.
-        mine = None if saved is None else (saved.state, saved.facts)
-        why_not = "" if problem is None else str(problem)
-        what = "Handing out the checkpoint"
-        found, why_not = broadcast_state(self._membership, (mine, why_not), 0, what)
+        members, what = self._membership, "Handing out the checkpoint"
+        found = None if saved is None else (saved.state, saved.facts)
+        has_found, why_not = found is not None, "" if problem is None else str(problem)
+        if members.size > 1:
+            word = [has_found, why_not]
+            has_found, why_not = exchange(members.group, word, members.word_device, what)[0]
+        if has_found:
+            found = broadcast_state(members, found, 0, what)
         if problem is not None:
             raise problem
         if why_not:
@@ -301,7 +298,7 @@ class Saving:
             # Those that do not say so are older than any other order.
             is_ordered = facts.get("shuffle") and facts.get("dataset_size") is not None
             facts.setdefault("order", "torch" if is_ordered else None)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def begin(self) -> None:
         """Have the folder to ourselves until `end`."""
