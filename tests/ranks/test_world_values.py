@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.functional import cross_entropy, normalize
 
 from paceline import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
+from paceline.group import Membership
 from paceline.group.world import World
 from paceline.testing import gradients, run_ranks, seeded
+from paceline.testing.ranks import gloo_group
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 ROWS = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -152,3 +156,33 @@ def test_a_world_without_a_group_has_its_own_values() -> None:
     assert world.broadcast("x") == "x"
     with pytest.raises(UsageError, match="op"):
         world.reduce(1, "max")  # type: ignore[arg-type]
+
+
+def test_values_are_in_the_order_of_ranks_in_a_group_of_another_order() -> None:
+    """As after a death: who is replaced comes last in the group, and keeps its rank."""
+
+    def body(world: World) -> list[Any]:
+        members = Membership.of(world.group)
+        found: list[Any] = []
+        for number, workers in enumerate([(1, 2, 0), (2, 0)]):
+            if world.rank not in workers:
+                return found
+            store = PrefixStore(f"next {number}", world.group.get_group_store())
+            group = gloo_group(store, workers.index(world.rank), len(workers), 60.0)
+            members.leave()
+            members.move_on(group, workers)
+            rows = torch.full((world.rank + 1, 1), float(world.rank), requires_grad=True)
+            gathered = world.gather(rows, grad=True)
+            gathered[0].sum().backward()
+            found += [gathered.flatten().tolist(), rows.grad.flatten().tolist()]
+            found += [world.broadcast(world.rank, root=2), world.reduce(world.rank)]
+            with pytest.raises(UsageError) if 1 not in workers else nullcontext() as caught:
+                world.broadcast(world.rank, root=1)
+            assert caught is None or "1" in str(caught.value)
+        return found
+
+    zero, one, two = run_ranks(3, body)
+    rows = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    assert zero == [rows, [3.0], 2, 3, [0.0, 2.0, 2.0, 2.0], [2.0], 2, 2]
+    assert one == [rows, [0.0, 0.0], 2, 3]
+    assert two == [rows, [0.0] * 3, 2, 3, [0.0, 2.0, 2.0, 2.0], [0.0] * 3, 2, 2]

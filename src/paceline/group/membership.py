@@ -40,22 +40,34 @@ class Membership:
         self.word_device: Any = None
         """Where small messages travel; set by whoever knows which devices the group can reach."""
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._left: Any = None
         self._hold(group)
 
     @classmethod
     def of(cls, group: Any) -> Membership:
         """The membership that holds this group: the same one for all who ask, while it lives.
 
-        Also that of a group which it has left, so that an engine that is made of a replacement's
-        world does not stay alone in it.
+        Also that of a group which it has left, so that a world from before a death, and an engine
+        that is made of a replacement's world, do not stay alone in it.
         """
         if isinstance(group, Membership):
             return group
-        found = _by_group.get(id(group))
-        if found is not None and (found.group is group or found._left is group):
-            return found
-        return cls(group)
+        holder, _ = _held.get(group, (None, ()))
+        found = None if holder is None else holder()
+        return cls(group) if found is None else found
+
+    def ranks_as_in(self, group: Any, size: int) -> dict[int, int]:
+        """The ranks of the group of now, in the order of the names that `group`, which it has held,
+        has for their workers, and by them; `size` is that of the world with those names."""
+        _, names = _held[group]
+        if len(names) != size:  # a replacement is alone at first, in a world of all
+            names = tuple(range(size))
+        rank_by_worker = {worker: rank for rank, worker in enumerate(self.numbers)}
+        known = [*names, *(worker for worker in self.numbers if worker not in names)]
+        return {
+            name: rank_by_worker[worker]
+            for name, worker in enumerate(known)
+            if worker in rank_by_worker
+        }
 
     def follow(self, on_generation: Callable[[], None]) -> None:
         """Call this bound method at every new generation, in the order of following.
@@ -66,7 +78,6 @@ class Membership:
 
     def leave(self) -> None:
         """Be alone until the next group is there; who follows hears of that one only."""
-        self._left = self.group  # under which it is still found
         self._hold(NoGroup())
 
     def move_on(self, group: Any, numbers: Sequence[int] = ()) -> None:
@@ -74,7 +85,6 @@ class Membership:
 
         `numbers` are what its ranks are called, where that is not their place in it.
         """
-        _by_group.pop(id(self.group), None)
         self._hold(group, numbers)
         self.generation += 1
         self._followers = [each for each in self._followers if each() is not None]
@@ -94,10 +104,13 @@ class Membership:
         """Whether this process speaks, draws and writes for the group: rank 0, unless it is apart.
 
         A worker that waits to be let into a training is alone, and must not write its files."""
-        _by_group[id(group)] = self
+        _held[group] = weakref.ref(self), self.numbers
 
 
-_by_group: weakref.WeakValueDictionary[int, Membership] = weakref.WeakValueDictionary()
+_held: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Membership], tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By group, who has held it last, and what its ranks were called."""
 
 
 class Cadence:

@@ -27,11 +27,15 @@ from paceline.group.collectives import (
 )
 from paceline.group.tree import children_of, is_container, with_children
 
+Ranks = Mapping[int, int]
+"""The ranks of a group, by what their workers are called, in the order of these names."""
 _ADVICE = "Pass the same containers on every worker, of dense tensors, numbers and text."
 
 
-def gather_value(group: Group, device: torch.device, value: Any, *, has_grad: bool) -> Any:
-    """The value with the rows of all workers in every tensor."""
+def gather_value(
+    group: Group, ranks: Ranks, device: torch.device, value: Any, *, has_grad: bool
+) -> Any:
+    """The value with the rows of all workers in every tensor, in the order of `ranks`."""
     leaves, problem = _read_leaves(value)
     everyone = [leaves]
     if group.size() > 1:
@@ -40,12 +44,14 @@ def gather_value(group: Group, device: torch.device, value: Any, *, has_grad: bo
         except PacelineError as error:  # of this rank alone: the others wait for it
             data = encode([error.what.rstrip("."), {}])
         sent = gather_bytes(group, data, word_device(group, device), "Gathering")
-        found = [decode(each) for each in sent]
-        _refuse_problems([each[0] for each in found])
+        found = [decode(sent[rank]) for rank in ranks.values()]
+        _refuse_problems(ranks, [each[0] for each in found])
         everyone = [each[1] for each in found]
     else:
-        _refuse_problems([problem])
-    _compare([{path: _describe(leaf)[1:] for path, leaf in each.items()} for each in everyone])
+        _refuse_problems(ranks, [problem])
+    described = [{path: _describe(leaf)[1:] for path, leaf in e.items()} for e in everyone]
+    _compare(ranks, described)
+    before = list(ranks.values()).index(group.rank())
     whole: list[Any] = []
     for path, leaf in _leaves(value):
         if not isinstance(leaves[path], Tensor):
@@ -56,23 +62,24 @@ def gather_value(group: Group, device: torch.device, value: Any, *, has_grad: bo
         if isinstance(leaf, Tensor):
             together = together.to(leaf.device)
             if has_grad and leaf.requires_grad:
-                first = sum(map(len, parts[: group.rank()]))
+                first = sum(map(len, parts[:before]))
                 together = _Gathered.apply(leaf, together, group, device, first)  # type: ignore
         whole.append(together)
     return _rebuild(value, iter(whole))
 
 
-def reduce_value(group: Group, device: torch.device, value: Any, op: str) -> Any:
+def reduce_value(group: Group, ranks: Ranks, device: torch.device, value: Any, op: str) -> Any:
     """The value with the sum or the mean over all workers for every tensor and number."""
     leaves, problem = _read_leaves(value)
     if group.size() > 1:
         described = {path: _describe(leaf) for path, leaf in leaves.items()}
         what = "Comparing what is reduced"
-        said = exchange(group, [problem, described], word_device(group, device), what)
-        _refuse_problems([each[0] for each in said])
-        _compare([each[1] for each in said])
+        told = exchange(group, [problem, described], word_device(group, device), what)
+        said = [told[rank] for rank in ranks.values()]
+        _refuse_problems(ranks, [each[0] for each in said])
+        _compare(ranks, [each[1] for each in said])
     else:
-        _refuse_problems([problem])
+        _refuse_problems(ranks, [problem])
     found: list[Any] = []
     for path, leaf in _leaves(value):
         if isinstance(leaves[path], Tensor):
@@ -86,21 +93,29 @@ def reduce_value(group: Group, device: torch.device, value: Any, op: str) -> Any
     return _rebuild(value, iter(found))
 
 
-def broadcast_value(group: Group, device: torch.device, value: Any, root: int) -> Any:
+def broadcast_value(group: Group, ranks: Ranks, device: torch.device, value: Any, root: int) -> Any:
     """The value of rank `root`, on every worker, its tensors on this worker's device."""
+    if root not in ranks:
+        there = ", ".join(map(str, ranks))
+        raise UsageError(
+            f"Rank {root}, whose value is to be broadcast, is not there; there are: {there}.",
+            advice="A worker that replaces another is alone until its loop begins, and the others "
+            "are without it until then: read the value on every worker.",
+        )
     if group.size() == 1:
         return value
-    is_root, where = group.rank() == root, word_device(group, device)
+    place = ranks[root]
+    is_root, where = group.rank() == place, word_device(group, device)
     data, problem = b"", ""
     if is_root:
         try:
             data = encode(value)
         except PacelineError as error:
             problem = f"rank {root} cannot broadcast its value: {error.what}"
-    length, problem = exchange(group, [len(data), problem], where, "Broadcasting")[root]
-    _refuse_problems([problem])
+    length, problem = exchange(group, [len(data), problem], where, "Broadcasting")[place]
+    _refuse_problems({root: place}, [problem])
     flat = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8).to(where)
-    broadcast(group, flat, root, "Broadcasting")
+    broadcast(group, flat, place, "Broadcasting")
     here = flat.cpu()
     return value if is_root else decode(ctypes.string_at(here.data_ptr(), length))
 
@@ -169,23 +184,23 @@ def _describe(leaf: Any) -> list[Any]:
     return ["", repr(leaf)]
 
 
-def _refuse_problems(problems: Sequence[str]) -> None:
-    for rank, problem in enumerate(problems):
+def _refuse_problems(ranks: Ranks, problems: Sequence[str]) -> None:
+    for rank, problem in zip(ranks, problems, strict=True):
         if problem:
             where = f" on rank {rank}" if len(problems) > 1 else ""
             raise UsageError(f"What is told to all workers: {problem}{where}.", advice=_ADVICE)
 
 
-def _compare(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a worker has something else than rank 0."""
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
+def _compare(ranks: Ranks, everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a worker has something else than the first."""
+    first, lowest = everyone[0], next(iter(ranks))
+    for rank, theirs in zip(ranks, everyone, strict=True):
         for path in [*first, *theirs]:
             if first.get(path) != theirs.get(path):
                 one, other = (_words(each.get(path)) for each in (first, theirs))
                 raise DesyncError(
                     "The workers tell each other values that do not fit together.",
-                    f"First difference: {path} is {one} on rank 0, {other} on rank {rank}.",
+                    f"First difference: {path} is {one} on rank {lowest}, {other} on rank {rank}.",
                     _ADVICE,
                 )
 

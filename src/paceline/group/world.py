@@ -31,6 +31,7 @@ from paceline.errors import (
 )
 from paceline.group.collectives import give_way_at_exit
 from paceline.group.device import CPU, pick_backend, take_device
+from paceline.group.membership import Membership
 from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
 from paceline.group.store import StoreClient
 from paceline.group.values import broadcast_value, gather_value, reduce_value
@@ -69,8 +70,9 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        if self.size > 1:
-            dist.barrier(self.group)
+        group, ranks = self._meet()
+        if len(ranks) > 1:
+            dist.barrier(group)
 
     def gather(self, value: Any, *, grad: bool = False) -> Any:
         """The value of every worker, on all of them: tensors joined along their first dimension.
@@ -80,7 +82,7 @@ class World:
         gradient of this worker's rows is that of the sum of what all workers compute from them:
         exactly what `DistributedDataParallel` averages; then every worker runs backward.
         """
-        return gather_value(self._talking, self.device, value, has_grad=grad)
+        return gather_value(*self._meet(), self.device, value, has_grad=grad)
 
     def reduce(self, value: Any, op: Literal["sum", "mean"] = "sum") -> Any:
         """The sum, or the mean, over all workers, on all of them.
@@ -88,17 +90,26 @@ class World:
         Tensors have one shape on all; in nested containers all tensors and numbers are reduced.
         """
         check_choice("op", op, ("sum", "mean"))
-        return reduce_value(self._talking, self.device, value, op)
+        return reduce_value(*self._meet(), self.device, value, op)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """What rank `root` passes, on every worker: tensors, on the host, numbers and text in
         nested containers. What the others pass is not looked at."""
         check_whole("root", root, 0, most=self.size - 1)
-        return broadcast_value(self._talking, self.device, value, root)
+        return broadcast_value(*self._meet(), self.device, value, root)
 
-    @property
-    def _talking(self) -> Any:
-        return self.group or dist.ProcessGroup(HashStore(), 0, 1)
+    def _meet(self) -> tuple[Any, dict[int, int]]:
+        """The group of those who are there now, and their ranks in it by what they are called here.
+
+        Both are others after a death in a `Run`, and nobody is there but this worker while it waits
+        to be let into one.
+        """
+        if self.group is None:
+            return dist.ProcessGroup(HashStore(), 0, 1), {self.rank: 0}
+        members = Membership.of(self.group)
+        if members.size == 1:
+            return members.group, {self.rank: 0}
+        return members.group, members.ranks_as_in(self.group, self.size)
 
     def close(self) -> None:
         """Leave the world: destroy the default group if `init_process_group()` made it."""

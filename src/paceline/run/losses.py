@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.telemetry import count_text
 
 
@@ -22,6 +22,15 @@ def refuse_arguments(unknown: dict[str, Any], reduction: str) -> NoReturn:
     if unknown:
         raise TypeError(f"step.backward() has no argument {next(iter(unknown))!r}.")
     raise UsageError(f"reduction is {reduction!r}.", advice="Use 'mean' or 'sum'.")
+
+
+def leave_block(step: int) -> NoReturn:
+    """Have a step begin again with the first line of its block, where another worker has died.
+
+    A collective of the script's own that stands before the loop has failed on those who waited in
+    it, and they leave the block to do it again: so does everybody.
+    """
+    raise PeerError(f"Step {step} begins again: the script has talked to workers in it.")
 
 
 def refuse_outside_block(step: int, what: str) -> NoReturn:

@@ -223,13 +223,14 @@ class RunParts:
         if training.buffers is not None:
             training.buffers.is_cut = training.fit.size is not None
         progress.may_talk = is_each
-        is_counted = not is_each or training.fit.is_on
+        is_counted = not is_each or training.fit.is_on or self.recovery.is_on
         progress.count_talks = count_collectives(group) if is_counted else int
 
     def recover_with(self, recovery: Recovery) -> None:
         """Leave lost workers to it."""
         self.recovery = self.exchanges.recovery = recovery
         self.vote.is_due, self.stop.leave = recovery.is_due, recovery.ask_to_leave
+        self.count_passes()
 
     def on_generation(self) -> None:
         """Who takes part has changed, and perhaps how small messages travel.

@@ -66,6 +66,7 @@ class Step:
         self._dealing, self._around, self._on_fail = parts.dealing, ExitStack(), on_fail
         self._audit, self._fit, self._cut = parts.training.audit, parts.training.fit, parts.cut
         self._recording: StepRecording | None = None
+        self._has_told = False
         self._before: tuple[Any, ...] = ()
         self._begin_s = self._clock_s = 0.0
         self._key: tuple[int, ...] = (self.number,)
@@ -111,7 +112,7 @@ class Step:
             )
         self._begin_s = time.perf_counter()
         self._begin()
-        self._before = self._training.generators.state()
+        self._before, self._talks = self._training.generators.state(), self._progress.count_talks()
         return self
 
     def _begin(self) -> None:
@@ -197,6 +198,7 @@ class Step:
     def _refuse_second_loop(self, what: str) -> None:
         if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
+        self._has_told |= self._progress.count_talks() != self._talks
         self._metrics.begin_loop()
 
     def _load(self, shard: Shard) -> Any:
@@ -268,6 +270,8 @@ class Step:
 
     def _recover(self) -> bool:
         """Go on without a worker that has died; whether there are shards to compute, dealt anew."""
+        if self._has_told and self.state is Outcome.LOST and not self._fit.is_short:
+            losses.leave_block(self.number)
         if (portion := self._regroup()) is None:
             return False
         self._deal(portion)
@@ -276,11 +280,9 @@ class Step:
         return True
 
     def _regroup(self) -> Portion | None:
-        """This worker's part of the step among those who are left; None if the step is over.
-
-        Then it is healed, where others had all of the sum when it was lost here, or undone, where
-        the dead took a part of the state along.
-        """
+        """This worker's part of the step among those who are left; None if the step is over: then
+        it is healed, where others had all of the sum when it was lost here, or undone, where the
+        dead took a part of the state along."""
         # Those who have applied the step give their picture up, too, when they regroup; whoever is
         # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
         if self._recording is not None:
@@ -484,10 +486,8 @@ class Step:
             training.buffers.restore()
 
     def _refuse_talks(self) -> None:
-        """Raise if the passes of shards talked to other workers: they compute other ones, or none.
-
-        The engine talks in the last backward only, and the run before and after the passes.
-        """
+        """Raise if the passes of shards talked to other workers, who compute other ones, or none:
+        the engine talks in the last backward only, and the run before and after the passes."""
         before, self._talks = self._talks, self._progress.count_talks()
         self._fit.talks |= self._talks != before
         if self._talks != before and not self._progress.may_talk:

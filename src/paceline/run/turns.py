@@ -147,6 +147,9 @@ class Turn(Step):
         self._update: TurnUpdate = self._training.update  # type: ignore[assignment]
 
     def __enter__(self) -> Turn:
+        whole = self._whole
+        whole._has_told |= self._progress.count_talks() != whole._talks  # since the turn before
+        self._has_told = whole._has_told
         self._engine.open(self.name)
         self._update.name, self.is_entered = self.name, True
         self._aside = self._metrics.put_aside()
@@ -221,6 +224,7 @@ class Turn(Step):
         finally:
             self._engine.close()
             self.is_entered = False
+            self._whole._talks = self._progress.count_talks()
             is_applied = self.is_applied and not self._is_skipped
             self._metrics.end_turn(self._aside, is_applied=is_applied)
             for phase, seconds in self.phases.items():
