@@ -76,7 +76,7 @@ def train(world: World, phase: str, folder: str) -> list[list[object]]:
     assert observer is not None
     assert isinstance(observer.watch, DeviceStopwatch)
     assert observer.watch.detector is not None
-    observer.watch.detector.tell = lambda step, blame: told.append([blame.rank, blame.phase])
+    observer.watch.detector.on_blame = lambda step, blame: told.append([blame.rank, blame.phase])
     x = torch.ones(8, 64, device="cuda")
     for step in range(STEPS):
         slow.step = step

@@ -32,14 +32,14 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
     def hear(line: str) -> None:
         lines.append(line)
-        if f"for worker {culprit}, which says nothing any more" in line:
+        if f"for worker {culprit}, which sends no heartbeat" in line:
             os.kill(pids[culprit], signal.SIGCONT)
 
     membership = Membership(world.group)
     watch = stopwatch.of(membership)
     stragglers.begin_stall_watch(watch, 0.5, hear)
     if world.rank == culprit:
-        world.group.get_group_store().wait(["paceline/pulse/2"])
+        world.group.get_group_store().wait(["paceline/heartbeat/2"])
         os.kill(os.getpid(), signal.SIGSTOP)
     with stopwatch.waiting(world.group):
         comm.all_reduce(world.group, torch.ones(1), "a sum")
@@ -48,9 +48,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
 def test_a_stopped_rank_is_named_by_those_that_wait() -> None:
     first, second, _ = run_processes(3, stop_one, 2)
-    assert (
-        "Workers 0 and 1 wait for worker 2, which says nothing any more: stopped or gone." in first
-    )
+    assert "Workers 0 and 1 wait for worker 2, which sends no heartbeat: stopped or gone." in first
     assert any("Worker 0 has made no progress" in line and "waiting for" in line for line in first)
     assert any("Worker 1 has made no progress" in line for line in second)
     assert not any(" wait for " in line for line in second)  # one of them is enough
@@ -172,7 +170,7 @@ def stop_early(world: World, moment: str, transport: str) -> str:
     options = DDPOptions(transport=transport)  # type: ignore[arg-type]
     model = DistributedDataParallel(nn.Linear(3, 2), process_group=world.group, options=options)
     if world.rank == 1 and moment == "first backward":
-        world.group.get_group_store().wait(["paceline/pulse/1"])
+        world.group.get_group_store().wait(["paceline/heartbeat/1"])
         os.kill(os.getpid(), signal.SIGSTOP)
     model(torch.ones(2, 3)).sum().backward()
     return said.getvalue()
@@ -181,7 +179,7 @@ def stop_early(world: World, moment: str, transport: str) -> str:
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @pytest.mark.parametrize(
     ("moment", "words"),
-    [("wrapping", "has not come this far"), ("first backward", "says nothing any more")],
+    [("wrapping", "has not come this far"), ("first backward", "sends no heartbeat")],
 )
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(
     moment: str, words: str, transport: str

@@ -65,7 +65,7 @@ def train(world: World, phase: str, slow_rank: int) -> Any:
     assert observer is not None
     assert observer.watch.detector is not None
     set_clock(observer.watch, clock)
-    observer.watch.detector.tell = lambda step, blame: told.append((step, blame))
+    observer.watch.detector.on_blame = lambda step, blame: told.append((step, blame))
     for _ in range(STEPS):
         go_through("data")
         model.zero_grad()
@@ -168,7 +168,7 @@ class Trainer:
         self.observer = Observer(membership, CPU, env.read_observation())
         self.observer.watch = self.watch
         self.told: list[tuple[int, Blame]] = []
-        self.detector.tell = self.tell
+        self.detector.on_blame = self.tell
 
     def tell(self, step: int, blame: Blame) -> None:
         self.told.append((step, blame))

@@ -196,7 +196,7 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
         watch = find_stopwatch(world.group)
         assert watch is not None
         detector = watch.detector
-        before = detector.tell
+        before = detector.on_blame
         for step in run:
             with step:
                 for x, y, _ in step.batches():
@@ -206,7 +206,7 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
             if is_first and step.number == 4:
                 run.save()
                 break
-        assert detector.tell == before
+        assert detector.on_blame == before
 
     run_ranks(2, body, True)
     run_ranks(2, body, False)

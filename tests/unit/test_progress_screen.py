@@ -260,15 +260,15 @@ def test_a_note_is_said_at_once_and_is_the_last_to_give_way(desk: Desk) -> None:
 
 
 def test_a_line_that_a_killed_process_has_drawn_itself_is_removed(desk: Desk) -> None:
-    desk.screen.expect_foreign_line(True)
+    desk.screen.expect_line_of_worker(True)
     write_bytes(desk, b"50% of somebody")
     desk.screen.clear()
     assert desk.glass.lines == []
 
 
 def test_a_line_that_a_process_has_removed_itself_is_not_removed_again(desk: Desk) -> None:
-    desk.screen.expect_foreign_line(True)
-    desk.screen.expect_foreign_line(False)
+    desk.screen.expect_line_of_worker(True)
+    desk.screen.expect_line_of_worker(False)
     write_bytes(desk, b"a prompt> ")
     desk.screen.clear()
     assert desk.glass.bottom == "a prompt>"

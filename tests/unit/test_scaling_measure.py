@@ -29,7 +29,7 @@ MS = 1_000_000
 def record(folder: Path, rank: int, steps: list[dict[str, int]], **facts: Any) -> None:
     """Write a recording with these phases, in milliseconds, for each step."""
     recorder = SpanRecorder(folder, rank, zero_ns=0)
-    recorder.tell({"size": 2, "device": "cpu", "threads": 1, **facts})
+    recorder.describe_rank({"size": 2, "device": "cpu", "threads": 1, **facts})
     now = 10 * MS
     for number, phases in enumerate(steps):
         for name in ("optimizer", "data", "forward", "other", "backward", "wait"):

@@ -235,7 +235,7 @@ class Worker:
     def __init__(self, job: PlayedJob, rank: int, size: int, folder: Path) -> None:
         self.now = 10**9
         self.recorder = SpanRecorder(folder, rank, zero_ns=0)
-        self.recorder.tell({"size": size, "device": "cpu", "threads": 1})
+        self.recorder.describe_rank({"size": size, "device": "cpu", "threads": 1})
         self._job = job
         self._share = 1 / size if job.mode == "strong" else 1.0
         self._chance = random.Random(f"{rank} of {size}")

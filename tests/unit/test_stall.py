@@ -14,7 +14,14 @@ from torch.distributed import HashStore
 from paceline.group.membership import Membership
 from paceline.telemetry.phases import Phase
 from paceline.telemetry.stopwatch import Awaited, Stopwatch
-from paceline.telemetry.stragglers import StallWatch, Status, accuse, line_of, say, status_of
+from paceline.telemetry.stragglers import (
+    StallWatch,
+    Status,
+    describe_stall,
+    line_of,
+    name_causes,
+    status_of,
+)
 
 SECOND = 10**9
 
@@ -35,28 +42,30 @@ def test_a_rank_says_step_bucket_parameters_and_line() -> None:
         what="the sum of bucket 3 ('a.weight' to 'b.bias')",
         line="train.py:57 in main: loss.backward()",
     )
-    assert says(say(status, 120.4), "Worker 1", "120 s", "step 412", status.what, status.line)
-    assert says(say(busy(0), 5), "step 7", "data", "train.py:12")
+    assert says(
+        describe_stall(status, 120.4), "Worker 1", "120 s", "step 412", status.what, status.line
+    )
+    assert says(describe_stall(busy(0), 5), "step 7", "data", "train.py:12")
 
 
 def test_those_that_wait_name_the_one_that_does_not() -> None:
-    said = accuse([waiting(0), busy(1), waiting(2)], [], range(3))
+    said = name_causes([waiting(0), busy(1), waiting(2)], [], range(3))
     assert says(said, "Workers 0 and 2", "worker 1", "data", "train.py:12 in load: sleep()")
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
-    said = accuse([waiting(0)], [1], range(3))
+    said = name_causes([waiting(0)], [1], range(3))
     assert says(said, "Worker 0", "worker 1", "stopped or gone", "worker 2", "not come")
-    said = accuse([waiting(0), busy(2)], [1], range(3))
+    said = name_causes([waiting(0), busy(2)], [1], range(3))
     assert says(said, "Worker 0", "worker 2", "data", "train.py:12", "worker 1", "stopped or gone")
 
 
 def test_ranks_at_different_sums_are_told_so() -> None:
-    said = accuse([waiting(0), waiting(1)], [], range(2))
+    said = name_causes([waiting(0), waiting(1)], [], range(2))
     assert says(said, "All 2 workers wait for each other", "same sum")
 
 
-def test_only_a_pulse_that_has_stopped_is_silence() -> None:
+def test_only_a_heartbeat_that_has_stopped_is_silence() -> None:
     """Of three ranks that others wait for, one is busy, one has stopped, one never came."""
     lines, now, store = list[str](), [0], HashStore()
     watches = {rank: Stopwatch(lambda: now[0]) for rank in range(3)}
@@ -140,15 +149,15 @@ def test_it_speaks_once_per_stall_and_when_it_continues() -> None:
     for seconds in (50, 99, 101, 150, 300):
         now[0] = seconds * SECOND
         stalls.exchange(HashStore(), busy(0), range(1))
-        stalls.look()
+        stalls.check_progress()
     assert len(lines) == 1
     assert says(lines[0], "Worker 0", "no progress", "101 s", "step 0")
     assert "test_stall.py" in lines[0]
     watch.enter(Phase.FORWARD)
-    stalls.look()
+    stalls.check_progress()
     assert lines[1:] == ["This worker continues, at step 0."]
     now[0] += 100 * SECOND
-    stalls.look()
+    stalls.check_progress()
     assert len(lines) == 4
     assert says(lines[3], "store", "does not answer")
     watch.enter(Phase.FORWARD)
@@ -179,5 +188,5 @@ def test_a_stopwatch_that_is_gone_is_not_watched() -> None:
     lines: list[str] = []
     stalls = StallWatch(watch, 0, print_line=lines.append)
     del watch
-    stalls.look()
+    stalls.check_progress()
     assert (stalls.watch(), lines) == (None, [])

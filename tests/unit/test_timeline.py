@@ -276,7 +276,7 @@ def test_an_impossible_choice_of_steps_is_refused(folder: Path, steps: str) -> N
 def test_a_span_that_is_written_last_but_began_first_is_not_before_all_time(tmp_path: Path) -> None:
     recorder = SpanRecorder(tmp_path / "timeline", 0, zero_ns=0)
     recorder.add("data", 5_000, 6_000, {"step": 0})
-    recorder.add_own("epoch", 1_000, 9_000)
+    recorder.add_user_span("epoch", 1_000, 9_000)
     recorder.close()
     assert [event["ts"] for event in merged(tmp_path) if event["ph"] == "X"] == [4.0, 0.0]
 

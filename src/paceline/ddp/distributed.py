@@ -477,7 +477,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         """Let the backward of this forward pass know what the forward pass wanted."""
         reducer, wants_sync = self._reducer, self._reducer.wants_sync
         if self._is_alone and reducer.observer is not None:
-            reducer.observer.follow_alone(output, wants_sync)
+            reducer.observer.observe_alone(output, wants_sync)
         if self._is_alone or not torch.is_grad_enabled():
             return
         if (observer := reducer.observer) is not None:

@@ -307,7 +307,7 @@ class Records(Source):
             return
         newest = records[-1]  # only that is worth drawing
         if not self.draws:
-            self.screen.expect_foreign_line(isinstance(newest, RunStatus))
+            self.screen.expect_line_of_worker(isinstance(newest, RunStatus))
         elif isinstance(newest, RunStatus):
             self.screen.show(newest)
         else:

@@ -42,7 +42,7 @@ from paceline.record.engines import (
 from paceline.record.hooks import BatchPart, ForwardPass, StepRecording, dense
 from paceline.record.reference import Reference, first_line, not_computed
 from paceline.record.stages import Check, EngineName, Model, TensorFacts, Trace
-from paceline.telemetry import note_recorder
+from paceline.telemetry import register_recorder
 
 WHOLE_BATCH_LIMIT_BYTES = 256 * 2**20
 """Larger batches are not sent to rank 0 to be computed again."""
@@ -78,7 +78,7 @@ def record_step(
             f"record_step() got a model of the type {type(model).__name__}.",
             advice="Wrap the model in paceline.DataParallel or DistributedDataParallel first.",
         )
-    note_recorder()
+    register_recorder()
     check_whole("step", step)
     target = None if folder is None else RunFolder(folder)
     if target is not None:

@@ -228,7 +228,7 @@ def build_run(config: RunConfig) -> RunParts:
     lines += [*watching.lines, *_lines_on_repeated_steps(folder, position.step, launched)]
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
-    metrics = Metrics(sinks.tell_step, members)
+    metrics = Metrics(sinks.report_step, members)
     if members.leads:
         metrics.epoch = sums
     outlets = Outlets(sinks, metrics, saving, watching, info, lines)

@@ -280,7 +280,7 @@ class Run:
                 thrown = stop.find_thrown(sys._getframe(1))
                 end = self._describe(thrown, self.step)
                 if self._open is not None and self._open.is_applied:
-                    self._reports.tell_step(self._open)
+                    self._reports.report_step(self._open)
                 if thrown is None:
                     self._say_what_is_not_saved()
                 recovery.end(is_left=True)

@@ -321,7 +321,7 @@ class Reports:
         """
         if step.number == self.last:
             return
-        self.tell_step(step)
+        self.report_step(step)
         state = self._parts.training.state
         if self._parts.config.options.same_bits and not state.is_whole:
             self._tell_hash(step.number)
@@ -331,7 +331,7 @@ class Reports:
             if mistake := parts.training.rating.find_mistake(parts.progress.scores):
                 parts.outlets.sinks.tell("message", Message(mistake, "warning"))
 
-    def tell_step(self, step: Step) -> None:
+    def report_step(self, step: Step) -> None:
         """Tell of the step alone, which no other worker has to know of."""
         if step.number == self.last:
             return

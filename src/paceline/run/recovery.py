@@ -214,7 +214,7 @@ class Survival(Recovery):
         self.write_ledger()
         self.member.step_aside()
         outlets.saving.end()
-        outlets.sinks.fall_silent()
+        outlets.sinks.drop_terminal()
         self.member.tell_left(self._parts.progress.position.step)
         return False
 

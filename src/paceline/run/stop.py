@@ -134,7 +134,7 @@ def tell_end(sinks: Sinks, end: End, rank: int, step: int) -> None:
     terminal is told when the program ends, which is soon, unless somebody sits at it."""
     if end.reason != str(UNKNOWN) or hasattr(sys, "ps1"):
         sinks.tell("stop", step, end.status, end.reason)
-    elif (finish := sinks.stop_before_terminal(step, end.status, end.reason)) is not None:
+    elif (finish := sinks.stop_all_but_terminal(step, end.status, end.reason)) is not None:
         atexit.register(_finish, finish, rank, step, os.getpid())
 
 

@@ -28,7 +28,7 @@ from paceline.telemetry import (
     Stopwatch,
     StragglerDetector,
     find_stopwatch,
-    note_recorder,
+    register_recorder,
     spans_are_on,
     start_spans,
     stop_spans,
@@ -48,7 +48,7 @@ class Watching:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder | None, membership: Membership) -> None:
-        note_recorder()
+        register_recorder()
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
         self._asked = env.read_observation()
@@ -146,8 +146,8 @@ class Watching:
             watch.stalls.keep = partial(_keep_stall, self._folder, self._rank)
         detector = None if watch is None else watch.detector
         if detector is not None and self._sinks is not None and self._before is None:
-            self._before = detector, detector.tell
-            detector.tell = self._report
+            self._before = detector, detector.on_blame
+            detector.on_blame = self._report
             detector.cadence.on_generation()  # with the first step of this run, on every worker
 
     def _report(self, steps: int, blame: Blame) -> None:
@@ -169,7 +169,7 @@ class Watching:
         self._sinks = None
         if self._before is not None:
             detector, tell = self._before
-            detector.tell = tell
+            detector.on_blame = tell
             self._before = None
         if self._has_timeline:
             self._has_timeline = False

@@ -27,7 +27,7 @@ from paceline.telemetry.sinks import TerminalSink as TerminalSink
 from paceline.telemetry.sinks import Written as Written
 from paceline.telemetry.sinks import check_sinks as check_sinks
 from paceline.telemetry.sinks import means as means
-from paceline.telemetry.spans import note_recorder as note_recorder
+from paceline.telemetry.spans import register_recorder as register_recorder
 from paceline.telemetry.spans import spans_are_on as spans_are_on
 from paceline.telemetry.spans import start_spans as start_spans
 from paceline.telemetry.spans import stop_spans as stop_spans

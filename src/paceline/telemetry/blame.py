@@ -1,8 +1,8 @@
-"""Who is slow, by how much and in which phase: the one comparison for training, pages and studies.
+"""Which worker is slow, by how much and in which phase: the one straggler test for all callers.
 
-A sum makes all workers equally late, so the time of a whole step says nothing. What is compared is
-each worker's own work: from the moment the last sums arrived, up to the moment its own gradients
-were ready for the next. A worker is slow against the median of the others.
+Every worker waits for the sum, so all steps take equally long and their times say nothing. What is
+compared is each worker's own work: from the moment the previous sums arrived until its own
+gradients were ready for the next. A worker is slow relative to the median of the others.
 
     windows of a few steps, by worker --> slower than the others, by more than chance? --> Blame
 """
@@ -19,16 +19,16 @@ from paceline.telemetry.phases import OWN, Phase
 from paceline.telemetry.units import seconds_text
 
 WINDOWS = 4
-"""How many windows count at most: a rank that recovers is forgiven after so many."""
+"""How many windows are kept: a rank that recovers is cleared after this many."""
 LEAST_WINDOWS = 2
-"""In so many windows in a row a rank must be the slowest: once is an accident."""
+"""How many windows in a row a rank must be the slowest: one may be an accident."""
 LEAST_SECONDS = 0.002
 LEAST_SHARE = 0.10
-"""Of the others' own work; less is not worth a person's time."""
+"""Of the others' own work; a smaller difference is not reported."""
 SIGMAS = 6.0
 """By how many standard errors the difference must exceed chance."""
 LEAST_STEPS = 5
-"""In a window, where its length is free."""
+"""The shortest window, where the caller does not set its length."""
 
 StepSeconds = Mapping[Phase, float]
 """Where a step's time went."""
@@ -39,13 +39,13 @@ class OwnWork:
     """One rank in one window: its own work in an average step."""
 
     steps: int
-    """How many steps were measured; 0 for a rank that had nothing to do."""
+    """How many steps were measured; 0 for a rank without rows."""
     variance: float
     """Of a rank's own work in single steps, in seconds squared."""
     step_s: float = 0.0
-    """How long an average step is with its waits."""
+    """How long an average step takes, waits included."""
     took_s: float = 0.0
-    """How long the exchange before took; the rank that came last did not wait in it."""
+    """How long the previous exchange took; the rank that came last did not wait in it."""
     seconds_by_phase: Mapping[Phase, float]
 
     @property
@@ -71,7 +71,7 @@ class OwnWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """One rank makes the others wait."""
+    """A finding: one rank makes the others wait."""
 
     rank: int
     phase: Phase
@@ -98,7 +98,7 @@ class Blame:
 
 
 def find_slow_worker(steps_by_worker: Mapping[int, Sequence[StepSeconds]]) -> Blame | None:
-    """The worker that its own recorded steps, the newest last, show to be slow, if any does."""
+    """The slow worker, if there is one; `steps_by_worker` has the newest step last."""
     everyones = list(steps_by_worker.values())
     longest = max(map(len, everyones), default=0)
     count = min(WINDOWS, longest // LEAST_STEPS)
@@ -113,10 +113,10 @@ def find_slow_worker(steps_by_worker: Mapping[int, Sequence[StepSeconds]]) -> Bl
 
 
 def summarise(steps: Sequence[StepSeconds], took_s: float = 0.0) -> OwnWork:
-    """One worker's window in numbers, without its longest step.
+    """Average one worker's window, without its longest step.
 
-    A checkpoint, an evaluation or a collection of garbage makes one step of a window long, on one
-    worker alone. That is not a slow worker.
+    A checkpoint, an evaluation or a garbage collection makes one step of a window long on one
+    worker alone. That does not make it a slow worker.
     """
     own = sorted(({phase: step.get(phase, 0.0) for phase in OWN} for step in steps), key=_sum)
     usual = own[:-1] if len(own) > 2 else own
@@ -137,27 +137,29 @@ def _sum(seconds: StepSeconds) -> float:
 
 
 def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
-    """The rank that the last windows, each by rank, show to be slow, if any does."""
+    """The slow rank in the last windows, if there is one; a window lists its ranks in order."""
     leads = [_lead(window) for window in windows[-WINDOWS:]]
     newest = leads[-1] if leads else None
     if newest is None:
         return None
-    rank, least = newest[0], newest[1] / 3  # less is another state of affairs, or an accident
+    # A lead that shrinks to a third has another cause, or was an accident: older windows are
+    # then not evidence for this one.
+    rank, least = newest[0], newest[1] / 3
     lasts = takewhile(lambda lead: lead and lead[0] == rank and lead[1] >= least, reversed(leads))
     count = len(list(lasts))
     return compare(windows[-count:], rank) if count >= LEAST_WINDOWS else None
 
 
 def compare(windows: Sequence[Sequence[OwnWork]], rank: int) -> Blame | None:
-    """What one rank's work in some windows is beside the others'; None where that is alike."""
-    together = [_together([window[r] for window in windows]) for r in range(len(windows[-1]))]
+    """Compare one rank's work in some windows with the others'; None where it is not slower."""
+    together = [_pool([window[r] for window in windows]) for r in range(len(windows[-1]))]
     mine = together[rank]
     others = [work for r, work in enumerate(together) if r != rank and work.steps]
     if not mine.steps or not others:
         return None
     typical_s = median(work.seconds for work in others)
     excess = mine.seconds - typical_s
-    if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _chance(mine, others)):
+    if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _standard_error(mine, others)):
         return None
     usual = {phase: median(work.seconds_by_phase[phase] for work in others) for phase in OWN}
     phase = max(OWN, key=lambda phase: mine.seconds_by_phase[phase] - usual[phase])
@@ -172,16 +174,16 @@ def compare(windows: Sequence[Sequence[OwnWork]], rank: int) -> Blame | None:
 
 
 def has_lead(window: Sequence[OwnWork]) -> bool:
-    """Whether one rank of a window is slow enough to be worth another look."""
+    """Whether one rank of a window is slow enough to be compared again soon."""
     lead = _lead(window)
     typical_s = median(work.seconds for work in window if work.steps) if lead else 0.0
     return lead is not None and lead[1] >= max(LEAST_SECONDS, LEAST_SHARE * typical_s)
 
 
 def find_slow_spans(windows: Sequence[Sequence[OwnWork]]) -> list[tuple[int, int, Blame]]:
-    """From which window to before which one each slow rank was slow; the costliest first.
+    """The spans of windows [begin, end) in which a rank was slow, the most expensive first.
 
-    One window in between in which another rank had more work does not end it.
+    A single window in which another rank had more work does not end a span.
     """
     leads = [_lead(window) for window in windows]
     slow = dict[int, int]()
@@ -204,7 +206,7 @@ def find_slow_spans(windows: Sequence[Sequence[OwnWork]]) -> list[tuple[int, int
 
 
 def _lead(window: Sequence[OwnWork]) -> tuple[int, float] | None:
-    """The rank with the most work of its own, and by how much; where at least two had any."""
+    """The rank with the most work of its own and its lead; None unless two ranks had work."""
     seconds = {rank: work.seconds for rank, work in enumerate(window) if work.steps}
     if len(seconds) < 2:
         return None
@@ -212,8 +214,8 @@ def _lead(window: Sequence[OwnWork]) -> tuple[int, float] | None:
     return rank, seconds.pop(rank) - median(seconds.values())
 
 
-def _together(windows: Sequence[OwnWork]) -> OwnWork:
-    """Several windows of one rank as one."""
+def _pool(windows: Sequence[OwnWork]) -> OwnWork:
+    """Average several windows of one rank, weighted by their steps."""
     steps = sum(work.steps for work in windows)
 
     def mean(values: Iterable[float]) -> float:
@@ -229,11 +231,11 @@ def _together(windows: Sequence[OwnWork]) -> OwnWork:
     )
 
 
-def _chance(mine: OwnWork, others: Sequence[OwnWork]) -> float:
-    """How far the difference of two averages is off by chance: its standard error.
+def _standard_error(mine: OwnWork, others: Sequence[OwnWork]) -> float:
+    """The standard error of the difference between this rank's mean and the others'.
 
-    If all ranks are equally noisy, all their noise together is the best estimate of it; where
-    one is noisier than the rest, its own counts.
+    Where all ranks are equally noisy, the pooled variance is the best estimate; a rank that is
+    noisier than the rest is judged by its own.
     """
     pooled = fmean([mine.variance, *(work.variance for work in others)])
     variance = max(pooled, mine.variance)

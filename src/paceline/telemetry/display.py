@@ -1,8 +1,8 @@
-"""`Progress`: told what happens in a run, and shows it often enough.
+"""`Progress`: shows a run on a terminal, as a bar, as lines or as JSON.
 
 The life of one: `start`, then `step` for every step, `epoch` and `evaluation` when they end,
-`message` at any time and from any thread, `finish` once. A step that nobody will see costs a look
-at the clock.
+`message` at any time and from any thread, `finish` once. A step that is not shown costs one reading
+of the clock.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from paceline.telemetry.text import ProgressState, wrapped
 from paceline.telemetry.units import printable
 
 Metrics = Mapping[str, float] | Callable[[], Mapping[str, float]]
-"""Numbers by name, or a function that gives them: it is called only when they will be shown."""
+"""Numbers by name, or a function that returns them: it is called only when they will be shown."""
 
 MODES = ("auto", "bar", "plain", "json", "quiet")
 _STEP_S = {"bar": 0.2, "plain": 10.0, "json": 1.0, "quiet": math.inf}
 """The shortest time between two steps that are shown."""
 _EPOCH_S = {"bar": 0.2, "plain": 1.0, "json": math.inf, "quiet": math.inf}
-"""The shortest time between the ends of two epochs that are shown like steps: the table at the end
-has all of them."""
+"""The shortest time between two ends of epochs for which the status is shown; the final table has
+every epoch."""
 _COLOURS = {"warning": "33", "error": "1;31"}
 
 
 def choose_mode(wanted: str, settings: TerminalSettings, *, can_draw: bool) -> str:
     """`bar`, `plain`, `json` or `quiet`.
 
-    What was asked for comes first, then the environment; a bar needs a terminal that can move its
-    cursor and somebody who looks at it, and CI is neither.
+    An explicit choice comes first, then the environment. A bar needs a terminal that can move its
+    cursor and a person who looks at it; CI has neither.
     """
     chosen, source = wanted, "progress"
     if wanted == "auto" and settings.progress:
@@ -76,7 +76,7 @@ class Progress:
         made --start--> running --finish--> over
                            └──close, an exception, the end of the process──> over
 
-    Invariant: whatever happens, training continues. A terminal that is gone makes this one silent.
+    Invariant: whatever fails here, training continues. When the terminal is gone, nothing is shown.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class Progress:
         can_draw = has_rich() if has_terminal else pipe is not None
         self.mode = choose_mode(mode, settings, can_draw=can_draw)
         self._stream = sys.stderr if self.mode == "quiet" else stream
-        # A stream that does more than pass text on, such as one that keeps a log, gets no marks.
+        # A stream that the script has replaced, for example by one that also keeps a log, must not
+        # get marks: they would end up in the log.
         is_plain_file = type(stream) is io.TextIOWrapper and not has_terminal
         self._mark = (
             offer.mark if offer is not None and is_plain_file and self.mode != "quiet" else ""
         )
         self._draws = draws and self._stream is not None
-        # Without a mark a line goes to a log file too, where colours are noise.
+        # Without a mark the launcher copies the line to a log file, where colours are noise.
         self._has_colour = settings.has_colour and (bool(self._mark) or has_terminal)
         self._screen: Screen | None = None
         self._bars: list[Screen | ScreenPipe] = []
@@ -117,12 +118,12 @@ class Progress:
                 self._screen = Screen(stream, has_colour=settings.has_colour, takes_prints=True)
             self._bars = [bar for bar in (self._screen, pipe) if bar is not None]
         self._columns = columns_of(terminal_of(stream)) or (offer.columns if offer else 0)
-        """Of the terminal that is written to, here or by a launcher; 0 if there is none."""
+        """The width of the terminal that this process or its launcher writes to; 0 if none."""
         self._clock = clock
         self._state = ProgressState()
         self._is_running = False
         self._shown_s = 0.0
-        self._turn = _Turn()
+        self._calls = _CallQueue()
         self._finalizer = weakref.finalize(self, _close, self._bars, os.getpid())
 
     def start(
@@ -151,8 +152,9 @@ class Progress:
         if self._bars:
             self._show_status()
 
-    def come_late(self, first_step: int, samples: int, seconds: float) -> None:
-        """Others have begun after `first_step`, so long ago, and had so many samples since."""
+    def join_late(self, first_step: int, samples: int, seconds: float) -> None:
+        """This worker joined a run that began after `first_step`, `seconds` ago, and has processed
+        `samples` since."""
         state = self._state
         state.first_step, state.samples = first_step, samples
         state.begin_s -= seconds
@@ -160,18 +162,18 @@ class Progress:
         state.mark(self._clock())
 
     def count_workers(self, workers: int) -> None:
-        """So many take part from now on."""
+        """Show this number of workers from now on."""
         self._state.workers = workers
 
     def take_over(self, silent: Progress) -> None:
-        """Show what another one was told of the run so far, and has not shown."""
+        """Continue from another `Progress` that was told of the run and has shown nothing."""
         self._state, self._is_running = silent._state, silent._is_running
         self._shown_s = self._clock()
         if self._bars:
             self._show_status()
 
     def step(self, step: int, *, epoch: int, samples: int, metrics: Metrics | None = None) -> None:
-        """`step` steps are done; this one was in `epoch`, counted from 0, and had `samples`."""
+        """Step number `step` is done; it was in `epoch`, counted from 0, and had `samples`."""
         if not self._is_running:
             return
         state = self._state
@@ -193,7 +195,7 @@ class Progress:
         seconds: float | None = None,
         samples: int | None = None,
     ) -> None:
-        """An epoch, counted from 0, is over: one row of the table."""
+        """An epoch, counted from 0, has ended: it becomes one row of the table."""
         if self._is_running:
             state = self._state
             state.add_row(epoch, metrics, seconds, samples)
@@ -207,7 +209,7 @@ class Progress:
     def evaluation(
         self, epoch: int, metrics: Mapping[str, float], *, step: int | None = None
     ) -> None:
-        """An evaluation is over, after `step` steps: more columns in the row of its epoch."""
+        """An evaluation after `step` steps has ended: it adds columns to the row of its epoch."""
         if self._is_running:
             named = {f"eval {name}": value for name, value in metrics.items()}
             self._state.add_row(epoch, named, None, None)
@@ -215,7 +217,7 @@ class Progress:
             self._say("evaluation", {"epoch": epoch, "step": step, "metrics": metrics}, ())
 
     def message(self, text: str, level: str = "info") -> None:
-        """Say something; `level` is `info`, `warning` or `error`."""
+        """Show a text; `level` is `info`, `warning` or `error`."""
         said = text if level == "info" else f"{level}: {text}"
         lines = [part for line in said.splitlines() for part in wrapped(line, self._columns)]
         self._say("message", {"text": text, "level": level}, lines, level)
@@ -223,9 +225,9 @@ class Progress:
     def finish(
         self, status: str = "finished", *, lines: Sequence[str] = (), reason: str = ""
     ) -> None:
-        """The run is over: show the table and the summary, then `lines`. Later calls do nothing.
+        """Show the table and the summary of the run, then `lines`. Later calls do nothing.
 
-        `reason` is for programs.
+        `reason` appears in JSON output only.
         """
         was_running, state = self._is_running, self._state
         self.close()
@@ -236,24 +238,24 @@ class Progress:
             self._say("finish", facts, text.summary(state, status, lines, self._width))
 
     def close(self) -> None:
-        """Leave the terminal as it was, without a summary."""
+        """Remove the bar, without a summary."""
         self._is_running = False
         self.hold()
 
     def hold(self) -> None:
-        """Leave the terminal as it was; the summary is still to come."""
-        self._turn.take(self._finalizer)
+        """Remove the bar; the summary is still to come."""
+        self._calls.run(self._finalizer)
 
     @property
     def _width(self) -> int:
-        """Of what shall paste well, and not be broken by a narrow terminal."""
+        """The width of what should paste well and not be wrapped by a narrow terminal."""
         return min(text.WIDTH, self._columns or text.WIDTH)
 
     def _show_status(self) -> None:
         state = self._state
         self._shown_s = state.now_s
         for bar in self._bars:
-            self._turn.take(partial(bar.show, RunStatus.of(state)))
+            self._calls.run(partial(bar.show, RunStatus.of(state)))
         if not self._bars:
             names = ("step", "epoch", "samples", "metrics", "samples_per_s", "time_left_s")
             facts = {name: getattr(state, name) for name in names}
@@ -262,7 +264,7 @@ class Progress:
     def _say(
         self, kind: str, facts: Mapping[str, Any], lines: Sequence[str], level: str = "info"
     ) -> None:
-        """Write what stays: `lines` for people, or `facts` for programs."""
+        """Write permanent output: `lines` for people, or `facts` for programs."""
         if not self._draws or (self.mode == "quiet" and level == "info"):
             return
         lines = [printable(line) for line in lines]
@@ -272,7 +274,7 @@ class Progress:
             lines = [f"\x1b[{_COLOURS[level]}m{line}\x1b[0m" for line in lines]
         if lines:
             data = "".join(f"{self._mark}{line}\n" for line in lines)
-            self._turn.take(partial(self._write, data))
+            self._calls.run(partial(self._write, data))
 
     def _write(self, data: str) -> None:
         if self._screen is not None:
@@ -287,27 +289,27 @@ class Progress:
         self.finish("finished" if kind is None else "failed")
 
 
-class _Turn:
-    """One caller draws at a time."""
+class _CallQueue:
+    """Runs drawing calls one after another, also where a signal handler interrupts one."""
 
-    # A signal handler may interrupt a drawing of its own thread; waiting for that would be for
-    # ever, so its call is made as soon as the interrupted one is over. Or it interrupts a `print`
-    # of the script's that waits for its reader, where Python refuses to write: then with the next
-    # call.
+    # A signal handler may interrupt a drawing of its own thread; waiting for it would deadlock,
+    # so the handler's call runs as soon as the interrupted one has ended. Or the handler
+    # interrupts a `print` of the script that is blocked on a full pipe, where Python refuses a
+    # reentrant write: then its call runs with the next one.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._is_busy = False
         self._waiting: deque[Callable[[], object]] = deque()
 
-    def take(self, call: Callable[[], object]) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         with self._lock:
             self._waiting.append(call)
-            # The lock lets its own thread in again: busy means that this is a signal handler's.
+            # The lock is reentrant: if it is busy here, a signal handler has interrupted a call.
             while self._waiting and not self._is_busy:
                 self._is_busy, next_call = True, self._waiting.popleft()
                 try:
-                    # A picture is not worth a training: a terminal that fails is left alone.
+                    # A terminal that fails must not stop training.
                     with contextlib.suppress(OSError, ValueError):
                         next_call()
                 except RuntimeError as error:
@@ -320,7 +322,7 @@ class _Turn:
 
 
 def _close(bars: Sequence[Screen | ScreenPipe], pid: int) -> None:
-    """Leave the terminal as it was; a forked copy of this process leaves it alone."""
+    """Remove the bars; a forked copy of this process must not touch them."""
     if os.getpid() == pid:
         for bar in bars:
             bar.clear()

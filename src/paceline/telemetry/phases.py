@@ -1,4 +1,4 @@
-"""Where time goes: one list of phases for everything that measures, records or draws them."""
+"""Where time goes: the one list of phases, for all that measures, records or draws them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Phase(StrEnum):
     WAIT = "wait"
     """From the end of a worker's own work until the last worker is ready."""
     TRANSFER = "transfer"
-    """From the moment the last worker is ready until the sum is there."""
+    """From the moment the last worker is ready until the sum has arrived."""
     OPTIMIZER = "optimizer"
     OTHER = "other"
 
     @property
     def meaning(self) -> str:
-        """What it is, as a person would say it."""
+        """What the phase is, in words."""
         return _MEANINGS[self]
 
 
 OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
-"""Phases in which a worker waits for nobody."""
+"""Phases in which a worker does its own work and waits for no other."""
 MEASURED = (*OWN, Phase.WAIT)
-"""What a worker can tell alone: its wait lasts until the sum is there. `transfer_of` splits it."""
+"""What one worker can measure: its wait lasts until the sum arrives. `transfer_of` splits it."""
 
 _MEANINGS = {
     Phase.DATA: "fetching samples",
@@ -47,6 +47,6 @@ _MEANINGS = {
 def transfer_of(waits: Iterable[float]) -> float:
     """How long a sum took once every worker was ready, by the waits of all of them.
 
-    The worker that waited least came last and waited for nobody: all its wait was the transfer.
+    The worker that waited least came last: it waited for no other, so its wait is the transfer.
     """
     return min(waits)

@@ -1,4 +1,4 @@
-"""The line at the bottom of a terminal that says where the run is, and everything else above it.
+"""The status line at the bottom of a terminal, and other output above it.
 
     a worker that has the terminal      Progress ──RunStatus──▶ Screen
     a worker behind a launcher          Progress ──RunStatus──▶ ScreenPipe ──▶ the launcher's Screen
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 SCREEN_VARIABLE = "PACELINE_SCREEN"
 _BAR_COLUMNS = 30
-# So few and so short that a record fits into Linux's PIPE_BUF: a pipe takes all of it or nothing.
+# Small enough for a record to fit into Linux's PIPE_BUF, up to which a write to a pipe is atomic.
 _MOST_PARTS, _MOST_LETTERS = 12, 56
 _ERASE = b"\r\x1b[0m\x1b[J"
-# What moves the cursor, clears or scrolls would hit the line; colours may stay.
+# Escape sequences that move the cursor, clear or scroll would damage the line; colours may stay.
 _MOVES = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-ln-~]|[78DMEc])")
 
 
@@ -40,7 +40,7 @@ class TerminalSettings:
     """What the environment says about showing things on a terminal."""
 
     progress: str = ""
-    """How to show a run, from PACELINE_PROGRESS; empty if nobody has chosen."""
+    """How to show a run, from PACELINE_PROGRESS; empty if it is not set."""
     is_ci: bool = False
     is_dumb: bool = False
     """The terminal cannot move its cursor."""
@@ -62,15 +62,15 @@ class ScreenOffer:
     """What a launcher offers to rank 0, whose standard output it reads."""
 
     fd: int
-    """Where to send what the live line should say; -1 if the launcher does not draw."""
+    """Where to send the run's status; -1 if the launcher does not draw."""
     mark: str
-    """What to put in front of a line on standard output that should be shown without its rank."""
+    """The prefix of a line on standard output that should be shown without its rank."""
     columns: int
     """How wide the launcher's terminal is; 0 if it has none."""
 
 
 def screen_environment(fd: int, stdout: int, mark: str, columns: int = 0) -> dict[str, str]:
-    """What a launcher sets so that rank 0, whose standard output is `stdout`, can `read_screen`."""
+    """The variable with which rank 0, whose standard output is `stdout`, can `read_screen`."""
     known = [os.fstat(one) for one in (fd, stdout) if one >= 0]
     identity = ",".join(f"{status.st_dev}.{status.st_ino}" for status in known)
     return {SCREEN_VARIABLE: f"{fd}:{identity}:{columns}:{mark}"}
@@ -93,7 +93,7 @@ def read_screen(stdout: int, environ: Mapping[str, str] = os.environ) -> ScreenO
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Where a run is: its share of the whole, None where nobody knows that, and in words."""
+    """Where a run is: the share that is done, None where unknown, and the parts of the line."""
 
     done: float | None
     parts: tuple[Part, ...]
@@ -109,7 +109,7 @@ class RunStatus:
 
 
 def read_record(line: bytes) -> RunStatus | Literal["end"] | None:
-    """One record of rank 0: where the run is, that its line is gone, or neither."""
+    """One record of rank 0: the run's status, "end" when its line goes, None if malformed."""
     try:
         match json.loads(line):
             case "end":
@@ -126,7 +126,7 @@ def read_record(line: bytes) -> RunStatus | Literal["end"] | None:
 def terminal_of(stream: TextIO | None) -> int:
     """The descriptor of the terminal that the stream writes to, or -1.
 
-    A notebook's stream has the descriptor of a terminal it does not write to.
+    A notebook's stream reports the descriptor of a terminal that it does not write to.
     """
     fd = descriptor(stream)
     try:
@@ -157,9 +157,9 @@ def has_rich() -> bool:
 
 
 def write_bytes(stream: TextIO, data: bytes) -> None:
-    """Write to one of Python's streams; in a notebook they are not files, and take text."""
+    """Write to one of Python's streams; in a notebook they are not files and accept only text."""
     if isinstance(stream, io.TextIOWrapper):
-        stream.flush()  # what the caller has printed comes first
+        stream.flush()  # what the caller has printed before must come first
         stream.buffer.write(data)
     else:
         stream.write(data.decode(_encoding(stream), "replace"))
@@ -167,7 +167,7 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
 
 
 def encode(stream: TextIO, data: str) -> bytes:
-    """The text as the stream writes it; letters that it does not have are escaped."""
+    """The text in the stream's encoding; letters that it lacks are escaped."""
     return data.encode(_encoding(stream), "backslashreplace")
 
 
@@ -187,14 +187,14 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO, *, has_colour: bool, takes_prints: bool = False) -> None:
-        """`takes_prints`: what this process prints on a terminal appears above the line."""
+        """`takes_prints`: show what this process prints above the line, too."""
         self._stream, self._has_colour, self._takes_prints = stream, has_colour, takes_prints
         self._status: RunStatus | None = None
         self._note = ""
         self._line = b""
-        """As it stands on the terminal; empty if it does not."""
+        """The line as drawn on the terminal; empty if none is."""
         self._columns = 0
-        self._is_foreign = False
+        self._worker_draws = False
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     @property
@@ -215,32 +215,33 @@ class Screen:
             self._take_prints()
         self._draw()
 
-    def expect_foreign_line(self, is_there: bool) -> None:
-        """Another process draws on the same terminal: its line is to be cleared if that dies."""
-        self._is_foreign = is_there
+    def expect_line_of_worker(self, is_there: bool) -> None:
+        """Whether a worker draws on this terminal itself: if it dies, `clear` removes its line."""
+        self._worker_draws = is_there
 
     def note(self, said: str) -> None:
-        """Something that the line should say from now on, whatever else it says."""
+        """Append `said` to the line from now on."""
         self._note = said
         if self._line:
             self._draw()
 
     def refresh(self) -> None:
-        """Draw again if the terminal has another width now."""
+        """Draw again if the terminal's width has changed."""
         if self._line and self.columns != self._columns:
             self._draw()
 
     def write_above(self, data: bytes) -> None:
-        """Write whole lines; the line at the bottom is never missing in between."""
+        """Write whole lines above the line at the bottom."""
         if self._line:
+            # One write: the line at the bottom must not flicker.
             data = _ERASE + _MOVES.sub(b"", data) + self._line
         write_bytes(self._stream, data)
 
     def clear(self) -> None:
-        """Remove the line, also one that a process drew which is no more."""
-        if self._line or self._is_foreign:
+        """Remove the line, also one left behind by a worker that has died."""
+        if self._line or self._worker_draws:
             self._put(_ERASE)
-        self._status, self._line, self._is_foreign = None, b"", False
+        self._status, self._line, self._worker_draws = None, b"", False
         for name, (proxy, stream) in self._replaced.items():
             if getattr(sys, name) is proxy:
                 proxy.flush()
@@ -250,7 +251,7 @@ class Screen:
     def _take_prints(self) -> None:
         from rich.file_proxy import FileProxy
 
-        console = self._console(cast(IO[str], _Above(self, self._stream)))
+        console = self._console(cast(IO[str], _AboveLine(self, self._stream)))
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if terminal_of(stream) >= 0:
@@ -266,7 +267,7 @@ class Screen:
         if self._status is None:
             return
         self._columns = self.columns
-        # In the last column a terminal would wrap, sooner or later.
+        # A letter in the last column makes some terminals wrap.
         room = max(self._columns - 1, 1)
         canvas = io.TextIOWrapper(
             drawn := io.BytesIO(), _encoding(self._stream), "backslashreplace"
@@ -283,7 +284,9 @@ class Screen:
         self._put(_ERASE + self._line)
 
     def _put(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # no line is worth a training
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # a terminal that fails must not stop training
             write_bytes(self._stream, data)
 
     def _console(self, file: IO[str], width: int | None = None) -> Console:
@@ -301,8 +304,8 @@ class Screen:
         )
 
 
-class _Above:
-    """The room above the line as a file for `rich`; a terminal that is gone is no error."""
+class _AboveLine:
+    """A file for `rich` that writes above the line; a terminal that is gone is not an error."""
 
     def __init__(self, screen: Screen, stream: TextIO) -> None:
         self._screen, self._stream = screen, stream
@@ -317,12 +320,12 @@ class _Above:
 
 
 class ScreenPipe:
-    """Rank 0's way to the launcher's screen. Sending never waits and never fails."""
+    """Sends rank 0's status to the launcher's screen. Sending never blocks and never raises."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._number = os.fstat(fd).st_ino
-        # What the user's program starts has nothing to say here.
+        self._inode = os.fstat(fd).st_ino
+        # Processes that the user's script starts must not write here.
         os.set_inheritable(fd, False)
 
     def show(self, status: RunStatus) -> None:
@@ -332,7 +335,8 @@ class ScreenPipe:
         self.send('"end"')
 
     def send(self, record: str) -> None:
-        with contextlib.suppress(OSError):  # full, or nobody is there to read
-            # A program that closes what it does not know may have a file of its own here now.
-            if os.fstat(self._fd).st_ino == self._number:
+        with contextlib.suppress(OSError):  # the pipe is full, or the launcher is gone
+            # A script that closes descriptors it does not know may have a file of its own at this
+            # number now.
+            if os.fstat(self._fd).st_ino == self._inode:
                 os.write(self._fd, f"{record}\n".encode())

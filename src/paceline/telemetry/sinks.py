@@ -1,8 +1,8 @@
 """Where a run's steps, messages, evaluations, checkpoints and end go.
 
-A `Sink` is told what happens. The run folder and the terminal are two of them, and
-`Run(..., sinks=[...])` takes more: a tracker is one class with these methods. `Sinks` tells all of
-them, and switches off the one that raises: looking at a training must not stop it.
+A `Sink` is notified of events. The run folder and the terminal are two of them, and
+`Run(..., sinks=[...])` takes more: a tracker is one class with these methods. `Sinks` notifies all
+of them, and switches off one that raises: observing a training must not stop it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from paceline.group import Membership
 from paceline.telemetry.display import Progress
 
 INFO_PERIOD_S = 2.0
-"""How old the step in `run.json` may be."""
+"""How far the step in `run.json` may lag behind."""
 ALL_APPLIED = "all steps are applied"
-"""The reason of an end that needs no reason."""
+"""The reason why a run ends normally; it is not shown."""
 Sums = dict[str, list[float]]
-"""Name to [sum, count]: so that steps and workers can be put together exactly."""
+"""Name to [sum, count]: so that steps and workers can be combined exactly."""
 METHODS = ("start", "step", "epoch", "evaluation", "message", "checkpoint", "stop")
 
 
 class StepReport(NamedTuple):
-    """An applied step as this worker saw it, told once its numbers have reached the host."""
+    """An applied step as this worker saw it, reported once its numbers have reached the host."""
 
     step: int
     """Counts from 1."""
@@ -39,7 +39,7 @@ class StepReport(NamedTuple):
     samples: int
     """On all workers together."""
     local_samples: int
-    """On this worker, as all that follows."""
+    """On this worker, as are all fields below."""
     seconds: float
     phases: Mapping[str, float]
     """Seconds by phase."""
@@ -48,9 +48,9 @@ class StepReport(NamedTuple):
     lr: float | None = None
     """The learning rate of the optimizer's first group, where it is a plain number."""
     queued: int | None = None
-    """Batches that the loader's processes had ready; None where the worker loads its own."""
+    """Batches that the loader's processes had ready; None where it has none."""
     piece: int | None = None
-    """How many samples went through the model at once at most; None: whole shards."""
+    """The most samples that went through the model at once; None: whole shards."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Written:
     name: str
     bytes: int
     seconds: float
-    """What it cost training: the wait for the save before, and the copy into memory."""
+    """How long training stood still: waiting for the previous save, and copying into memory."""
     metric: float | None
     better: Literal["lower", "higher"]
     """Which metric is better."""
@@ -83,30 +83,30 @@ class Summary(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Something to be said, or, where `kind` is not "message", to be kept as numbers."""
+    """A text to show, or, where `kind` is not "message", facts to record."""
 
     text: str
     level: str = "info"
     """`info`, `warning` or `error`."""
     kind: str = "message"
     """`message`; `blame`: a worker holds the others up; `noise`: the gradient noise scale;
-    `generation`: workers died or joined; `fit`: the size of a piece has changed; `hashes`: those of
-    the state, of a run with the same bits at any number of workers."""
+    `generation`: workers died or joined; `fit`: the size of a piece has changed; `hashes`: of the
+    state, in a run with the same bits at any number of workers."""
     facts: Mapping[str, Any] = {}
-    """The same in numbers, by name."""
+    """The same as values by name."""
 
 
 class Sink(Protocol):
-    """Is told of a run: `start`, then anything in its order, then `stop`.
+    """Receives a run's events: `start`, then the others in their order, then `stop`.
 
-    Those passed to `Run` are told on rank 0 only. A subclass has the methods that it cares about;
+    Those passed to `Run` are called on rank 0 only. A subclass defines the methods that it needs;
     the others do nothing.
     """
 
-    # Each returns, because type checkers take an empty method of a protocol for an abstract one.
+    # Each has a `return`: type checkers treat an empty method of a protocol as abstract.
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
-        """The loop begins after `step` steps; `lines` are what is to be known of it."""
+        """The loop begins after `step` steps; `lines` describe the run."""
         return
 
     def step(self, report: StepReport) -> None:
@@ -125,12 +125,12 @@ class Sink(Protocol):
         return
 
     def stop(self, step: int, status: str, reason: str) -> None:
-        """The loop is over: `status` is `finished`, `stopped` or `failed`."""
+        """The loop has ended: `status` is `finished`, `stopped` or `failed`."""
         return
 
 
 class FolderSink:
-    """The run folder: every worker's own events; on rank 0 what concerns all, and `run.json`."""
+    """The run folder: each worker's own events; rank 0 adds what concerns all, and `run.json`."""
 
     def __init__(self, folder: RunFolder, rank: int, info: RunInfo, members: Membership) -> None:
         self._folder, self._members, self._info = folder, members, info
@@ -184,7 +184,7 @@ class FolderSink:
         if status == "failed" and self._members.leads:
             found = find_info(self._folder)
             if found is not None and found.status == "failed":
-                return  # another worker, which knows better, has written why
+                return  # the worker that failed first has written the cause
         self._update(status=status, step=step, reason=reason)
 
     def _write_first(self, kind: str, **facts: Any) -> None:
@@ -208,7 +208,7 @@ class FolderSink:
 
 
 class TerminalSink:
-    """Rank 0's terminal; the others listen without a word, because they may become rank 0."""
+    """Rank 0's terminal; the others follow silently, because they may become rank 0."""
 
     def __init__(
         self,
@@ -218,10 +218,10 @@ class TerminalSink:
         draws: bool,
         began: tuple[int, float] | None = None,
     ) -> None:
-        """`began` is after which step and when the others did, where this worker came later."""
+        """`began` is the run's first step and its time, where this worker joined later."""
         self._mode, self._folder, self._draws, self._advice = mode, folder, draws, ""
         self._began = began
-        # Refuses a mode that does not exist before the run begins, and stays silent until then.
+        # Made now to reject an unknown mode before the run begins; silent until `start`.
         self._progress = Progress(mode, draws=False)
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
@@ -232,10 +232,10 @@ class TerminalSink:
         if self._began is not None:
             first, then_s = self._began
             samples = count_samples(info, step) - count_samples(info, first)
-            self._progress.come_late(first, samples, time.time() - then_s)
+            self._progress.join_late(first, samples, time.time() - then_s)
 
     def draw(self) -> None:
-        """Be rank 0's from now on."""
+        """Draw from now on: this worker has become rank 0."""
         silent, self._progress = self._progress, Progress(self._mode)
         self._progress.take_over(silent)
 
@@ -253,19 +253,19 @@ class TerminalSink:
 
     def message(self, message: Message) -> None:
         if message.kind == "noise":
-            self._advice = message.text  # of all of them the last one is said, at the end
-        elif message.kind == "generation":  # the launcher has said it
+            self._advice = message.text  # only the last one is shown, at the end
+        elif message.kind == "generation":  # the launcher has printed it
             self._progress.count_workers(message.facts["workers"])
         elif message.kind == "hashes":
-            pass  # not to be read
+            pass  # not for people
         else:
             self._progress.message(message.text, message.level)
 
     def checkpoint(self, written: Written) -> None:
-        """Saving is nothing to look at."""
+        """Nothing is shown."""
 
     def stop(self, step: int, status: str, reason: str) -> None:
-        # Of a failure the traceback says it, once.
+        # The reason of a failure is in the traceback.
         lines = ["" if status == "failed" or reason == ALL_APPLIED else reason, self._advice]
         if self._folder is not None:
             path = shlex.quote(str(self._folder.path))
@@ -273,14 +273,14 @@ class TerminalSink:
         self._progress.finish(status, lines=[line for line in lines if line], reason=reason)
 
     def hold(self) -> None:
-        """The loop is over, and how is not known yet: `stop` will say it."""
+        """The loop has ended, but the outcome is not known yet: `stop` will show it."""
         self._progress.hold()
 
 
 class Sinks:
     """All sinks of a run on one worker.
 
-    Invariant: whatever a sink raises, the others are told, and training continues without it.
+    Invariant: whatever a sink raises, the others are notified, and training continues without it.
     """
 
     def __init__(self, sinks: Sequence[Sink], terminal: TerminalSink | None) -> None:
@@ -288,7 +288,7 @@ class Sinks:
         self._terminal = terminal
 
     def tell(self, method: str, *args: Any, but: Sink | None = None) -> None:
-        """Call one method of every sink; the terminal is there before and after the others."""
+        """Call one method of every sink; the terminal starts first and stops last."""
         for sink in reversed(self._sinks) if method == "stop" else self._sinks:
             if sink is but:
                 continue
@@ -298,14 +298,14 @@ class Sinks:
                 self._switch_off(sink, method, error)
 
     def take_over(self, sinks: Sequence[Sink], *start: Any) -> None:
-        """Draw from now on, and tell these too, to which `start` is the beginning."""
+        """Draw from now on, and add these sinks, whose `start` gets `start`."""
         if self._terminal is not None:
             self._terminal.draw()
         Sinks(sinks, None).tell("start", *start)
         self._sinks += sinks
 
-    def stop_before_terminal(self, *end: Any) -> Callable[..., None] | None:
-        """Tell all but the terminal how the loop has ended; what tells that one later."""
+    def stop_all_but_terminal(self, *end: Any) -> Callable[..., None] | None:
+        """Stop all sinks but the terminal; returns what stops the terminal later."""
         terminal = self._terminal
         self.tell("stop", *end, but=terminal)
         if terminal is None:
@@ -313,16 +313,16 @@ class Sinks:
         terminal.hold()
         return terminal.stop
 
-    def fall_silent(self) -> None:
-        """Somebody else draws from now on."""
+    def drop_terminal(self) -> None:
+        """Stop drawing: another worker has become rank 0."""
         self._sinks = [sink for sink in self._sinks if sink is not self._terminal]
         self._terminal = None
 
-    def tell_step(self, report: StepReport, sums: Sums) -> None:
+    def report_step(self, report: StepReport, sums: Sums) -> None:
         self.tell("step", report._replace(sums=sums))
 
     def say(self, text: str) -> None:
-        """Say something on the terminal only; for signal handlers, which may write no file."""
+        """Show a text on the terminal only; for signal handlers, which must not write files."""
         if self._terminal is not None:
             self._terminal.message(Message(text))
 
@@ -334,14 +334,14 @@ class Sinks:
 
 
 def check_sinks(argument: str, sinks: Sequence[Any]) -> None:
-    """Raise if one of them is not a sink."""
+    """Raise if any of `sinks` is not a sink."""
     for number, sink in enumerate(sinks):
         advice = f"A sink has {', '.join(METHODS[:-1])} and {METHODS[-1]}; see docs/run.md."
         check_members(f"{argument}[{number}]", sink, (), advice, METHODS)
 
 
 def count_samples(info: RunInfo, step: int) -> int:
-    """How many samples the first steps of a run have had."""
+    """How many samples the first `step` steps of a run have processed."""
     batch, size, steps = info.global_batch, info.dataset_size, info.steps_per_epoch
     if size is None or not steps:
         return step * batch

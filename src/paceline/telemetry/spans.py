@@ -32,14 +32,14 @@ SCHEMA = 1
 FILE_NAME = "rank{rank}.trace.json"
 
 IN_FLIGHT = "in flight"
-"""A bucket, from when this rank is ready; a transfer begins only when the last rank is."""
+"""A bucket, from when this rank is ready; the transfer begins only when the last rank is."""
 COMPUTE, COMMUNICATION, OTHER = 1, 2, 3
 LANE_BY_NAME: dict[str, int] = {
     **dict.fromkeys((*Phase, "batch", "blame"), COMPUTE),
     **dict.fromkeys((IN_FLIGHT, "ready"), COMMUNICATION),
 }
-"""What the engine records. Spans of one lane must nest, or Perfetto leaves them out, so what
-overlaps computing has a lane of its own; and so have the caller's spans, whatever their names."""
+"""What the engine records. Spans of one lane must nest, or Perfetto drops them, so what overlaps
+computing has a lane of its own; so have the caller's spans, whatever their names."""
 
 ROUNDING_GUARD_US = 0.00025
 """Added to every time that is written; see Note [Nanoseconds as microseconds]."""
@@ -60,7 +60,7 @@ def start_spans(path: str | os.PathLike[str], rank: int) -> None:
     """Record this process's spans from now on, as `rank`.
 
     `path` is a file whose name ends in `.json`, or a folder in which the file is called
-    `rank{rank}.trace.json`. What is there already is kept: a restarted worker continues after it.
+    `rank{rank}.trace.json`. An existing file is kept: a restarted worker appends to it.
     """
     global current
     if current is not None:
@@ -72,21 +72,21 @@ def start_spans(path: str | os.PathLike[str], rank: int) -> None:
 
 
 def stop_spans() -> None:
-    """Write what is left and close the file; does nothing when off."""
+    """Write what is queued and close the file; does nothing when off."""
     global current
     recorder, current = current, None
     if recorder is not None:
         recorder.close()
 
 
-def _forget() -> None:
-    """A data loader's worker is a copy of this process, and must not write to its file."""
+def _drop_recorder() -> None:
+    """After a fork, as in a data loader's worker: only the parent may write to the file."""
     global current
     current = None
 
 
 atexit.register(stop_spans)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_drop_recorder)
 
 
 def spans_are_on() -> bool:
@@ -110,13 +110,13 @@ def _timed(name: str, facts: Facts) -> Iterator[None]:
 def add(name: str, begin_ns: int, end_ns: int, **facts: Any) -> None:
     """Record a span that has ended, timed by the caller with `now_ns()`."""
     if current is not None:
-        current.add_own(name, begin_ns, end_ns, facts or None)
+        current.add_user_span(name, begin_ns, end_ns, facts or None)
 
 
 def mark(name: str, at_ns: int | None = None, **facts: Any) -> None:
     """Record an instant."""
     if current is not None:
-        current.add_own(name, now_ns() if at_ns is None else at_ns, None, facts or None)
+        current.add_user_span(name, now_ns() if at_ns is None else at_ns, None, facts or None)
 
 
 _Span = tuple[str, int, int | None, int, Facts | None]
@@ -128,8 +128,8 @@ class SpanRecorder:
 
         open --(add ...)--> open --(close, or the disk is full)--> closed
 
-    Invariant: `add` never blocks and never raises; what does not fit is counted, and the file
-    says how many spans it lacks.
+    Invariant: `add` never blocks and never raises; spans that do not fit are counted, and the file
+    says how many are missing.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class SpanRecorder:
     ) -> None:
         self.path = path if path.suffix == ".json" else path / FILE_NAME.format(rank=rank)
         self.rank = rank
-        self._trains = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._lanes: dict[int, int] = {}
         self._queue: deque[_Span] = deque()
         self._metadata: deque[str] = deque()
         self._queue_limit = queue_limit
         self._count = self._dropped = self._writer_ns = self._bytes = 0
         self._file: int | None = open_for_appending(self.path)
-        self._introduce(self._file, zero_ns)
+        self._write_header(self._file, zero_ns)
         self._done = threading.Event()
         self._writer = threading.Thread(target=self._run, name="paceline spans", daemon=True)
         self._writer.start()
@@ -153,17 +153,17 @@ class SpanRecorder:
         """Queue one span of the engine; the writer turns it into text later."""
         self._put(name, begin_ns, end_ns, LANE_BY_NAME[name], facts)
 
-    def add_own(
+    def add_user_span(
         self, name: str, begin_ns: int, end_ns: int | None, facts: Facts | None = None
     ) -> None:
-        """Queue one span of the caller's, in a lane of the thread it is on, named after it."""
+        """Queue one span of the caller, in a lane of its own for each thread."""
         thread = threading.get_ident()
         lane = self._lanes.get(thread)
         if lane is None:
             lane = self._lanes[thread] = OTHER + len(self._lanes)
             name_of_thread = threading.current_thread().name
-            label = "own spans" if thread == self._trains else name_of_thread
-            self._note("thread_name", {"name": label}, lane)
+            label = "own spans" if thread == self._training_thread else name_of_thread
+            self._add_metadata("thread_name", {"name": label}, lane)
         self._put(name, begin_ns, end_ns, lane, facts)
 
     def _put(self, *span: *_Span) -> None:
@@ -172,41 +172,41 @@ class SpanRecorder:
         else:
             self._dropped += 1
 
-    def tell(self, facts: Facts) -> None:
-        """Say something about this rank that holds for the whole recording."""
-        self._note("paceline_rank", facts)
+    def describe_rank(self, facts: Facts) -> None:
+        """Record facts about this rank that are true for the whole recording."""
+        self._add_metadata("paceline_rank", facts)
 
     def close(self) -> None:
         """Write what is queued, what recording cost, and the closing bracket."""
         self._done.set()
         self._writer.join()
         self._drain()
-        self._note("paceline_cost", self.cost())
+        self._add_metadata("paceline_cost", self.cost())
         self._write(self._metadata.pop().removesuffix(",\n") + "\n]\n")
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def cost(self) -> Facts:
-        """How many spans there were, and the time of the thread that writes them."""
+        """How many spans there were, and the CPU time of the thread that writes them."""
         count, writer_ns = self._count, self._writer_ns
         return {"spans": count, "dropped": self._dropped, "writer_ns": writer_ns}
 
-    def _note(self, name: str, args: Facts, lane: int = 0) -> None:
+    def _add_metadata(self, name: str, args: Facts, lane: int = 0) -> None:
         event = {"name": name, "ph": "M", "ts": 0, "pid": self.rank, "tid": lane, "args": args}
         self._metadata.append(json.dumps(event) + ",\n")
 
-    def _introduce(self, file: int, zero_ns: int | None) -> None:
+    def _write_header(self, file: int, zero_ns: int | None) -> None:
         now = now_ns()
         unix_minus_monotonic_ns = time.time_ns() - now
-        if zero_ns is None:  # a restarted rank counts on from where the file begins
+        if zero_ns is None:  # a restarted rank keeps the file's zero, so that its times continue
             begun = re.search(rb'"zero_unix_ns": (\d{1,19})', os.pread(file, _HEAD_BYTES, 0))
             zero_ns = int(begun[1]) - unix_minus_monotonic_ns if begun else now
         self._zero_ns = min(zero_ns, now)
-        self._note("process_name", {"name": f"worker {self.rank}"})
-        self._note("process_sort_index", {"sort_index": self.rank})
-        self._note("thread_name", {"name": "compute"}, COMPUTE)
-        self._note("thread_name", {"name": "communication"}, COMMUNICATION)
+        self._add_metadata("process_name", {"name": f"worker {self.rank}"})
+        self._add_metadata("process_sort_index", {"sort_index": self.rank})
+        self._add_metadata("thread_name", {"name": "compute"}, COMPUTE)
+        self._add_metadata("thread_name", {"name": "communication"}, COMMUNICATION)
         facts = {
             "schema": SCHEMA,
             "rank": self.rank,
@@ -214,7 +214,7 @@ class SpanRecorder:
             "unix_minus_monotonic_ns": unix_minus_monotonic_ns,
             "zero_unix_ns": self._zero_ns + unix_minus_monotonic_ns,
         }
-        self._note("paceline", facts)
+        self._add_metadata("paceline", facts)
         self._drain()
 
     def _run(self) -> None:
@@ -234,7 +234,7 @@ class SpanRecorder:
         self._writer_ns += time.thread_time_ns() - before
 
     def _text(self, span: _Span) -> str:
-        """One event as a line. Written by hand where it is simple, because there are many."""
+        """One event as a line. Formatted by hand: `json.dumps` for every span takes too long."""
         name, begin_ns, end_ns, lane, facts = span
         begin_ns = max(begin_ns, self._zero_ns)
         if end_ns is None:
@@ -260,7 +260,7 @@ class SpanRecorder:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            print(f"paceline: {self.path} is not recorded any further: {error}.", file=sys.stderr)
+            print(f"paceline: Recording to {self.path} has stopped: {error}.", file=sys.stderr)
             os.close(self._file)
             self._file = None
 
@@ -280,7 +280,7 @@ def machine_id() -> str:
 
 
 def open_for_appending(path: Path) -> int:
-    """Open or create a trace so that the next event can be written behind the last whole one."""
+    """Open or create a trace, positioned after its last whole event."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -295,6 +295,7 @@ def open_for_appending(path: Path) -> int:
         raise UsageError(f"Spans cannot be recorded to {path}: it is not a plain file.")
     begin = max(0, facts.st_size - _TAIL_BYTES)
     whole = list(re.finditer(rb"^\{.*\}(?=,?$)", os.pread(fd, _TAIL_BYTES, begin), re.MULTILINE))
+    # A process that was killed may have left half an event, one that ended a closing bracket.
     end = begin + whole[-1].end() if whole else 0
     os.ftruncate(fd, end)
     os.lseek(fd, end, os.SEEK_SET)
@@ -314,22 +315,22 @@ def _json(facts: Facts) -> str:
         return json.dumps({key: str(value) for key, value in facts.items()})
 
 
-def note_recorder() -> None:
-    """Somebody here records steps: a run, or the script itself."""
+def register_recorder() -> None:
+    """This process records steps, by a run or by the script's `record_step`."""
     _recorders.append(True)
 
 
 _recorders: list[bool] = []
 
 
-def expect_recorder(step: int) -> None:
-    """`step` is to be recorded; if nobody does that in this program, its end says so."""
-    atexit.unregister(_say_what_was_not_recorded)
-    atexit.register(_say_what_was_not_recorded, step)
+def expect_recording(step: int) -> None:
+    """`step` should be recorded; if nothing in this process records steps, warn at exit."""
+    atexit.unregister(_warn_of_missing_recorder)
+    atexit.register(_warn_of_missing_recorder, step)
 
 
-def _say_what_was_not_recorded(step: int) -> None:
-    """Nobody records a step of a loop that is all the script's own; it must not be silent."""
+def _warn_of_missing_recorder(step: int) -> None:
+    """In a script with a loop of its own, --trace-step has no effect: say so."""
     if not _recorders:
         print(
             f"paceline: Step {step} was not recorded: --trace-step is for scripts with "
@@ -341,11 +342,11 @@ def _say_what_was_not_recorded(step: int) -> None:
 
 # Note [Nanoseconds as microseconds]
 # The format wants microseconds, which importers read as floats, multiply by 1000, and round or cut
-# off to whole nanoseconds. Cut off, 0.317 may become 316 ns, and spans that touch would overlap.
-# So a quarter of a nanosecond is added to every time: whether rounded or cut off, what comes out is
-# the nanosecond that was measured. That holds for three weeks; uptimes are longer, and so times are
-# counted from the beginning of the file.
+# off to whole nanoseconds. Cut off, 0.317 may become 316 ns, and adjacent spans would overlap.
+# So a quarter of a nanosecond is added to every time: rounded or cut off, the result is the
+# nanosecond that was measured. A float is precise enough for that up to three weeks; uptimes are
+# longer, so times are counted from the beginning of the file.
 
 
 start, stop, is_on = start_spans, stop_spans, spans_are_on
-"""Their names in `paceline.spans`, which says the rest."""
+"""Their names in the public `paceline.spans`."""

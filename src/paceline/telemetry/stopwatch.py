@@ -1,13 +1,13 @@
-"""What a rank's time goes to: a stopwatch that is always in exactly one phase, and its observer.
+"""Where a rank's time goes: a stopwatch that is always in exactly one phase, and its observer.
 
-Whoever knows that something else begins (the wrapper, the reducer, a hook on optimizers) says
-`enter(phase)`; so the phases of a step add up to the step. A step reaches from the moment the sums
-of one backward have arrived to the moment those of the next have: that moment is nearly the same
-on all ranks, and so a rank's own time since then can be compared with the others'.
+The code that starts something else (the wrapper, the reducer, a hook on optimizers) calls
+`enter(phase)`, so the phases of a step add up to the step. A step lasts from the moment the sums of
+one backward have arrived until those of the next have: that moment is nearly the same on all ranks,
+so a rank's own time since then can be compared with the others'.
 
-The engine tells an `Observer` what happens, one method per event. From that come the phases of the
-stopwatch, the spans of a recording, the comparison of the ranks, and what a rank that stands still
-says about itself. An engine without an observer tests one attribute and continues.
+The engine notifies an `Observer`, one method per event. From that come the phases of the stopwatch,
+the spans of a recording, the comparison of the ranks, and the report of a rank that has stalled.
+An engine without an observer only tests one attribute.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.telemetry.phases import MEASURED, Phase
 from paceline.torch_private import at_backward_end
 
 KEPT_STEPS = 1000
-"""How many steps are remembered at most; older ones have been compared long ago."""
+"""The most steps that are kept; older ones have been compared long ago."""
 _CPU = torch.device("cpu")
 _PENDING_LIMIT = 4096
 _RESOLVE_PERIOD = 64
 
 
 Mark = tuple[int, Phase]
-"""When a phase began, in nanoseconds, and which."""
+"""When a phase began, in nanoseconds, and which phase."""
 
 
 class StepTimes(NamedTuple):
@@ -53,13 +53,13 @@ class StepTimes(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The sum that a rank waits for."""
+    """The sum that a rank is waiting for."""
 
     describe: Callable[[int], str]
     """Names a bucket."""
     bucket: int
     reduction: Any
-    """May have `missing()`: the ranks that the sum lacks, where the transport knows."""
+    """May have `missing()`: the ranks that have not contributed, where the transport knows."""
 
 
 class Stopwatch:
@@ -67,39 +67,39 @@ class Stopwatch:
 
         data -> forward -> other -> backward -> wait --(end_step)--> other -> optimizer -> data
 
-    A change of phase is a mark, and marks are accounted for later: in the middle of a step noting
-    one is an `append`. `phase`, `since_ns`, `step` and `awaited` say where the rank is now, for
-    whoever looks from another thread. Invariant: the phases of all steps add up to the time
-    between the first and the last.
+    A change of phase is a mark, and marks are accounted for later: in the middle of a step a mark
+    costs one `append`. `phase`, `since_ns`, `step` and `awaited` say where the rank is now, and may
+    be read from other threads. Invariant: the phases of all steps add up to the time between the
+    first and the last.
     """
 
     pauses = True
-    """Whether a change costs so little that every single collective can be told from work."""
+    """Whether a change is cheap enough to account for every collective as a wait."""
 
     def __init__(self, clock: Callable[[], int] = spans.now_ns) -> None:
         self._marks: list[Mark] = [(clock(), Phase.OTHER)]
-        """Changes that are not accounted for yet; the last one says where the rank is."""
+        """Changes that are not accounted for yet; the last one is the current phase."""
         self.mark: Callable[[Mark], None] = self._marks.append
-        """A phase begins, at a time by `clock`. Whoever marks often calls `enter` now and
-        then, which accounts for what has gathered."""
+        """A phase begins, at a time by `clock`. A caller that marks often must call `enter` now and
+        then, which accounts for the marks gathered."""
         self.records = spans.current is not None
         """Whether spans were recorded when a phase was last accounted for."""
         self.between = Phase.DATA
-        """What comes after an update: a loop that is all the user's own fetches samples, as far as
-        anybody can know. A `Run` says when it does, and the rest is the user's code."""
+        """The phase after an update. A loop written by the user is taken to fetch samples then; a
+        `Run` marks fetching itself, and sets this to OTHER."""
         self.step = 0
         self.waits = False
-        """Whether it is in a collective that is too short to be a phase, as on a GPU."""
+        """Whether the rank is in a collective that is not accounted for as a phase, as on a GPU."""
         self.awaited: Awaited | None = None
-        """There only while waiting, because it holds the model."""
+        """Set only while waiting, because it keeps the model alive."""
         self.thread = threading.get_ident()
-        """Who trains: whose optimizer steps are meant, and whose stack tells where it is."""
+        """The training thread: its optimizer steps count, and its stack shows where the rank is."""
         self.membership: Callable[[], Membership | None] = lambda: None
-        """In which group it is now; a weak reference, because the group keeps the stopwatch."""
+        """The rank's current group; a weak reference, because the group keeps the stopwatch."""
         self.detector: Any = None
-        """The `StragglerDetector` that compares it with the other ranks', if there is one, ..."""
+        """The `StragglerDetector` that compares this rank with the others, if there is one."""
         self.stalls: Any = None
-        """... and the `StallWatch` that notices when it stands still."""
+        """The `StallWatch` that notices when this rank makes no progress, if there is one."""
         self.finished: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
         self.clock = clock
         self._accounted_ns = self.since_ns
@@ -115,14 +115,14 @@ class Stopwatch:
         return self._marks[-1][0]
 
     def enter(self, phase: Phase) -> None:
-        """What is done from now on belongs to `phase`; what was before is accounted for."""
+        """Begin `phase`, and account for the phases before."""
         self.mark((self.clock(), phase))
         self._account()
 
     def end_step(self, *, counts: bool = True) -> None:
         """All sums of this step have arrived, or it has failed.
 
-        A step that does not count was no work of this rank's own.
+        A step that does not count, such as one without rows, is not kept for comparisons.
         """
         self._marks.append((self.clock(), Phase.OTHER))
         self._account(counts)
@@ -130,15 +130,16 @@ class Stopwatch:
         self.step += 1
 
     def on_generation(self) -> None:
-        """The ranks are in another group from now on."""
+        """Move the stopwatch to the group of a new generation."""
         membership = self.membership()
         if membership is not None:
-            # Set before the entry is made, so that it is called after the entry is gone.
-            weakref.finalize(membership.group, _ignore_optimizers)
+            # Callbacks of weak references run newest first: registered before the dictionary's own,
+            # this one runs after the entry is gone.
+            weakref.finalize(membership.group, _remove_optimizer_hooks)
             _watches[membership.group] = self
 
     def totals(self) -> dict[str, float]:
-        """Seconds by phase since the beginning, up to the last change; take the difference of two.
+        """Seconds by phase since the beginning, up to the last change of phase.
 
         On an accelerator these run a little behind, because the host does not wait for it.
         """
@@ -150,7 +151,8 @@ class Stopwatch:
         ended = [(phase, end_ns) for (_, phase), (end_ns, _) in pairwise(self._marks)]
         del self._marks[:-1]
         self._end_phases(ended, self.step, counts)
-        # A recording is complete up to the moment in which a worker is killed.
+        # While recording, every mark is accounted for at once: the file of a worker that is killed
+        # is then complete up to its last change of phase.
         self.records = spans.current is not None
         self.mark = self._account_for if self.records else self._marks.append
 
@@ -161,7 +163,7 @@ class Stopwatch:
     def _end_phases(
         self, ended: Sequence[tuple[Phase, int]], step: int, counts: bool | None
     ) -> None:
-        """Phases have ended, each at its time; if the step did with the last, `counts` is told."""
+        """Phases have ended, each at its time; `counts` is not None if the step ended with them."""
         recorder, last = spans.current, len(ended) - 1
         for number, (phase, end_ns) in enumerate(ended):
             begin_ns, self._accounted_ns = self._accounted_ns, end_ns
@@ -191,18 +193,19 @@ class DeviceStopwatch(Stopwatch):
         super().__init__()
         self._device = device
         self._module: Any = torch.get_device_module(device)
+        # Events are reused: creating one takes longer than recording it.
         self._spare_events: list[Any] = []
         self._reached = self._record()
-        self._reached.synchronize()  # once: ties the device's clock to the host's
+        self._reached.synchronize()  # once, to relate the device's clock to the host's
         self._accounted_ns = self.clock()
         self._exact_ns = float(self._accounted_ns)
         self._pending: deque[tuple[Any, Phase, int, bool | None]] = deque()
-        """Events, with what ended there."""
-        self.mark = self._account_for  # the device is asked for the time of each change
+        """Recorded events that the device has not passed yet, with what ended at each."""
+        self.mark = self._account_for  # each change needs an event on the device, at once
 
     def _account(self, counts: bool | None = None) -> None:
         if len(self._marks) > 1 and len(self._pending) < _PENDING_LIMIT:
-            # One at a time, because every mark comes here at once.
+            # There is exactly one phase to end, because `_account_for` handles each mark at once.
             self._pending.append((self._record(), self._marks[0][1], self.step, counts))
         del self._marks[:-1]
         self.records = spans.current is not None
@@ -221,7 +224,8 @@ class DeviceStopwatch(Stopwatch):
         """Account for the changes that the device has passed, in order."""
         while self._pending and self._pending[0][0].query():
             event, phase, step, counts = self._pending.popleft()
-            # Differences of neighbours, because milliseconds since the start lose precision.
+            # Sum differences of neighbours: milliseconds since the start, as a float32, lose
+            # precision.
             self._exact_ns += self._reached.elapsed_time(event) * 1e6
             self._spare_events.append(self._reached)
             self._reached = event
@@ -229,49 +233,49 @@ class DeviceStopwatch(Stopwatch):
 
 
 class Observer:
-    """One model's engine, observed.
+    """Receives the events of one model's engine.
 
     bucket_starts ..., wait_for, step_ends
 
-    Between these the engine marks what begins on `watch` itself. A sum under way has `wait()`, and
-    may have `is_completed()` and `missing()` too.
+    Between these the engine marks phases on `watch` directly. A sum in flight has `wait()`, and may
+    have `is_completed()` and `missing()`.
     """
 
     def __init__(
-        self, membership: Membership, device: torch.device, wishes: env.Observation
+        self, membership: Membership, device: torch.device, settings: env.Observation
     ) -> None:
         self.watch = of(membership, device)
-        self._wishes = wishes
+        self._settings = settings
         self._membership = membership
         self._device = device
         self._began_ns: list[int] = []
-        """When each bucket of this backward was ready, ..."""
+        """When each bucket of this backward was ready."""
         self._arrived = 0
-        """... and how many of their sums are known to have arrived, ..."""
+        """How many of their sums are known to have arrived."""
         self._arrived_ns = 0
-        """... the last of them then."""
+        """When the last of these arrived."""
         self.on_generation()
         membership.follow(self.on_generation)
 
     def on_generation(self) -> None:
-        """Compare the pace of several ranks, and notice who stands still, if that is wanted.
+        """Start comparing ranks and watching for stalls, where the settings ask for it.
 
-        Whoever was alone before, and had nothing to compare, does so from the same step on as those
-        it joins.
+        A rank that was alone before, and had nothing to compare, starts in the same step as the
+        ranks that join it.
         """
-        wishes, watch = self._wishes, self.watch
+        settings, watch = self._settings, self.watch
         if self._membership.size == 1:
             return
-        # It looks at stopwatches, so it imports this module.
+        # Imported here because `stragglers` imports this module.
         from paceline.telemetry import stragglers
 
-        if wishes.blames and watch.detector is None:
+        if settings.blames and watch.detector is None:
             watch.detector = stragglers.StragglerDetector(watch, self._membership)
-        if wishes.stall_s and watch.stalls is None:
-            stragglers.begin_stall_watch(watch, wishes.stall_s)
+        if settings.stall_s and watch.stalls is None:
+            stragglers.begin_stall_watch(watch, settings.stall_s)
 
     def note_samples(self, output: Any) -> None:
-        """Record how many samples a forward pass had, by the length of what came out."""
+        """Record how many samples a forward pass had: the length of its first output tensor."""
         recorder = spans.current
         samples = next((len(each) for each in find_tensors(output) if each.dim()), None)
         if recorder is not None and samples is not None and torch.is_grad_enabled():
@@ -279,7 +283,7 @@ class Observer:
             recorder.add("batch", spans.now_ns(), None, facts)
 
     def bucket_starts(self, number: int, in_flight: Sequence[Any], buffer: Tensor) -> None:
-        """This rank's gradients of the bucket are ready; taken before the sum, which would wait."""
+        """This rank's gradients of the bucket are ready; called before its sum starts."""
         recorder, now = spans.current, spans.now_ns()
         if recorder is None:
             return
@@ -288,7 +292,8 @@ class Observer:
             self._arrived = self._arrived_ns = 0
         facts = {"step": self.watch.step, "bucket": number, "bytes": buffer.nbytes}
         recorder.add("ready", now, None, facts)
-        for reduction in in_flight[self._arrived :]:  # up to the first that has not arrived
+        # In order, up to the first that has not arrived.
+        for reduction in in_flight[self._arrived :]:
             if not getattr(reduction, "is_completed", bool)():
                 break
             self._note_arrival(recorder, now)
@@ -297,7 +302,7 @@ class Observer:
     def wait_for(
         self, in_flight: Sequence[Any], describe: Callable[[int], str], *, is_shadow: bool
     ) -> bool:
-        """Wait for the sums in order; this rank's own work is done, unless it had none.
+        """Wait for the sums in order; `is_shadow`: this rank had no rows in this step.
 
         Returns whether `step_ends` has something to do.
         """
@@ -314,7 +319,7 @@ class Observer:
         return watch.detector is not None and watch.step >= watch.detector.cadence.next_step
 
     def _note_arrival(self, recorder: spans.SpanRecorder, now_ns: int) -> None:
-        """One lane shows all buckets, so each begins when the one before it has arrived."""
+        """Record a bucket's flight. All share one lane, so each begins where the previous ends."""
         begin = max(self._began_ns[self._arrived], self._arrived_ns)
         facts = {"step": self.watch.step, "bucket": self._arrived}
         self._arrived_ns = max(begin, now_ns)
@@ -322,13 +327,13 @@ class Observer:
         self._arrived += 1
 
     def step_ends(self) -> None:
-        """Gradients are averaged: the same point on every rank, where all can compare notes."""
+        """Gradients are averaged: all ranks reach this point, so they may exchange their times."""
         watch, detector = self.watch, self.watch.detector
         if detector is not None and watch.step >= detector.cadence.next_step:
             detector.after_step(self._membership, self._device)
 
-    def follow_alone(self, output: Any, wants_sync: bool) -> None:
-        """In a world of one there is no reducer: hear of backward from the output itself."""
+    def observe_alone(self, output: Any, wants_sync: bool) -> None:
+        """In a world of one there is no reducer: observe backward by hooks on the output."""
         watch = self.watch
         watch.mark((watch.clock(), Phase.OTHER))
         self.note_samples(output)
@@ -346,11 +351,11 @@ class Observer:
 
 
 def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
-    """The stopwatch of this rank: one for a group, however many models it trains there."""
+    """The stopwatch of this rank, made on first use: one per group, whatever number of models."""
     watch = find_stopwatch(membership.group)
     if watch is None:
         watch = DeviceStopwatch(device) if runs_ahead(device) else Stopwatch()
-        _notice_waiting_and_optimizers()
+        _install_hooks()
     if watch.membership() is not membership:
         watch.membership = weakref.ref(membership)
         watch.on_generation()
@@ -364,34 +369,34 @@ def find_stopwatch(group: Any) -> Stopwatch | None:
 
 
 def begin_observing(membership: Membership, device: torch.device) -> Observer | None:
-    """Observe a model of this rank, as far as anybody wants to know."""
-    wishes = env.read_observation()
+    """Observe a model of this rank, as far as environment and settings ask for it."""
+    settings = env.read_observation()
     rank, size = membership.rank, membership.size
-    if wishes.trace_step and rank == 0:
-        spans.expect_recorder(wishes.trace_step)
-    if wishes.timeline and not spans.spans_are_on():
+    if settings.trace_step and rank == 0:
+        spans.expect_recording(settings.trace_step)
+    if settings.timeline and not spans.spans_are_on():
         place = env.read_placement()
-        spans.start_spans(wishes.timeline, rank if place is None else place.rank)
+        spans.start_spans(settings.timeline, rank if place is None else place.rank)
     recorder = spans.current
-    if recorder is None and (size == 1 or not (wishes.blames or wishes.stall_s)):
+    if recorder is None and (size == 1 or not (settings.blames or settings.stall_s)):
         return None
-    observer = Observer(membership, device, wishes)
+    observer = Observer(membership, device, settings)
     if recorder is not None:
         threads = torch.get_num_threads()
-        recorder.tell({"size": size, "device": str(device), "threads": threads})
+        recorder.describe_rank({"size": size, "device": str(device), "threads": threads})
     return observer
 
 
 def note_waits(membership: Membership, device: torch.device) -> None:
-    """Know when this rank waits for others, for a launcher that ends workers which hang: for
-    engines that observe nothing themselves."""
+    """Measure when this rank waits for others, for an engine without an `Observer`: the launcher
+    needs it to tell a worker that hangs from those that wait for it."""
     if env.read_observation().stall_s:
         of(membership, device)
 
 
 @contextmanager
 def waiting(group: Any) -> Iterator[None]:
-    """Inside, this rank waits for the others, whatever phase it was and will be in."""
+    """Inside, this rank waits for the others; the phase before continues afterwards."""
     watch = find_stopwatch(group)
     if watch is None or watch.phase is Phase.WAIT:
         yield
@@ -409,8 +414,8 @@ def waiting(group: Any) -> Iterator[None]:
 
 
 def where() -> tuple[int, bool] | None:
-    """When this process last changed a phase, and whether it waits for others since; None where
-    nothing is measured."""
+    """When this process last changed its phase, and whether it has waited for others since; None
+    where nothing is measured."""
     watches = _all_watches()
     if not watches:
         return None
@@ -419,35 +424,36 @@ def where() -> tuple[int, bool] | None:
 
 
 def _all_watches(*, of_thread: bool = False) -> list[Stopwatch]:
-    """Those of this process, or of this thread; none inside a graph of the compiler's."""
+    """Those of this process, or of this thread; none while torch.compile traces."""
     if torch.compiler.is_compiling():
         return []
     thread = threading.get_ident()
     return [
         watch
-        for key in _watches.keyrefs()  # all at once: other threads may add theirs
+        for key in _watches.keyrefs()  # a copy: other threads may add theirs meanwhile
         if (group := key()) is not None and (watch := _watches.get(group)) is not None
         if not of_thread or watch.thread == thread
     ]
 
 
 _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary()
-"""By group, and as long as the group: models come and go at other times on every rank."""
-_stops: list[Callable[[], None]] = []
+"""By group, with its lifetime: models are made and freed at different times on each rank."""
+_unhooks: list[Callable[[], None]] = []
+"""What removes the hooks on optimizers."""
 
 
-def _notice_waiting_and_optimizers() -> None:
-    """Hear of collectives that are waited for, and of every optimizer's steps."""
+def _install_hooks() -> None:
+    """Observe waits for collectives, and every optimizer's steps."""
     tell_of_waiting(waiting)
-    if not _stops:
-        _stops.append(follow_optimizers(_on_update))
-        _stops.append(follow_optimizers(_on_updated, after=True))
+    if not _unhooks:
+        _unhooks.append(follow_optimizers(_on_update))
+        _unhooks.append(follow_optimizers(_on_updated, after=True))
 
 
-def _ignore_optimizers() -> None:
-    """Hear no more of optimizers when the last group is gone."""
-    while _stops and not _watches:
-        _stops.pop()()
+def _remove_optimizer_hooks() -> None:
+    """Stop observing optimizers when the last group is gone."""
+    while _unhooks and not _watches:
+        _unhooks.pop()()
 
 
 def _on_update(_optimizer: object) -> None:
@@ -461,16 +467,17 @@ def _on_updated(_optimizer: object) -> None:
 
 
 Follower = Callable[[Any], None]
-"""Is given the optimizer."""
+"""Is called with the optimizer."""
 _followers: dict[bool, tuple[Follower, ...]] = {False: (), True: ()}
-"""Who hears of optimizers before their steps and, under True, after them."""
+"""Called before every optimizer step (False) and after it (True)."""
 _changing = threading.Lock()
 
 
 def follow_optimizers(follower: Follower, *, after: bool = False) -> Callable[[], None]:
-    """Call this before, or after, every step of any optimizer; what is returned ends that.
+    """Call `follower` before, or after, every step of any optimizer; returns what ends that.
 
-    torch has one hook for all of them, for good: another thread may be going through its list.
+    torch gets one hook for all followers, which is never removed: removing it while another thread
+    iterates over torch's list of hooks would raise there.
     """
     _hook_optimizers()
     with _changing:
@@ -485,9 +492,9 @@ def follow_optimizers(follower: Follower, *, after: bool = False) -> Callable[[]
 
 @cache
 def _hook_optimizers() -> None:
-    def tell(after: bool, optimizer: Any, *_: Any) -> None:
+    def notify(after: bool, optimizer: Any, *_: Any) -> None:
         for follower in _followers[after]:
             follower(optimizer)
 
-    register_optimizer_step_pre_hook(partial(tell, False))
-    register_optimizer_step_post_hook(partial(tell, True))
+    register_optimizer_step_pre_hook(partial(notify, False))
+    register_optimizer_step_post_hook(partial(notify, True))

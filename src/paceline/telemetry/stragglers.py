@@ -1,13 +1,12 @@
-"""Watching the ranks while they train: which of them is slow, and which makes no progress.
+"""Watching the ranks while they train: which one is slow, and which makes no progress.
 
-Every few steps all ranks exchange a handful of numbers, so seldom that it takes about two
-thousandths of the time; a rank that becomes slow is named within some hundred steps. `blame` says
-what makes it slow.
+Every few steps all ranks exchange a few numbers, so rarely that it takes about two thousandths of
+the time; a rank that becomes slow is named within some hundred steps. `blame` finds the phase.
 
-A thread of every rank writes into the group's store, again and again, where the rank is: its pulse.
-When the rank has stood still for too long, the thread prints step, bucket and the line of Python
-it is at. If it waits for a sum, it reads the pulses of the others: those that do not wait are the
-cause, and one whose pulse has stopped is stopped itself, or gone.
+A thread of every rank writes its status to the group's store at regular intervals: its heartbeat.
+When the rank has made no progress for too long, the thread prints step, bucket and the line of
+Python. If the rank waits for a sum, it reads the heartbeats of the others: those that do not wait
+are the cause, and one whose heartbeat has stopped is itself stopped or gone.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ WARM_UP_STEPS = 2
 """The first steps allocate memory and learn the order of gradients; they compare with nothing."""
 LEAST_PERIOD, MOST_PERIOD = 5, 100
 COST_SHARE = 0.002
-"""Of the training time, about this much is spent on comparing, where steps are not tiny."""
+"""About this share of the training time is spent on comparing, unless steps are tiny."""
 
 
 def next_period(window: Sequence[OwnWork]) -> int:
@@ -58,48 +57,48 @@ def next_period(window: Sequence[OwnWork]) -> int:
 class StragglerDetector:
     """One rank's part in the comparisons of its group.
 
-        counting steps --(period over)--> exchange --> windows --> a new Blame is told, on rank 0
+        counting steps --(period over)--> exchange --> windows --> rank 0 reports a new Blame
 
-    Invariant: the number of the step, and what the ranks of this generation have exchanged, decide
-    when to exchange, so all ranks do.
+    Invariant: when to exchange depends only on the step's number and on what the ranks of this
+    generation have exchanged, so all ranks do so in the same step.
     """
 
     def __init__(self, watch: Stopwatch, membership: Membership) -> None:
-        self.tell: Callable[[int, Blame], None] = print_to_stderr
-        """Called on rank 0 with the step and what was found.
+        self.on_blame: Callable[[int, Blame], None] = print_to_stderr
+        """Called on rank 0 with the step and the finding.
 
-        It lives as long as the group, so it must not hold it."""
+        This object lives as long as the group, so the function must not keep the group alive."""
         self._watch = watch
         self.cadence = Cadence(membership, WARM_UP_STEPS + LEAST_PERIOD)
         self.on_generation()
         membership.follow(self.on_generation)
 
     def on_generation(self) -> None:
-        """Another group, perhaps of other ranks: nothing known before counts."""
+        """Forget earlier windows: the group has changed, and ranks may be other workers."""
         self.blame: Blame | None = None
-        """Who is slow now, as far as is known; the same on every rank."""
+        """The current finding; the same on every rank."""
         self.windows: deque[list[OwnWork]] = deque(maxlen=WINDOWS)
         self._seen: StepTimes | None = self._watch.finished[-1] if self._watch.finished else None
-        """The last step that is compared already; numbers of steps may begin again."""
+        """The last step that has been compared; an object, because step numbers may restart."""
         self._warm_up_steps = WARM_UP_STEPS
         self._under_way: HostCopy | None = None
-        """On a GPU, numbers on their way to the host and the event of their arrival."""
+        """On a GPU, the numbers of the last exchange on their way to the host."""
         self._took_s = 0.0
         self._hurries = False
-        """Whether the next comparison comes soon, to confirm what the last one showed."""
+        """Whether the next comparison is early, to confirm the last one."""
 
     def after_step(self, membership: Membership, device: torch.device) -> None:
-        """The gradients of a step are averaged, and it may be time to compare; on every rank."""
+        """Compare if this step is due; called on every rank once gradients are averaged."""
         step = self._watch.step
         if self.cadence.is_due(step):
             self.cadence.agree(step, LEAST_PERIOD)
-            # Whoever is missing here is missed by the next sum too, which says so better.
+            # A rank that is missing here is also missing in the next sum, whose error says more.
             with stopwatch.waiting(membership.group), suppress(PeerError):
                 self._exchange(membership, device)
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
         if self._under_way is not None:
-            self._read(membership.rank, self._under_way.read())  # sent for some steps ago
+            self._read(membership.rank, self._under_way.read())  # of the previous exchange
             self._under_way = None
         steps = list(takewhile(lambda step: step is not self._seen, reversed(self._watch.finished)))
         self._seen = steps[0] if steps else self._seen
@@ -114,17 +113,17 @@ class StragglerDetector:
         self._took_s = (spans.now_ns() - begun) / 1e9
         if where.type == "cpu":
             self._read(membership.rank, gathered.read())
-        else:  # the host does not wait for the device
+        else:  # the host must not wait for the device: read in the next exchange
             self._under_way = gathered
 
     def _read(self, rank: int, gathered: torch.Tensor) -> None:
         window = [OwnWork.from_row(row) for row in gathered.tolist()]
         self.windows.append(window)
         known, self.blame = self.blame, find_slow(list(self.windows))
-        # Whoever leads for the first time is looked at again soon; who always leads, by chance or
-        # because it is known to be slow, is not worth that.
+        # A rank that leads for the first time is compared again soon; not one that always leads, by
+        # chance or because it is known to be slow.
         self._hurries = self.blame is None and not self._hurries and has_lead(window)
-        if len(self.windows) == WINDOWS:  # until then often, whatever it costs
+        if len(self.windows) == WINDOWS:  # until then every LEAST_PERIOD steps, at any cost
             period = LEAST_PERIOD if self._hurries else next_period(window)
             self.cadence.agree(self._watch.step, period)
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
@@ -135,34 +134,34 @@ class StragglerDetector:
         if recorder is not None:
             facts = {"slow_rank": blame.rank, "phase": blame.phase, "step": step}
             recorder.add("blame", spans.now_ns(), None, facts)
-        self.tell(step, blame)
+        self.on_blame(step, blame)
 
 
 def print_to_stderr(step: int, blame: Blame) -> None:
-    _say_on_stderr(f"step {step}: {blame}")
+    _print_on_stderr(f"step {step}: {blame}")
 
 
 LEAST_SILENCE_S = 2.0
-"""A busy machine may delay a pulse that is to come more often than this."""
-_KEY = "paceline/pulse/{worker}"
+"""The shortest gap between heartbeats that means silence: a busy machine delays them."""
+_KEY = "paceline/heartbeat/{worker}"
 _STATUS_LIMIT_BYTES = 4096
 _LINE_LIMIT_CHARS = 120
 _workers = partial(name_ranks, noun="worker")
 
 
 class Status(NamedTuple):
-    """Where a rank says it is."""
+    """What a rank reports about itself."""
 
     worker: int
-    """Its number, which in a training that has lost workers is not its rank."""
+    """The worker's number; once workers were lost it differs from the rank."""
     step: int
     phase: str
     what: str = ""
-    """What it waits for, in words."""
+    """What the rank waits for, in words."""
     line: str = ""
-    """The line of Python it is at."""
+    """The line of Python that the rank is at."""
     beat: int = 0
-    """Another number every time."""
+    """Counts heartbeats."""
 
     @property
     def waits(self) -> bool:
@@ -174,17 +173,17 @@ class Status(NamedTuple):
 
     @classmethod
     def from_json(cls, data: bytes) -> Status | None:
-        """What another rank left in the store; nothing if that makes no sense."""
+        """Another rank's status from the store; None if malformed."""
         try:
-            status = cls(**parse_json(data[:_STATUS_LIMIT_BYTES], "A pulse"))
+            status = cls(**parse_json(data[:_STATUS_LIMIT_BYTES], "A heartbeat"))
         except (WireError, TypeError):
             return None
         kinds = [int, int, str, str, str, int]
         return status if [type(value) for value in status] == kinds else None
 
 
-def say(status: Status, seconds: float) -> str:
-    """What a rank that stands still prints about itself."""
+def describe_stall(status: Status, seconds: float) -> str:
+    """What a rank that makes no progress prints about itself."""
     doing = f"waiting for {status.what or 'the other workers'}" if status.waits else status.place
     where = f" It is at {status.line}" if status.line else ""
     return (
@@ -193,8 +192,8 @@ def say(status: Status, seconds: float) -> str:
     )
 
 
-def accuse(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
-    """Whom the workers that wait are waiting for, as far as what they say tells."""
+def name_causes(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
+    """Which workers the waiting ones wait for, according to all statuses."""
     waiting = [status.worker for status in said if status.waits]
     absent = sorted(set(everyone) - {status.worker for status in said} - set(silent))
     causes = [
@@ -203,8 +202,8 @@ def accuse(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int
         if not status.waits
     ]
     if silent:
-        says = "says" if len(silent) == 1 else "say"
-        causes.append(f"{_workers(list(silent))}, which {says} nothing any more: stopped or gone")
+        sends = "sends" if len(silent) == 1 else "send"
+        causes.append(f"{_workers(list(silent))}, which {sends} no heartbeat: stopped or gone")
     if absent:
         has = "has" if len(absent) == 1 else "have"
         causes.append(f"{_workers(absent)}, which {has} not come this far")
@@ -216,7 +215,7 @@ def accuse(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The innermost line that is the user's own: not torch's, Python's or ours."""
+    """The innermost line of the user's code: not torch's, Python's or ours."""
     folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
     if (torch := sys.modules.get("torch")) is not None and torch.__file__:
         folders.append(os.path.dirname(torch.__file__))
@@ -225,7 +224,7 @@ def line_of(frame: FrameType | None) -> str:
         path, number = frame.f_code.co_filename, frame.f_lineno
         source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
         line = f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
-        # Generated code, as dataclasses have, is in no file; a notebook's cell has its lines.
+        # Generated code, such as a dataclass's methods, has no source; a notebook's cell has.
         if not path.startswith(tuple(folders)) and (source or not path.startswith("<")):
             return line
         innermost = innermost or line
@@ -234,12 +233,12 @@ def line_of(frame: FrameType | None) -> str:
 
 
 class StallWatch:
-    """Looks after one stopwatch, from two threads: one to speak, one for the store.
+    """Watches one stopwatch from two threads: one prints, one talks to the store.
 
-        quiet --(nothing for timeout_s)--> said --(progress)--> quiet, and says so
+        quiet --(no progress for timeout_s)--> reported --(progress)--> quiet, and says so
 
-    A store that is served by a stopped rank never answers; that must not keep a rank from
-    speaking. Holds the stopwatch weakly: a group that is done with ends the watching.
+    Two threads, because a store served by a stopped rank never answers, and that must not keep this
+    rank from reporting. Holds the stopwatch weakly: the threads end with the group.
     """
 
     def __init__(
@@ -252,43 +251,44 @@ class StallWatch:
     ) -> None:
         self.watch = weakref.ref(watch)
         self.timeout_s = timeout_s
-        self._print = print_line or _say_on_stderr
+        self._print = print_line or _print_on_stderr
         self.keep: Callable[[str], None] | None = None
-        """Told what is printed, from another thread: a run keeps it for whoever looks at it."""
+        """Called with each line that is printed, from these threads: a run records it."""
         self._clock = clock
         self._said_at_ns: int | None = None
         self._answered_ns = clock()
-        """When the store answered last."""
+        """When the store last answered."""
         self._beats: dict[int, int] = {}
-        """By rank, its pulse halfway through the time after which this rank speaks."""
-        self._accused_since_ns: int | None = None
+        """By worker, its heartbeat count when this rank had waited for half of `timeout_s`."""
+        self._named_since_ns: int | None = None
         self._speaks_after_s = max(timeout_s, timeout_s / 2 + LEAST_SILENCE_S)
 
     def start(self) -> None:
-        for target in (self._speak, self._beat):
+        for target in (self._watch_progress, self._exchange_heartbeats):
             threading.Thread(target=target, name="paceline stalls", daemon=True).start()
 
-    def _speak(self) -> None:
+    def _watch_progress(self) -> None:
         pause = threading.Event()
         while self.watch() is not None:
-            self.look()
+            self.check_progress()
             pause.wait(min(1.0, max(0.02, self.timeout_s / 8)))
 
-    def _beat(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         pause, beat, store, generation = threading.Event(), 0, None, -1
         while (watch := self.watch()) is not None:
             beat += 1
             if (membership := watch.membership()) is not None:
-                # The store is gone with the process that served it; a sum will fail soon.
+                # The store dies with the process that serves it; the next sum reports that.
                 with contextlib.suppress(Exception):
                     if store is None or generation != membership.generation:
-                        # The training thread may be holding the other connection in a wait.
+                        # A connection of its own: the training thread may be blocked in a wait on
+                        # the group's.
                         store = membership.group.get_group_store().clone()
                         generation = membership.generation
                     mine = status_of(watch, membership, beat)
                     self.exchange(store, mine, membership.numbers)
             left_s = self._speaks_after_s - (self._clock() - watch.since_ns) / 1e9
-            del watch, membership  # whose end would not be noticed while this thread pauses
+            del watch, membership  # or the pause would keep them alive, and this thread with them
             period_s = self.timeout_s / 8
             pause.wait(left_s if 0 < left_s < period_s else period_s)
 
@@ -298,8 +298,8 @@ class StallWatch:
             with contextlib.suppress(Exception):
                 self.keep(line)
 
-    def look(self) -> None:
-        """Speak if there has been no progress, or if there is some again."""
+    def check_progress(self) -> None:
+        """Report if there has been no progress, or if there is some again."""
         watch = self.watch()
         membership = watch.membership() if watch is not None else None
         if watch is None or membership is None:
@@ -310,7 +310,7 @@ class StallWatch:
             self._say(f"This worker continues, at step {watch.step}.")
         if self._said_at_ns is None and now - since >= self.timeout_s * 1e9:
             self._said_at_ns = now
-            self._say(say(status_of(watch, membership), (now - since) / 1e9))
+            self._say(describe_stall(status_of(watch, membership), (now - since) / 1e9))
             if now - self._answered_ns > self.timeout_s * 1e9 / 2:
                 self._say(
                     "The store of the group does not answer: the process that serves it, usually "
@@ -318,13 +318,13 @@ class StallWatch:
                 )
 
     def exchange(self, store: Any, mine: Status, everyone: Sequence[int]) -> None:
-        """Say where this rank is, and, when it has waited for too long, who is the cause."""
+        """Publish this rank's status, and, when it has waited for too long, name the cause."""
         store.set(_KEY.format(worker=mine.worker), json.dumps(mine._asdict()))
         self._answered_ns = self._clock()
         watch = self.watch()
         since = self._clock() if watch is None else watch.since_ns
         stands_s = (self._clock() - since) / 1e9
-        if since == self._accused_since_ns or not mine.waits or stands_s < self.timeout_s / 2:
+        if since == self._named_since_ns or not mine.waits or stands_s < self.timeout_s / 2:
             self._beats.clear()
             return
         said = [mine]
@@ -336,19 +336,19 @@ class StallWatch:
         if not self._beats:
             self._beats = {status.worker: status.beat for status in said}
         elif stands_s >= self._speaks_after_s:
-            self._accused_since_ns = since
+            self._named_since_ns = since
             silent = [s.worker for s in said if self._beats.get(s.worker) == s.beat]
             alive = sorted(status for status in said if status.worker not in silent)
-            # One of those that wait is enough.
+            # Only one of the waiting ranks prints it.
             if mine.worker == min(status.worker for status in alive if status.waits):
-                self._say(accuse(alive, silent, everyone))
+                self._say(name_causes(alive, silent, everyone))
 
 
 def status_of(watch: Stopwatch, members: Membership, beat: int = 0) -> Status:
-    """Where the rank of a stopwatch is now."""
+    """The current status of a stopwatch's rank."""
     what = ""
     if watch.awaited is not None:
-        with contextlib.suppress(Exception):  # the buckets may be laid out anew this moment
+        with contextlib.suppress(Exception):  # the training thread may be replacing the buckets
             what = _describe(watch.awaited, members)
     line = line_of(sys._current_frames().get(watch.thread))
     return Status(members.numbers[members.rank], watch.step, watch.phase, what, line, beat)
@@ -357,7 +357,7 @@ def status_of(watch: Stopwatch, members: Membership, beat: int = 0) -> Status:
 def _describe(awaited: Awaited, members: Membership) -> str:
     what = re.sub(r"^Step \d+: ", "", awaited.describe(awaited.bucket))
     missing: list[int] = getattr(awaited.reduction, "missing", list)()
-    if members.rank in missing:  # nobody lacks oneself: this host's part is complete
+    if members.rank in missing:  # this host's part is complete, and stands for all its ranks
         return f"{what}, which lacks other hosts"
     numbers = [members.numbers[rank] for rank in missing]
     return f"{what}, which lacks {_workers(numbers)}" if missing else what
@@ -366,11 +366,11 @@ def _describe(awaited: Awaited, members: Membership) -> str:
 def begin_stall_watch(
     watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
 ) -> None:
-    """Look after a stopwatch from now on, on threads that end with it."""
+    """Watch a stopwatch from now on, on threads that end with it."""
     if watch.stalls is None:
         watch.stalls = StallWatch(watch, timeout_s, print_line=print_line)
         watch.stalls.start()
 
 
-def _say_on_stderr(line: str) -> None:
+def _print_on_stderr(line: str) -> None:
     print(f"paceline: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What is known of a run so far, and the text about it: opening, status, table, summary.
+"""A run's progress and the text about it: opening, status, table, summary.
 
 Text is ASCII and at most `WIDTH` columns wide, so that it fits into 80 behind a launcher's label.
 """
@@ -16,21 +16,21 @@ WIDTH = 70
 GAP = "  "
 _MOST_ROWS = 24
 WINDOW_S = 20.0
-"""Speed and time left come from so much of the recent past."""
+"""Speed and time left are computed from this much of the recent past."""
 
 Part = tuple[int, str]
-"""How dispensable it is, and what it says."""
+"""Its rank when there is no room (the highest is left out first), and its text."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ProgressState:
-    """A run as it stands. What is None is not known."""
+    """How far a run is. None means unknown."""
 
     name: str = "run"
     workers: int = 1
     epochs: int | None = None
     steps: int | None = None
-    """In all, those before a resume included."""
+    """In total, including those before a resume."""
     global_batch: int | None = None
     first_step: int = 0
     """How many steps were done before this process began."""
@@ -42,7 +42,7 @@ class ProgressState:
     """Since this process began."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows: dict[int, dict[str, str]] = field(default_factory=dict)
-    """The table: epoch to text by column."""
+    """The table: text by column, by epoch."""
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=256))
     """Times with the steps and samples done by then, the oldest about `WINDOW_S` ago."""
 
@@ -59,7 +59,7 @@ class ProgressState:
 
     @property
     def samples_per_s(self) -> float | None:
-        """None until there is something to divide by."""
+        """None until two marks are apart in time."""
         return self._rate(2)
 
     @property
@@ -87,7 +87,7 @@ class ProgressState:
 
 
 def opening(state: ProgressState, lines: Sequence[str], width: int = WIDTH) -> list[str]:
-    """What is about to happen; `lines` say more about it."""
+    """What the run is about to do; `lines` are added."""
     things = {"worker": state.workers, "epoch": state.epochs, "step": state.steps}
     parts = [count_text(number, thing) for thing, number in things.items() if number is not None]
     if state.global_batch is not None:
@@ -101,12 +101,12 @@ def opening(state: ProgressState, lines: Sequence[str], width: int = WIDTH) -> l
 def summary(
     state: ProgressState, status: str, lines: Sequence[str], width: int = WIDTH
 ) -> list[str]:
-    """How the run ended, its table, and what else there is to say."""
+    """How the run ended, its table, and `lines`."""
     samples = count_text(state.samples, "sample")
     if state.elapsed_s > 1e-6 and state.samples:
         samples += f" ({rate_text(state.samples / state.elapsed_s)}/s)"
     steps = count_text(state.step - state.first_step, "step")
-    # A time is not broken in two.
+    # Keep a number and its unit on one line.
     elapsed = seconds_text(state.elapsed_s).replace(" ", "\xa0")
     done = f"{steps}, {samples}, {elapsed}"
     first = f"{state.name} {status} on {count_text(state.workers, 'worker')}: {done}"
@@ -116,12 +116,12 @@ def summary(
 
 
 def table(rows: Mapping[int, Mapping[str, str]], width: int = WIDTH) -> list[str]:
-    """One line per epoch, of many the newest; columns that do not fit are left out on the right."""
+    """One line for each of the newest epochs; columns that do not fit are left out on the right."""
     if not rows:
         return []
     shown = list(rows.items())[-_MOST_ROWS:]
     names = list(dict.fromkeys(name for _, row in shown for name in row))
-    # An evaluation may be told before the epoch that it belongs to.
+    # An evaluation may be reported before the end of its epoch, but its columns come last.
     names.sort(key=lambda name: (name in ("seconds", "samples/s"), name.startswith("eval ")))
     cells = [[str(epoch + 1), *(row.get(name, "-") for name in names)] for epoch, row in shown]
     columns = list(zip(["epoch", *names], *cells, strict=True))
@@ -148,7 +148,7 @@ def status(state: ProgressState) -> list[Part]:
 
 
 def fit(parts: Sequence[Part], width: int, length: Callable[[str], int] = len) -> str:
-    """The parts side by side; where the width is too small, the most dispensable are left out."""
+    """The parts side by side; where the width is too small, those of highest rank are left out."""
     kept = list(parts)
     while kept and length(line := GAP.join(part for _, part in kept)) > width:
         kept.remove(max(kept, key=lambda part: part[0]))

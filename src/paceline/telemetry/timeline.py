@@ -1,8 +1,8 @@
-"""`paceline timeline`: the recordings of all ranks as one, on one clock, and what they add up to.
+"""`paceline timeline`: the recordings of all ranks merged on one clock, and their averages.
 
-Files may be longer than memory, so they are read line by line: first for the clocks and the steps,
-then to be written out together. Only there, with all ranks side by side, can waiting for the last
-worker be told from the transfer that follows.
+Files may be larger than memory, so they are read line by line: first for the clocks and the steps,
+then to be written as one. Only with all ranks side by side can waiting for the last worker be told
+from the transfer that follows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from paceline.telemetry.spans import COMMUNICATION, COMPUTE, IN_FLIGHT, ROUNDING
 from paceline.telemetry.units import table_lines
 
 WARM_UP_STEPS = 5
-"""The first steps import, allocate and learn; at most a third of all steps is left out."""
+"""The first steps import, allocate and learn the order of gradients; they are left out, but at most
+a third of all steps."""
 _LINE_LIMIT = 2**20
 _TIMES_BY_KIND = {"X": ("ts", "dur"), "i": ("ts",), "M": ()}
 
@@ -34,16 +35,16 @@ TraceEvent = dict[str, Any]
 
 @dataclass(slots=True)
 class Clock:
-    """What one recording says about its clock; events before the next one are on it."""
+    """A recording's clock; it applies to all events up to the next `Clock` of the file."""
 
     machine: str = ""
     zero_ns: int = 0
-    """What the machine's monotonic clock showed when times began to be counted, ..."""
+    """The machine's monotonic clock at time 0 of the recording."""
     zero_unix_ns: int = 0
-    """... and its clock of the day."""
+    """The machine's wall clock at the same moment."""
 
     def us_behind(self, first: Clock) -> float:
-        """What to add to a time to have it on the first rank's clock."""
+        """What to add to a time to convert it to the first rank's clock."""
         if self.machine == first.machine:
             return (self.zero_ns - first.zero_ns) / 1000
         return (self.zero_unix_ns - first.zero_unix_ns) / 1000
@@ -51,10 +52,10 @@ class Clock:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """One rank's step, from the end of the one before it to its own, in microseconds."""
+    """One rank's step, from the end of the previous step to its own end, in microseconds."""
 
     us_by_phase: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(MEASURED, 0.0))
-    """They add up to the step: what no span covers is `other`."""
+    """The phases add up to the step: what no span covers is `other`."""
     samples: int = 0
     backward_us: float | None = None
     """When backward began."""
@@ -63,14 +64,14 @@ class RecordedStep:
 
     @property
     def buckets(self) -> list[tuple[float, int]]:
-        """How long after the begin of backward each bucket was ready, and its bytes."""
+        """How long after the start of backward each bucket was ready, and its bytes."""
         begin_us = self.backward_us or 0.0
         return [(max(0.0, us - begin_us), nbytes) for us, nbytes in self.ready]
 
 
 @dataclass(slots=True)
 class RankRecording:
-    """One rank's file: its clocks in order, its whole steps by number, and what it lacks."""
+    """One rank's file: its clocks in order, its complete steps by number, and what is missing."""
 
     path: Path
     rank: int
@@ -79,14 +80,14 @@ class RankRecording:
     waits_us: dict[int, float] = field(default_factory=dict)
     """By step, how long the rank waited for the sums of its gradients."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the rank told about itself: size, device, threads."""
+    """What the rank recorded about itself: size, device, threads."""
     most_events: int | None = None
-    """How many were read; None for all."""
+    """How many were read at most; None for all."""
     dropped: int = 0
 
 
 def find_recordings(folder: Path) -> list[Path]:
-    """The files of all ranks in a run folder, or in the folder named itself."""
+    """The files of all ranks in a run folder, or in `folder` itself."""
     for place in (folder / "timeline", folder):
         named = numbered_files(place, r"rank(\d{1,7})\.trace\.json")
         if named:
@@ -98,7 +99,7 @@ def find_recordings(folder: Path) -> list[Path]:
 
 
 def read_events(path: Path) -> Iterator[TraceEvent]:
-    """The events of one file, all with `args`; half a line at the end is left out, and nonsense."""
+    """The valid events of one file, all with `args`; an incomplete last line is skipped."""
     with open_plain(path) as file:
         while line := file.readline(_LINE_LIMIT):
             text = line.strip().rstrip(b",")
@@ -119,14 +120,14 @@ def read_events(path: Path) -> Iterator[TraceEvent]:
 
 
 def survey(path: Path, most_events: int | None = None) -> RankRecording:
-    """The first reading of a file, or of its beginning."""
+    """Read a file, or its beginning, for its clocks, steps and facts."""
     found = RankRecording(path, int(re.findall(r"\d+", path.name)[0]), most_events=most_events)
     step, ended_us = RecordedStep(), None
     for event in islice(read_events(path), most_events):
         name, args, number = event["name"], event["args"], event["args"].get("step")
         if event["ph"] == "M":
             _survey_metadata(found, name, args)
-            if name == "paceline":  # a restarted rank: the step it was in has no end
+            if name == "paceline":  # a restarted rank: the interrupted step has no end
                 step, ended_us = RecordedStep(), None
         elif type(number) is not int:
             continue
@@ -169,7 +170,7 @@ def _survey_metadata(found: RankRecording, name: str, args: Mapping[str, Any]) -
 
 
 def transfers_us(recordings: Sequence[RankRecording]) -> dict[int, float]:
-    """By step of all ranks: how long the sums took once everybody was ready."""
+    """By step that all ranks have: how long the sums took once every rank was ready."""
     common = set.intersection(*(set(recording.waits_us) for recording in recordings))
     return {step: transfer_of(each.waits_us[step] for each in recordings) for step in common}
 
@@ -183,7 +184,7 @@ def after_warm_up(steps: Iterable[int]) -> list[int]:
 def average_steps(
     recordings: Sequence[RankRecording], chosen: range | None = None
 ) -> dict[int, dict[Phase, float]]:
-    """By rank: milliseconds by phase in an average step; they add up to the step."""
+    """By rank: milliseconds by phase in an average step; the phases add up to the step."""
     transfers = transfers_us(recordings)
     found = {}
     for recording in recordings:
@@ -216,7 +217,7 @@ def merge(recordings: Sequence[RankRecording], steps: range | None = None) -> It
                 bucket = _bucket(event)
                 all_ready[bucket] = max(all_ready[bucket], event["ts"])
     for recording in recordings:
-        said = set[tuple[str, str]]()  # a restarted rank names itself again
+        said = set[tuple[str, str]]()  # a restarted rank repeats its metadata
         for event in _shifted(recording, first, steps):
             if event["ph"] == "M":
                 key = (event["name"], str(event.get("tid")))
@@ -251,7 +252,7 @@ def _shifted(recording: RankRecording, first: Clock, steps: range | None) -> Ite
 def _split(
     event: TraceEvent, transfers: Mapping[int, float], all_ready: Mapping[Any, float]
 ) -> Iterator[TraceEvent]:
-    """A transfer begins when the last rank is ready; until then a rank waits."""
+    """Split a wait: it becomes a transfer when the last rank is ready."""
     if event["ph"] != "X":
         yield event
         return
@@ -271,7 +272,7 @@ def _split(
 
 
 def describe(recordings: Sequence[RankRecording], chosen: range | None = None) -> Iterator[str]:
-    """The table of all steps or the chosen ones, and how much is missing, as lines of text."""
+    """The table of all steps, or of the chosen ones, and how much is missing, as lines of text."""
     averages = average_steps(recordings, chosen)
     if averages:
         which = f" from step {chosen.start} up to, not including, {chosen.stop}" if chosen else ""
@@ -289,7 +290,7 @@ def describe(recordings: Sequence[RankRecording], chosen: range | None = None) -
 
 
 def as_text(events: Iterable[TraceEvent]) -> Iterator[str]:
-    """A Chrome trace in its object form, an event a line."""
+    """A Chrome trace in its object form, one event per line."""
     before = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for event in events:
         for key in _TIMES_BY_KIND[event["ph"]]:  # see Note [Nanoseconds as microseconds] in spans

@@ -1,14 +1,14 @@
-"""One class for every tracker: a sink that writes to a library from a thread of its own.
+"""Trackers: sinks that write to a tracking library from a thread of their own.
 
     training: step, epoch, evaluation --point--> queue --thread--> the tracker's library
 
-The loop puts a point into a queue and is done. What the library raises, in whatever call, is raised
-by the next one of the sink, which switches it off and says so once. A queue that is full because a
-tracker does not keep up loses points, and the end says how many: training never waits.
+The loop only puts a point into a queue. An exception of the library is raised by the sink's next
+method, which switches the sink off with one warning. When the queue is full because a tracker does
+not keep up, points are dropped, and the end of the run reports how many: training never waits.
 
-A run that is resumed goes back to its last checkpoint, and does some steps again. The tracker has
-those already, so a small file in the run folder keeps how far each kind of point has come, with the
-name under which the tracker knows the run. A library is imported when a run begins.
+A run that is resumed goes back to its last checkpoint and repeats some steps. The tracker has those
+already, so a small file in the run folder records the last step of each kind of point, and the
+identifier of the run in the tracker. A library is imported when a run begins.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 QUEUE_POINTS = 10_000
 STATE_LIMIT_BYTES = 2**16
-KEEP_S = 1.0
-"""How old the file in the run folder may be."""
+STATE_PERIOD_S = 1.0
+"""How far the file in the run folder may lag behind."""
 CLOSE_TIMEOUT_S = 60.0
-"""How long the end of a run waits for a tracker that still writes, over a network for example."""
+"""How long the end of a run waits for a tracker that is still writing, for example to a network."""
 _VOLATILE = {"created", "updated", "status", "step", "policy", "schema"}
 
 
@@ -56,28 +56,28 @@ class Point(NamedTuple):
 
 
 class Tracker:
-    """What all trackers have in common; a subclass talks to one library, in the thread only."""
+    """What all trackers share; a subclass calls one library, in the tracker's thread only."""
 
     extra = ""
     """What to install, as `paceline[extra]`, and to import."""
     rewinds = False
-    """Whether the tracker can drop what it has of steps that are done again."""
-    holds_newest = False
-    """Whether it writes a step only when a later one comes."""
+    """Whether the tracker can delete its points of steps that are repeated."""
+    buffers_newest = False
+    """Whether the library writes a step only when a later one arrives."""
 
     def __init__(self, project: str = "", folder: RunFolder | None = None) -> None:
         self.project, self.folder = project, folder
         self.known: dict[str, Any] = {}
-        """What is kept in the run folder from one start to the next."""
+        """What is saved in the run folder from one start to the next, such as the run's id."""
         self._last: dict[str, int] = {}
-        """By kind, the step of the last point."""
+        """By kind, the step of the last point passed to the library."""
         self._settled: dict[str, int] = {}
-        """The same before the newest step."""
+        """The same without the newest step, which a library may still buffer."""
         self._queue: queue.Queue[Any] = queue.Queue(QUEUE_POINTS)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lost = 0
-        self._kept, self._kept_s = "", 0.0
+        self._saved, self._saved_s = "", 0.0
         self._newest: str = ""
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ class Tracker:
         """Keep the last checkpoint as an artifact, where the tracker has such."""
 
     def close(self, status: str) -> None:
-        """The run is over: `finished`, `stopped` or `failed`."""
+        """The run has ended: `finished`, `stopped` or `failed`."""
         raise NotImplementedError
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ class Tracker:
             settings = {k: v for k, v in asdict(info).items() if k not in _VOLATILE}
             settings = {**settings.pop("settings"), **settings}
             self.open(info, settings, step)
-            self._keep_state()
+            self._save_state()
             status, before = "", dict(self._last)
             while not status:
                 points, status = self._take()
@@ -188,23 +188,23 @@ class Tracker:
                     if point.step > max(self._last.values(), default=-1):
                         self._settled = dict(self._last)
                     self._last[point.kind] = point.step
-                if time.monotonic() > self._kept_s + KEEP_S:
-                    self._keep_state()
+                if time.monotonic() > self._saved_s + STATE_PERIOD_S:
+                    self._save_state()
             if self._newest and self.folder is not None:
                 path = self.folder.checkpoints / self._newest
                 if path.is_dir():
                     self.keep_checkpoint(path)
             self.close(status)
             self._settled = self._last
-            self._keep_state()
-        except BaseException as error:  # wandb's own are not Exceptions
+            self._save_state()
+        except BaseException as error:  # some of wandb's do not derive from Exception
             self._error = error
 
     def _take(self) -> tuple[list[Point], str]:
-        """The points that are there, perhaps none after a while; the run's status if it is over."""
+        """The queued points, or none after a while; and the run's status once it has ended."""
         points: list[Point] = []
         try:
-            item = self._queue.get(timeout=KEEP_S)
+            item = self._queue.get(timeout=STATE_PERIOD_S)
             while isinstance(item, Point):
                 points.append(item)
                 item = self._queue.get_nowait()
@@ -213,7 +213,7 @@ class Tracker:
         return points, item
 
     def _read_state(self) -> None:
-        """A file that is missing or makes no sense is as good as none."""
+        """Read the file of an earlier start, if there is a valid one."""
         if self._state_path is None:
             return
         try:
@@ -227,12 +227,12 @@ class Tracker:
                 self._settled = dict(self._last)
                 self.known = {k: v for k, v in known.items() if isinstance(v, str)}
 
-    def _keep_state(self) -> None:
-        self._kept_s = time.monotonic()
-        last = self._settled if self.holds_newest else self._last
+    def _save_state(self) -> None:
+        self._saved_s = time.monotonic()
+        last = self._settled if self.buffers_newest else self._last
         state = json.dumps({"last": last, "known": self.known})
-        if self._state_path is not None and state != self._kept:
-            self._kept = state
+        if self._state_path is not None and state != self._saved:
+            self._saved = state
             replace_file(self._state_path, [state, "\n"])
 
 
@@ -276,7 +276,7 @@ class CSV(Tracker):
         self._file.close()
 
     def _rewrite(self, up_to: int | None) -> None:
-        """Write the columns anew, with the rows of no step after `up_to`."""
+        """Rewrite the file with the current columns, without rows of steps after `up_to`."""
         rows: list[dict[str, str]] = []
         if self._path.exists():
             with open(self._path, newline="") as file:
@@ -343,10 +343,10 @@ class RunLog(Tracker):
 
 
 class WandB(RunLog):
-    """Weights & Biases, in the mode that `wandb` itself is set to."""
+    """Weights & Biases, in the mode that `wandb` itself is configured for."""
 
     extra = "wandb"
-    holds_newest = True
+    buffers_newest = True
 
     def check(self) -> None:
         super().check()
@@ -390,7 +390,7 @@ class WandB(RunLog):
 
 
 class MLflow(Tracker):
-    """MLflow, at the place that `mlflow` itself is set to (MLFLOW_TRACKING_URI)."""
+    """MLflow, at the address that `mlflow` itself is configured for (MLFLOW_TRACKING_URI)."""
 
     extra = "mlflow"
     LIMIT = 900
@@ -465,7 +465,7 @@ KINDS: dict[str, type[Tracker]] = {
 
 
 def make_trackers(wanted: Sequence[Any], folder: str | os.PathLike[str] | None) -> list[Any]:
-    """The sinks for what `Run(trackers=...)` was given: names, or sinks of one's own."""
+    """The sinks for `Run(trackers=...)`: names of trackers, or the user's own sinks."""
     place = None if folder is None else RunFolder(folder)
     made: list[Any] = []
     for each in wanted:

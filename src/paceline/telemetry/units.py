@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, bytes, times, shares, lists, tables; always in ASCII."""
+"""Numbers formatted for people: counts, bytes, times, shares, lists, tables; always in ASCII."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def share_text(share: float, digits: int = 0) -> str:
 
 
 def percentages(parts: Mapping[Name, float]) -> dict[Name, int]:
-    """Whole percents of the sum that add up to 100: those cut off most are rounded up."""
+    """Whole percents of the sum that add up to 100: the largest remainders are rounded up."""
     total = sum(parts.values())
     exact = {name: 100 * part / total if total > 0 else 0.0 for name, part in parts.items()}
     found = {name: int(share) for name, share in exact.items()}
@@ -67,7 +67,7 @@ def percentages(parts: Mapping[Name, float]) -> dict[Name, int]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """`1,000 x 10`; a single number has no shape."""
+    """`1,000 x 10`; `1 number` for a scalar."""
     return " x ".join(f"{extent:,}" for extent in shape) or "1 number"
 
 
@@ -78,7 +78,7 @@ def list_text(words: Sequence[object], last: str = "and") -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], align: str = "", gap: str = "  ") -> list[str]:
-    """Cells in columns; `align` has `<` or `>` for each, the last one for all that follow."""
+    """Cells in columns; `align` has `<` or `>` for each, the last one for all further columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = (align or "<").ljust(len(widths), (align or "<")[-1])
     return [
@@ -88,14 +88,14 @@ def table_lines(rows: Sequence[Sequence[str]], align: str = "", gap: str = "  ")
 
 
 def rate_text(per_second: float) -> str:
-    """A rate with three digits that mean something: `7.42`, `74.2`, `742`, `7,420`."""
+    """A rate with three significant digits: `7.42`, `74.2`, `742`, `7,420`."""
     if not math.isfinite(per_second) or per_second < 0:
         return "?"
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def metric_text(name: str, value: float) -> str:
-    """A loss with four decimals, an accuracy in percent, anything else as short as it goes."""
+    """A loss with four decimals, an accuracy in percent, extreme numbers as `1.23e-05`."""
     if not math.isfinite(value):
         return str(value)
     if 0 <= value <= 1 and name.lower().split(" ")[-1].removeprefix("ema_") in SHARES:
