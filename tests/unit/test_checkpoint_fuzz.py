@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline import load_weights
 from paceline.checkpoint import Checkpoints
-from paceline.checkpoint.command import _look
+from paceline.checkpoint.command import _read_descriptions
 from paceline.checkpoint.directory import _hash, list_entries, verify
 from paceline.checkpoint.saver import read_entry
 from paceline.errors import CheckpointError
@@ -62,7 +62,7 @@ def test_a_checkpoint_made_by_somebody_who_knows_the_hashes(name: str, tmp_path:
         (entry.path / "manifest.json").write_text(manifest)
         with suppress(CheckpointError):
             verify(entry)
-            _look(entry)
+            _read_descriptions(entry)
         try:
             read_entry(entry)
         except CheckpointError:

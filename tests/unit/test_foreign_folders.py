@@ -136,7 +136,7 @@ def test_a_folder_that_is_there_stays_as_it_is(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert ckpt("export", tmp_path / "a.pt", tmp_path / "out", "--as", kind, "--force") == 2
-    assert "there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == ["config.json"]
     assert ckpt("export", tmp_path / "a.pt", tmp_path / "a.pt" / "x", "--as", kind) == 1
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "out"]
@@ -224,7 +224,7 @@ def bad_metadata(folder: Path) -> dict[str, Any]:
     [
         ("huge", "another type or shape"),
         ("outside", "not.* name of a file"),
-        ("beyond", "less than .metadata says"),
+        ("beyond", "fewer than .metadata states"),
         ("overlap", "overlap"),
         ("other type", "another type or shape"),
     ],

@@ -449,7 +449,7 @@ def test_a_file_that_asks_to_run_something_is_told_by_its_name(tmp_path: Path) -
 
 def test_a_file_without_weights_and_an_object_that_is_no_model_are_mistakes(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "history": [1, 2]}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.raises(UsageError, match="needs a module, not a dict"):
         load_weights({}, tmp_path / "a.pt")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""`paceline ckpt`: a table of verbs, and those that look without loading: `ls`, `show`, `verify`.
+"""`paceline ckpt`: the table of its verbs, and those without torch: `ls`, `show`, `verify`.
 
-These three start without torch. The others are in `convert`, which is loaded when asked for.
+These three start without torch. The others are in `convert`, which is loaded when needed.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from paceline.telemetry import bytes_text, count_text, printable, shape_text, ta
 
 SHOWN = 40
 MOST_LISTED = 1000
-"""Manifests to be read for a list, in a second or two: the newest."""
+"""How many manifests `ls` reads, the newest first: these take a second or two."""
 
 VERBS = {
     "ls": ("list the checkpoints in a folder", "folder --json"),
-    "show": ("say what a checkpoint holds", "path --step --all --json"),
+    "show": ("list what a checkpoint contains", "path --step --all --json"),
     "verify": ("read every byte and compare it with its hash", "path --json"),
-    "diff": ("say which weights differ, and by how much", "path other --all --json"),
+    "diff": ("list the weights that differ, and by how much", "path other --all --json"),
     "export": (
         "write the weights as a file, or as a folder of DCP or Hugging Face",
         "path out --as --prefix --keep --part --all --step --force",
     ),
     "clean": (
-        "take 'module.' and '_orig_mod.' out of a file's names",
+        "remove 'module.' and '_orig_mod.' from a file's names",
         "path [out] --in-place --force --keep",
     ),
 }
-"""What each verb does and takes. It is a function of its name, here or in `convert`."""
+"""What each verb does, and its arguments. The verb is a function, here or in `convert`."""
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "folder": {"nargs": "?", "default": ".", "help": "checkpoints, or the run around them"},
+    "folder": {"nargs": "?", "default": ".", "help": "a folder of checkpoints, or a run folder"},
     "path": {
         "help": "a checkpoint, a folder of them, a folder of DCP or Hugging Face, or a file with "
         "weights"
     },
-    "other": {"help": "the same, to compare with; exit code 1 where they differ"},
+    "other": {"help": "what to compare with; exit code 1 where they differ"},
     "out": {"help": "the file to write: .safetensors, .pt or .pth; with --as, the folder"},
     "--as": {
         "dest": "kind",
@@ -67,7 +67,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "the checkpoint of this step (default: the newest)",
     },
-    "--all": {"action": "store_true", "help": "everything, not the weights or first lines alone"},
+    "--all": {"action": "store_true", "help": "everything, not only the weights or first lines"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
     "--force": {"action": "store_true", "help": "replace another file that exists"},
     "--in-place": {"action": "store_true", "help": "replace the file itself"},
@@ -75,7 +75,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "NAME",
-        "help": "a part that is really called so, such as encoder.module; may be repeated",
+        "help": "a part whose name is meant, such as encoder.module; may be repeated",
     },
 }
 
@@ -89,14 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("verb", nargs="?", metavar="VERB", help=", ".join(VERBS))
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="what the verb is about"
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the verb's arguments"
     )
-    # The parser of a verb is of the same class, which makes suggestions; `cli` is above us.
+    # A verb's parser has the same class, which suggests names; `cli` may not be imported here.
     parser.set_defaults(make_parser=type(parser))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do one verb; the exit code."""
+    """Run one verb; returns the exit code."""
     if args.verb not in VERBS:
         what = "A verb is missing" if args.verb is None else f"There is no verb {args.verb!r}"
         raise UsageError(
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def declare(verb: str, parser: argparse.ArgumentParser) -> None:
-    """Declare what a verb takes."""
+    """Declare a verb's arguments."""
     for name in VERBS[verb][1].split():
         optional: dict[str, Any] = {"nargs": "?"} if name.startswith("[") else {}
         parser.add_argument(name.strip("[]"), **_ARGUMENTS[name.strip("[]")], **optional)
@@ -155,45 +155,45 @@ def ls(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     path = Path(args.path)
-    said: dict[str, Any] = {"path": str(path)}
+    shown: dict[str, Any] = {"path": str(path)}
     if path.is_dir() and folder_of(path) is None:
         entry = find_entry(path, args.step)
-        manifest, header, values = _look(entry)
-        said = {"path": str(entry.path), "manifest": asdict(manifest), "values": values}
+        manifest, header, values = _read_descriptions(entry)
+        shown = {"path": str(entry.path), "manifest": asdict(manifest), "values": values}
     else:
         manifest, header = None, _header_of(path)
-    said["metadata"] = header.metadata
-    said["tensors"] = {
+    shown["metadata"] = header.metadata
+    shown["tensors"] = {
         name: {"dtype": each.dtype, "shape": each.shape, "bytes": each.nbytes}
         for name, each in sorted(header.places.items())
     }
     if args.json:
-        print_json(said)
+        print_json(shown)
         return 0
     count = count_text(len(header.places), "tensor")
     size = bytes_text(sum(each.nbytes for each in header.places.values()))
-    print(printable(f"{said['path']}: {count}, {size}"))
+    print(printable(f"{shown['path']}: {count}, {size}"))
     if manifest is not None:
         metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
         print(f"  step {manifest.step}, saved {_date(manifest.created)}{metric}")
-        said["facts"] = manifest.facts
+        shown["facts"] = manifest.facts
     limit = sys.maxsize if args.all else SHOWN
     for title in ("facts", "values", "metadata"):
-        if said.get(title):
+        if shown.get(title):
             print(title)
-            rows = [[name, json.dumps(value)[:80]] for name, value in said[title].items()]
+            rows = [[name, json.dumps(value)[:80]] for name, value in shown[title].items()]
             print_table(rows, limit)
     print("tensors")
     rows = [
         [name, each["dtype"], shape_text(each["shape"]), bytes_text(each["bytes"])]
-        for name, each in said["tensors"].items()
+        for name, each in shown["tensors"].items()
     ]
     print_table(rows, limit)
     return 0
 
 
-def _look(entry: CheckpointEntry) -> tuple[Manifest, Header, dict[str, Any]]:
-    """A checkpoint's descriptions, a few kilobytes whatever its size; its files must agree."""
+def _read_descriptions(entry: CheckpointEntry) -> tuple[Manifest, Header, dict[str, Any]]:
+    """A checkpoint's manifest, header and values, without its tensors; its files must agree."""
     with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()
         with checkpoint.open(directory.TENSORS) as (file, path):
@@ -210,7 +210,7 @@ def _look(entry: CheckpointEntry) -> tuple[Manifest, Header, dict[str, Any]]:
 
 
 def _header_of(path: Path) -> Header:
-    """A safetensors file's header, or what it would be for what only torch can read."""
+    """A safetensors file's header; for a file that only torch can read, an equivalent one."""
     files = hf_files(path)[0] if path.is_dir() else [path]
     if files and all(format_of(each) is SAFETENSORS for each in files):
         headers = []
@@ -240,7 +240,7 @@ def verify(args: argparse.Namespace) -> int:
             results[str(entry.path)] = None
             try:
                 directory.verify(entry)
-                _look(entry)
+                _read_descriptions(entry)
             except CheckpointError as error:
                 results[str(entry.path)] = str(error)
     elif format_of(path) is SAFETENSORS:
@@ -252,7 +252,7 @@ def verify(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"results": results, "damaged": damaged})
         return 1 if damaged else 0
-    good = "good" if path.is_dir() else "its header is sound; it has no hash to compare:"
+    good = "good" if path.is_dir() else "its header is valid; it has no hash to compare:"
     for name, problem in results.items():
         print(printable(f"{good}  {name}" if problem is None else f"DAMAGED  {name}"))
         if problem is not None:
@@ -276,4 +276,4 @@ def _date(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):
-        return "at no known time"
+        return "unknown"

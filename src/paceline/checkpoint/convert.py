@@ -66,7 +66,7 @@ def _difference(first: Any, second: Any) -> tuple[str, float]:
         return f"shape {tuple(first.shape)} and {tuple(second.shape)}", math.inf
     kinds = [dtype_name(each) for each in (first, second)]
     prefix = "" if kinds[0] == kinds[1] else f"{kinds[0]} and {kinds[1]}, "
-    # In a type that holds the values of all others, so that they can be subtracted.
+    # float64 represents the values of all smaller types exactly, so any two can be subtracted.
     a, b = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (first, second))
     is_same = (a == b) | (a.isnan() & b.isnan())
     count = int((~is_same).sum())
@@ -83,10 +83,10 @@ def export(args: argparse.Namespace) -> int:
     path, out, kind = Path(args.path), Path(args.out), args.kind
     is_whole = args.all
     _check_out(out, args.force, kind)
-    holds_weights_alone = kind == "hf" or (
+    weights_only = kind == "hf" or (
         kind is None and formats.format_to_write(out) is formats.SAFETENSORS
     )
-    if is_whole and (holds_weights_alone or args.prefix):
+    if is_whole and (weights_only or args.prefix):
         raise UsageError(
             "--all is for files that hold more than weights, under the names they have.",
             advice="Write a .pt file or --as dcp, without --prefix.",
@@ -120,10 +120,10 @@ def clean(args: argparse.Namespace) -> int:
     out = path if args.in_place else Path(args.out or path.with_suffix(f".clean{path.suffix}"))
     _check_out(out, args.force or args.in_place)
     state = read_state(path)
-    weights.find_weights(state, path)  # an error where there are none
+    weights.find_weights(state, path)  # raises where there are none
     renamed: dict[str, str] = {}
     cleaned = _cleaned(state, args.keep, renamed)
-    if formats.format_to_write(out) is formats.SAFETENSORS:  # has room for weights alone
+    if formats.format_to_write(out) is formats.SAFETENSORS:  # can store weights only
         cleaned, _ = weights.find_weights(cleaned, path)
     formats.write_state(out, cleaned)
     print(f"{path} written to {out}")
@@ -132,7 +132,7 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def header_of_torch_file(path: Path) -> Header:
-    """What only torch can read, as the header of a safetensors file would say it."""
+    """The header that a torch file's tensors would have as a safetensors file."""
     tensors = {
         name.encode("utf-8", "replace").decode(): each
         for name, each in flatten(read_state(path))
@@ -147,13 +147,14 @@ def _clean_weights(
     """A file's weights under bare names, what was renamed, and where in the file they were."""
     tensors, where = weights.find_weights(read_state(path, step), path, part=part)
     renamed: dict[str, str] = {}
-    if not path.is_dir() or folder_of(path):  # in our own checkpoints a `module` is the model's
+    # Our own checkpoints have bare names: a `module` in them is part of the model's own names.
+    if not path.is_dir() or folder_of(path):
         tensors = _cleaned(tensors, keep, renamed)
     return tensors, renamed, where
 
 
 def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
-    """The same nested state with bare names in every state dict of it; notes what it renames."""
+    """The nested state with bare names in all its state dicts; adds renames to `renamed`."""
     if not formats.is_state_dict(value):
         if not isinstance(value, Mapping):
             return value
@@ -173,8 +174,8 @@ def _cleaned(value: Any, keep: Sequence[str], renamed: dict[str, str]) -> Any:
 def _check_out(out: Path, may_replace: bool, folder: str | None = None) -> None:
     if folder is not None:
         if out.exists():  # a folder may hold a user's other files: it is never replaced
-            raise UsageError(f"{out} is there already.", advice="Name a folder that is not.")
+            raise UsageError(f"{out} exists already.", advice="Name a new folder.")
         return
     formats.format_to_write(out)
     if out.exists() and not may_replace:
-        raise UsageError(f"{out} is there already.", advice="Name another file, or pass --force.")
+        raise UsageError(f"{out} exists already.", advice="Name another file, or pass --force.")

@@ -1,11 +1,11 @@
-"""Folders that `torch.distributed.checkpoint` (DCP) wrote: read without running them, and written.
+"""Folders of `torch.distributed.checkpoint` (DCP): read without unpickling, and written.
 
     .metadata        a pickle: size and type of each tensor, and where its parts lie
-    __0_0.distcp     the parts, each as torch.save writes it, one behind the other
+    __0_0.distcp     the parts, each as torch.save writes it, one after the other
 
-torch reads `.metadata` by unpickling it, which can run anything. Here its instructions are read as
-data: an object is its class's name and what it would be built from, and nothing is imported or
-called. Every size is compared with bytes that are there before memory is taken for it.
+torch reads `.metadata` by unpickling it, which can run any code. Here its instructions are read as
+data: an object is the name of its class and its arguments, and nothing is imported or called. Every
+size is compared with the file's bytes before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METADATA = ".metadata"
 
 @dataclass(eq=False, slots=True)
 class _Described:
-    """An object as a pickle describes it: `name(*arguments)`, then `state` put into it."""
+    """An object as a pickle describes it: `name(*arguments)`, then `state` set on it."""
 
     name: str
     arguments: Any = ()
@@ -38,16 +38,16 @@ class _Described:
 
 
 Part = tuple[str, int, int]
-"""Where one part of a tensor, or one value, lies: file, first byte, length."""
+"""The location of one part of a tensor, or of one value: file, first byte, length."""
 
 
 def read_dcp(folder: Path) -> Any:
-    """Everything in a folder of DCP, nested as it was saved."""
+    """All contents of a DCP folder, nested as they were saved."""
     path = folder / METADATA
     try:
         with open_file(path) as file:
             described = _describe(io.BytesIO(file.read(MAX_INSTRUCTION_BYTES)))
-        entries, parts, keys_by_name = _understand(described)
+        entries, parts, keys_by_name = _parse_metadata(described)
         state: dict[Any, Any] = {}
         for name, entry in entries.items():
             keys = keys_by_name.get(name, (name,))
@@ -74,7 +74,7 @@ def write_dcp(folder: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        with warnings.catch_warnings():  # it says that there is one process, which is meant
+        with warnings.catch_warnings():  # torch warns that there is one process; that is intended
             warnings.simplefilter("ignore")
             save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=True)
     except Exception as error:
@@ -84,16 +84,16 @@ def write_dcp(folder: Path, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _understand(
+def _parse_metadata(
     metadata: Any,
 ) -> tuple[dict[str, Any], dict[str, dict[tuple[int, ...], Part]], dict[str, Any]]:
-    """What is there, where its parts lie, and the keys under which each belongs."""
+    """The entries by name, the location of their parts, and the nested keys of each."""
     facts = _state_of(metadata, "Metadata")
     parts: dict[str, dict[tuple[int, ...], Part]] = defaultdict(dict)
     for index, place in facts["storage_data"].items():
         key, info = _state_of(index, "MetadataIndex"), _state_of(place, "_StorageInfo")
         if info.get("transform_descriptors"):
-            raise ValueError(f"its files are packed by {info['transform_descriptors']}")
+            raise ValueError(f"its files are transformed by {info['transform_descriptors']}")
         offset = key.get("offset")
         part = info["relative_path"], info["offset"], info["length"]
         parts[key["fqn"]][() if offset is None else _size(offset)] = part
@@ -112,10 +112,10 @@ def _read_entry(folder: Path, name: str, entry: Any, parts: dict[tuple[int, ...]
     dtype = getattr(torch, facts["properties"].state[0].name.removeprefix("torch."))
     chunks = [_state_of(each, "ChunkStorageMetadata") for each in facts["chunks"]]
     shapes = [(_size(each["offsets"]), _size(each["sizes"])) for each in chunks]
-    # A rank whose share is empty writes nothing, or a part that may lie where another does.
+    # A rank whose share is empty writes nothing, or an empty part at the offset of another.
     shape_by_offset = {offset: shape for offset, shape in shapes if math.prod(shape)}
     if sum(map(math.prod, shape_by_offset.values())) != math.prod(size):
-        raise ValueError(f"the parts of {name[:80]!r} are not as large as it is together")
+        raise ValueError(f"the parts of {name[:80]!r} do not add up to its size")
     tensors = {}
     for offset, shape in shape_by_offset.items():
         tensor = tensors[offset] = _read_part(folder, parts[offset])
@@ -141,15 +141,15 @@ def _read_part(folder: Path, part: Part) -> Any:
     with open_file(path) as file:
         if begin < 0 or not 0 < length <= size_of(file) - begin:
             raise CheckpointError(
-                f"{path} has {size_of(file):,} bytes, and less than {METADATA} says.",
-                advice="It was cut off, or its copy is not complete. Nothing of it was used.",
+                f"{path} has {size_of(file):,} bytes, fewer than {METADATA} states.",
+                advice="It is truncated, or was not copied completely. Nothing of it was used.",
             )
         file.seek(begin)
         return read_saved(file.read(length), path)
 
 
 def _with_lists(value: Any) -> Any:
-    """The same with lists where the keys are the places in a list."""
+    """Turn dictionaries whose keys are positions back into lists."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(each) for key, each in value.items()}
@@ -158,14 +158,14 @@ def _with_lists(value: Any) -> Any:
 
 
 def _state_of(value: Any, kind: str) -> dict[str, Any]:
-    """What an object of DCP is made of, by the names of its fields."""
+    """The fields of an object of DCP, by name."""
     if not value.name.startswith("torch.distributed.") or not value.name.endswith(f".{kind}"):
-        raise ValueError(f"{value.name[:80]!r} stands where a {kind} should")
+        raise ValueError(f"{value.name[:80]!r} is in the place of a {kind}")
     return dict(value.state or {})
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """A torch.Size, of which the extents are whole numbers."""
+    """A torch.Size as a tuple; its extents must be whole numbers."""
     (extents,) = value.arguments
     if value.name != "torch.Size" or any(type(n) is not int or n < 0 for n in extents):
         raise ValueError(f"{str(extents)[:80]} is not a size")
@@ -173,7 +173,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _describe(file: io.BytesIO) -> Any:
-    """What a pickle describes, as plain data; nothing is imported or called."""
+    """Interpret a pickle as plain data; nothing is imported or called."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}

@@ -1,13 +1,13 @@
-"""The folder with the checkpoints: what is there, what is sound, what goes.
+"""The folder of checkpoints: listing, verifying, publishing and removing them.
 
     step-00000050.0001/       step 50, the first save into this folder
         state.safetensors     every tensor
         state.json            the state without its tensors
-        manifest.json         what it is; size and hash of the other two; written last
+        manifest.json         step, facts, size and hash of the other two; written last
     .tmp-4f1c.../             being written, being removed, or left behind by a killed writer
 
 The second number counts saves, so the newest is known even after training went back to an earlier
-step, and no save ever has to take the place of another. Starts without torch.
+step, and no save has to replace another. Starts without torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SKELETON = "state.json"
 TEMPORARY = ".tmp-"
 FORMAT, VERSION = "paceline checkpoint", 1
 MAX_MANIFEST_BYTES = 4 * 2**20
-# Where locks do not work, as on some network drives, only age tells the dead from the living.
+# Where locks do not work, as on some network drives, a temporary folder older than this is taken to
+# be left by a writer that died.
 _ABANDONED_AFTER_S = 24 * 3600
 
 _NAME = re.compile(r"step-(\d{8,15})\.(\d{4,10})")
@@ -49,7 +50,7 @@ _NAME = re.compile(r"step-(\d{8,15})\.(\d{4,10})")
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """How a file must look."""
+    """The size and hash that a file must have."""
 
     bytes: int
     sha256: str
@@ -57,7 +58,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """A checkpoint's description of itself."""
 
     step: int
     created: float
@@ -73,7 +74,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointEntry:
-    """One published checkpoint, whether sound or not."""
+    """One published checkpoint, valid or damaged."""
 
     path: Path
     step: int
@@ -85,7 +86,7 @@ class CheckpointEntry:
 
 
 def list_entries(folder: Path) -> list[CheckpointEntry]:
-    """The checkpoints in a folder, newest first; none where there is no folder."""
+    """The checkpoints in a folder, newest first; empty where the folder does not exist."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -99,7 +100,7 @@ def list_entries(folder: Path) -> list[CheckpointEntry]:
 def list_manifests(
     folder: Path, most: int | None = None
 ) -> list[tuple[CheckpointEntry, Manifest | CheckpointError]]:
-    """The same, or the newest of them, each with its manifest, or with what is wrong with that."""
+    """The checkpoints, or the newest `most`, each with its manifest or with the error in it."""
     found: list[tuple[CheckpointEntry, Manifest | CheckpointError]] = []
     for entry in list_entries(folder)[:most]:
         try:
@@ -111,7 +112,7 @@ def list_manifests(
 
 
 def find_folder(path: Path) -> Path:
-    """The folder with the checkpoints, given it or the run folder around it."""
+    """The folder of checkpoints, given that folder or the run folder around it."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() and not list_entries(path) else path
 
@@ -121,7 +122,7 @@ def find_entry(path: Path, step: int | None = None) -> CheckpointEntry:
     if (path / MANIFEST).exists():
         path = path.resolve()  # the user may name a link; inside a checkpoint none is followed
         with open_folder(path) as folder:
-            # Copied or renamed by its owner, its manifest says which step it is.
+            # If the user has renamed it, the manifest has the step.
             return _entry_at(path) or CheckpointEntry(
                 path, _read_manifest(folder, path / MANIFEST).step, 0
             )
@@ -151,12 +152,12 @@ class OpenCheckpoint:
         self.manifest = _read_manifest(folder, path)
         if self.manifest.step != entry.step:
             raise CheckpointError(
-                f"{path} is about step {self.manifest.step}, in a folder for step {entry.step}."
+                f"{path} has step {self.manifest.step}, in a folder for step {entry.step}."
             )
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[BufferedIOBase, Path]]:
-        """One of its files, if it has the size that the manifest states."""
+        """Open one of its files; raises unless it has the size in the manifest."""
         path, stated = self.entry.path / name, self.manifest.files[name].bytes
         with open_file(path, self._folder) as file:
             if size_of(file) != stated:
@@ -166,7 +167,7 @@ class OpenCheckpoint:
             yield file, path
 
     def read_skeleton(self) -> bytes:
-        """The state without its tensors, compared with its hash."""
+        """The state without its tensors, verified by its hash."""
         with self.open(SKELETON) as (file, path):
             if self.manifest.files[SKELETON].bytes > MAX_SKELETON_BYTES:
                 raise CheckpointError(f"{path} is larger than {MAX_SKELETON_BYTES:,} bytes.")
@@ -175,7 +176,7 @@ class OpenCheckpoint:
         return skeleton
 
     def compare(self, name: str, found: str) -> None:
-        """Raise if this is not the hash that a file was written with."""
+        """Raise unless `found` is the file's hash in the manifest."""
         stated = self.manifest.files[name].sha256
         if found != stated:
             raise CheckpointError(
@@ -190,12 +191,12 @@ def open_checkpoint(entry: CheckpointEntry) -> Iterator[OpenCheckpoint]:
     with open_folder(entry.path) as folder:
         try:
             yield OpenCheckpoint(entry, folder)
-        except OSError as error:  # a disk that fails in the middle
+        except OSError as error:  # the disk fails while reading
             raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}.") from error
 
 
 def verify(entry: CheckpointEntry) -> Manifest:
-    """Read every byte of a checkpoint and compare; the manifest if all is well."""
+    """Read every byte of a checkpoint and compare the hashes; returns the manifest."""
     with open_checkpoint(entry) as checkpoint:
         for name in checkpoint.manifest.files:
             with checkpoint.open(name) as (file, _):
@@ -211,16 +212,18 @@ def publish(
     metric: float | None,
     facts: dict[str, Any],
 ) -> tuple[CheckpointEntry, Manifest]:
-    """Write a checkpoint so that it is there as a whole or not at all."""
+    """Write a checkpoint atomically: into a temporary folder, which is then renamed."""
     if not folder.is_dir():
         os.makedirs(folder, 0o700, exist_ok=True)
         sync_folder(folder.parent)
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < sum(map(len, contents.values())):
-        # Do not even begin to fill a disk: whatever else writes to it would fail too.
+        # Do not begin to fill the disk: other programs that write to it would fail too.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     temporary, inside = _make_temporary(folder)
     try:
+        # Contents before the manifest, all synced before the rename, the folder after it: after a
+        # power cut the name either does not exist or stands for a whole checkpoint.
         written = {name: _write(inside, name, data) for name, data in contents.items()}
         manifest = Manifest(step, round(time.time(), 3), metric, facts, written)
         _write(inside, MANIFEST, _write_manifest(manifest))
@@ -236,13 +239,13 @@ def publish(
 
 
 def remove(entry: CheckpointEntry) -> None:
-    """Remove a checkpoint; no reader ever sees half of it under its name."""
+    """Remove a checkpoint; renamed first, so that no reader finds half of it under its name."""
     gone = entry.path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
         os.rename(entry.path, gone)
     except FileNotFoundError:  # another process has removed it
         return
-    with suppress(FileNotFoundError):  # another process sweeps at the same time
+    with suppress(FileNotFoundError):  # another process sweeps concurrently
         if gone.is_symlink():
             gone.unlink()
         else:
@@ -250,7 +253,7 @@ def remove(entry: CheckpointEntry) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers have left. What a living one is writing is locked, and stays."""
+    """Remove temporary folders of writers that were killed; a live writer's is locked, and kept."""
     for path in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError, CheckpointError), open_folder(path) as inside:
             try:
@@ -260,7 +263,8 @@ def sweep(folder: Path) -> None:
             except OSError:
                 if time.time() - os.fstat(inside).st_mtime < _ABANDONED_AFTER_S:
                     continue
-            # Still locked, so that a writer who had only just made it notices that it is gone.
+            # Removed while locked: a writer that has just made it and waits for the lock then finds
+            # that the folder is gone (`_make_temporary`).
             shutil.rmtree(path)
 
 
@@ -272,10 +276,10 @@ def plan_removals(
     keep_best: int,
     better: Literal["lower", "higher"],
 ) -> list[CheckpointEntry]:
-    """Which of the checkpoints found go: not the newest sound ones, nor the best of them.
+    """Which of the checkpoints to remove: neither the newest valid ones nor the best.
 
-    Damaged ones, also those named in `damaged`, count for nothing, so they never push a sound one
-    out; those among the kept newest ones stay, to be looked at.
+    Damaged ones, including those named in `damaged`, do not count towards `keep`, so they never
+    displace a valid one. Those newer than the oldest kept one stay, for inspection.
     """
     metric_by_entry = {
         entry: manifest.metric
@@ -305,7 +309,7 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
         os.mkdir(path, 0o700)
         try:
             inside = os.open(path, files.FOLDER_FLAGS)
-        except FileNotFoundError:  # another saver has swept it already
+        except FileNotFoundError:  # another process has swept it already
             continue
         except OSError:
             os.rmdir(path)
@@ -315,7 +319,7 @@ def _make_temporary(folder: Path) -> tuple[Path, int]:
             fcntl.flock(inside, fcntl.LOCK_EX)
         if os.fstat(inside).st_nlink > 0:
             return path, inside
-        os.close(inside)  # another saver swept it between our two calls
+        os.close(inside)  # another process swept it between `mkdir` and `flock`
 
 
 def _write(folder: int, name: str, data: bytes | memoryview) -> FileFacts:
@@ -329,7 +333,7 @@ def _write(folder: int, name: str, data: bytes | memoryview) -> FileFacts:
 
 
 def _rename(temporary: Path, folder: Path, step: int) -> CheckpointEntry:
-    """Publish under the next free number; another saver may take it first."""
+    """Publish under the next free number; another process may take it first."""
     serial = max((entry.serial for entry in list_entries(folder)), default=0) + 1
     while True:
         entry = CheckpointEntry(folder / f"step-{step:08}.{serial:04}", step, serial)
@@ -344,7 +348,7 @@ def _rename(temporary: Path, folder: Path, step: int) -> CheckpointEntry:
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as strict JSON can say them: nan and inf become words, everything else must fit."""
+    """Facts as strict JSON: nan and inf become strings; what JSON lacks is refused."""
     try:
         text = json.dumps(plain_json(facts), allow_nan=False).encode()
         said: dict[str, Any] = read_json(
@@ -353,29 +357,29 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"The facts of a checkpoint cannot be written: {error}",
-            advice="Put tensors, long values and others into the state.",
+            advice="Put tensors, long values and other objects into the state.",
         ) from None
     return said
 
 
 def _write_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a hash of itself, so that no bit of it can change unnoticed."""
+    """The manifest as JSON, with a hash of itself, so that any changed bit is noticed."""
     said = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     said["metric"] = plain_json(manifest.metric)
     return json.dumps({"manifest": said, "sha256": _hash(said)}, indent=1).encode() + b"\n"
 
 
 def _read_manifest(folder: int, path: Path) -> Manifest:
-    """A checked manifest; it cannot name any file but the two that there are."""
+    """Read and check a manifest; it must name the two files and no others."""
     with open_file(path, folder) as file:
         whole = read_json(file, MAX_MANIFEST_BYTES, path, CheckpointError)
     match whole:
         case {"manifest": {"format": kind, "version": version} as said, "sha256": stated}:
             pass
         case _:
-            raise CheckpointError(f"{path} is not a manifest we write, or it is damaged.")
+            raise CheckpointError(f"{path} is not a manifest of Paceline's, or it is damaged.")
     if stated != _hash(said):
-        raise CheckpointError(f"{path} is damaged: it does not have the hash it states.")
+        raise CheckpointError(f"{path} is damaged: its contents do not match its hash.")
     if (kind, version) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is version {version!r:.20} of {kind!r:.40}; this paceline reads version "
@@ -388,7 +392,7 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
         raise CheckpointError(error.what) from None
     if manifest.files.keys() != {TENSORS, SKELETON}:
         raise CheckpointError(
-            f"{path} does not describe {TENSORS} and {SKELETON}, and these alone.",
+            f"{path} does not describe exactly {TENSORS} and {SKELETON}.",
             advice="Nothing of this checkpoint was used: it may have been made to do harm.",
         )
     return manifest

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: private, flushed to the disk, never through a link.
+"""Opening and writing a checkpoint's files: private, never through a link, past the page cache.
 
 Starts without torch.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 
-# Linux writes at most 2 GiB in one call. Calls are few and large on purpose: between two of them
-# a thread asks for Python's lock, which training wants too.
+# Linux writes at most 2 GiB in one call. Calls are few and large on purpose: after each the thread
+# needs Python's lock again, and competes for it with training.
 _WRITE_BYTES = 2**30
 
 _DIRECT_BYTES = 2**20
@@ -32,9 +32,10 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def open_file(path: Path, folder: int | None = None) -> Iterator[BufferedIOBase]:
-    """An open file. What is not a plain file, such as a pipe, is refused.
+    """Open a file for reading. Anything but a plain file, such as a pipe, is refused.
 
-    With the open `folder` it lies in, a link is refused too; without, the user has named it.
+    With `folder`, the open folder that it lies in, a link is refused too; without, the user has
+    named the path, so links are followed.
     """
     file = _open(path, _READ_FLAGS | (0 if folder is None else os.O_NOFOLLOW), folder)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -50,7 +51,7 @@ def size_of(file: BufferedIOBase) -> int:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """An open folder that is not a link."""
+    """Open a folder, not through a link."""
     folder = _open(path, FOLDER_FLAGS)
     try:
         yield folder
@@ -68,7 +69,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
 
 
 def write_fully(file: int, data: bytes | memoryview) -> None:
-    """Write all of it, in as few calls as possible."""
+    """Write all bytes, in as few calls as possible."""
     view = memoryview(data)
     if len(view) >= _DIRECT_BYTES and not view.readonly:
         view = view[_write_directly(file, view) :]
@@ -77,7 +78,7 @@ def write_fully(file: int, data: bytes | memoryview) -> None:
 
 
 def _write_directly(file: int, view: memoryview) -> int:
-    """Write past the page cache as far as blocks and the file system allow; how many bytes.
+    """Write whole blocks past the page cache, where the file system allows; returns their bytes.
 
     See Note [Past the page cache].
     """
@@ -92,7 +93,7 @@ def _write_directly(file: int, view: memoryview) -> int:
         while done < whole and done % BLOCK_BYTES == 0:
             done += os.write(file, view[done : min(done + _WRITE_BYTES, whole)])
     except OSError as error:
-        if error.errno != errno.EINVAL:  # that one says: not on this file system
+        if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
             raise
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
@@ -100,7 +101,7 @@ def _write_directly(file: int, view: memoryview) -> int:
 
 
 # Note [Past the page cache]
-# A save writes some hundred megabytes that will not be read soon. Through the page cache they cost
-# a second copy and fresh pages: 50 to 600 ms of processor time for 210 MB, taken from training on a
-# machine whose cores all train. Handed to the disk directly they cost 8 ms (ext4 in a virtual
-# machine, AMD EPYC), and what training has in the cache stays there.
+# A save writes some hundred megabytes that will not be read soon. Through the page cache they need
+# a second copy and new pages: 50 to 600 ms of CPU time for 210 MB, at the expense of training where
+# all cores train. Written directly they need 8 ms (ext4 in a virtual machine, AMD EPYC), and
+# training's own pages stay in the cache.

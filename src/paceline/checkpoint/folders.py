@@ -1,7 +1,7 @@
-"""Folders with weights: our checkpoints, and those of DCP and Hugging Face.
+"""Folders with weights: our checkpoints, and the folders of DCP and Hugging Face.
 
-A folder of another library is an entry of `FOLDERS`, known by the files in it. One that we write is
-there as a whole or not at all, and never takes the place of another. Starts without torch.
+A library's kind of folder is an entry of `FOLDERS`, recognised by its files. One that we write
+appears as a whole or not at all, and never replaces another. Starts without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.files import JsonLimits, make_private, parse_json, replace_file, sync_folder
 
 SHARD_BYTES = 5 * 10**9
-"""How large a file of a Hugging Face folder becomes before the next is begun, as theirs."""
+"""The largest file of a Hugging Face folder, as their library has it by default."""
 
 _HF_FILES = (
     *("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors"),
@@ -44,14 +44,14 @@ class Folder:
 
 
 def folder_of(path: Path) -> Folder | None:
-    """Which library's folder this is; None for ours, and for what is not a folder."""
+    """The library that a folder belongs to; None for ours, and for anything but a folder."""
     if not path.is_dir() or (path / MANIFEST).exists():
         return None
     return next((kind for kind in FOLDERS.values() if kind.is_one(path)), None)
 
 
 def read_state(path: Path, step: int | None = None) -> Any:
-    """Everything a file, a checkpoint or another library's folder holds, on the CPU."""
+    """All contents of a file, a checkpoint or another library's folder, on the CPU."""
     if not path.is_dir():
         return format_of(path).read(path)
     kind = folder_of(path)
@@ -63,7 +63,7 @@ def read_state(path: Path, step: int | None = None) -> Any:
 
 
 def write_folder(kind: str, path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as a new folder of another library, as a whole or not at all."""
+    """Write a state as a new folder of another library, atomically."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
         make_private(temporary)
@@ -82,15 +82,16 @@ def _read_checkpoint(path: Path, step: int | None) -> Any:
     from paceline.checkpoint.saver import Checkpoints, read_entry
 
     entry = find_entry(path, step)
+    # Where the user has chosen a checkpoint, no older one may be loaded instead.
     is_choice = step is not None or entry.path == path.resolve()
     saved = read_entry(entry) if is_choice else Checkpoints(find_folder(path)).load()
     return None if saved is None else saved.state
 
 
 def hf_files(folder: Path) -> tuple[list[Path], set[str]]:
-    """The files with weights in a Hugging Face folder, and the names that its index promises.
+    """The files with weights in a Hugging Face folder, and the names in its index.
 
-    safetensors come before what torch.save wrote; without an index there is one file, or none.
+    safetensors are preferred to files of torch.save; without an index there is one file, or none.
     """
     for name in _HF_FILES:
         if (index := folder / f"{name}{_INDEX}").is_file():
@@ -123,7 +124,7 @@ def _read_hf(folder: Path) -> dict[str, Any]:
     for path in paths:
         found = format_of(path).read(path)
         if not isinstance(found, Mapping):
-            raise CheckpointError(f"{path} holds no tensors by name.")
+            raise CheckpointError(f"{path} has no tensors by name.")
         twice = tensors.keys() & found.keys()
         if twice:
             raise CheckpointError(f"{path} has {min(twice)[:80]!r}, as another file has.")

@@ -1,8 +1,8 @@
-"""Files with weights, of any origin: safetensors, and what `torch.save` wrote.
+"""Files with weights from any source: safetensors, and files of `torch.save`.
 
-A format is an entry of `FORMATS`. What a file is, is read from its first bytes and not from its
-name. Nothing in a file is ever executed: `torch.load` runs with `weights_only=True` and without a
-fallback. torch is loaded with the first file that needs it.
+A format is an entry of `FORMATS`, recognised by a file's first bytes and not by its name. Nothing
+in a file is ever executed: `torch.load` runs with `weights_only=True` and without a fallback. torch
+is imported for the first file that needs it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _OLD_STREAMS = 5
 MAX_INSTRUCTION_BYTES = 64 * 2**20
 _ZIP_ENDS_BYTES = 56 + 20 + 22
 _BYTES_CODECS = ("base64", "bz2", "hex", "quopri", "quotedprintable", "uu", "zip", "zlib")
-"""Encodings that make bytes of bytes, and so can be repeated, as Python spells them."""
+"""Encodings from bytes to bytes, which can be repeated, by their names in Python."""
 _MAX_VALUES = 2**21
 _COPIES = 8
-"""How often the bytes of a file may be shared by its tensors, tied ones counting once."""
+"""How many times a file's tensors may reuse its bytes, tied ones counting once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class FileFormat:
     """One kind of file."""
 
     begins: Callable[[bytes], bool]
-    """Whether a file begins like one of these, given its first nine bytes."""
+    """Whether a file has this format, by its first nine bytes."""
     read: Callable[[Path], Any]
     suffixes: tuple[str, ...]
-    """How the names of such files end where we write them; none for what is only read."""
+    """The suffixes under which such files are written; none for a format that is only read."""
     write: Callable[[Path, Any], None]
 
 
 def format_of(path: Path) -> FileFormat:
-    """Which format a file has; one that we cannot read is refused."""
+    """A file's format; raises for one that cannot be read."""
     with open_file(path) as file:
         start = file.read(LENGTH_BYTES + 1)
     for each in FORMATS:
@@ -70,7 +70,7 @@ def format_of(path: Path) -> FileFormat:
 
 
 def write_state(path: Path, state: Any) -> None:
-    """Write a state in the format that the name says, as a whole or not at all."""
+    """Write a state in the format that the path's suffix names, atomically."""
     try:
         format_to_write(path).write(path, state)
     except OSError as error:
@@ -98,7 +98,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def flatten(state: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every tensor and value of a nested state, by its path."""
+    """Every tensor and value of a nested state, by its dotted path."""
     match state:
         case Mapping():
             for key, value in state.items():
@@ -117,7 +117,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the tensors of a state dict as a safetensors file, as a whole or not at all."""
+    """Write the tensors of a state dict as a safetensors file, atomically."""
     from torch import Tensor
 
     tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
@@ -139,13 +139,13 @@ def write_tensors(path: Path, state: Mapping[str, Any]) -> None:
 def _read_zip(path: Path) -> Any:
     with open_file(path) as file:
         _check_zip(file, size_of(file), path)
-    # Mapped, not read: a training's file is often three times as large as its weights, and mapped
-    # memory does not grow for a tensor that claims to be larger than its bytes.
+    # Mapped, not read: a training's file is often three times as large as its weights, and a tensor
+    # that claims to be larger than its bytes allocates nothing.
     return _load(path, path.stat().st_size, path, mmap=True)
 
 
 def read_saved(data: bytes, origin: Path) -> Any:
-    """What `torch.save` wrote, from memory; `origin` is what messages call it."""
+    """Read the bytes of a file of `torch.save`; `origin` is its name in messages."""
     file = io.BytesIO(data)
     _check_zip(file, len(data), origin)
     file.seek(0)
@@ -180,10 +180,10 @@ def _load(source: Path | io.BytesIO, size: int, path: Path, mmap: bool) -> Any:
 
 
 def _check_state(state: Any, size: int, path: Path) -> None:
-    """Refuse what torch reads, but no program could walk or copy.
+    """Refuse a state that torch reads, but that no program could traverse or copy.
 
-    A file can hold a dictionary inside itself, one list a million times, and a view of a terabyte
-    on four bytes.
+    A file can contain a dictionary that contains itself, one list a million times, and a view of a
+    terabyte on four bytes.
     """
     from torch import Tensor, strided
 
@@ -195,7 +195,7 @@ def _check_state(state: Any, size: int, path: Path) -> None:
         value, depth = waiting.pop()
         values += 1
         if depth > MAX_DEPTH or values > _MAX_VALUES:
-            what = "holds itself, or more than a training saves"
+            what = "contains itself, or more than a training saves"
         elif isinstance(value, Mapping):
             waiting += [(each, depth + 1) for each in value.values()]
         elif isinstance(value, list | tuple | set):
@@ -204,7 +204,7 @@ def _check_state(state: Any, size: int, path: Path) -> None:
             view = value.data_ptr(), value.dtype, value.shape, value.stride()
             bytes_by_view[view] = value.nbytes
             if value.nbytes > value.untyped_storage().nbytes():
-                what = "has a tensor that is larger than its bytes: it overlaps itself"
+                what = "has a tensor that is larger than its memory: it overlaps itself"
     if not what and sum(bytes_by_view.values()) > _COPIES * max(size, 2**20):
         what = "has tensors that share their bytes many times over"
     if what:
@@ -231,13 +231,13 @@ def _needs_running(path: Path, wanted: str) -> CheckpointError:
 
 
 def _check_zip(file: io.BufferedIOBase, size: int, path: Path) -> None:
-    """Refuse an archive that torch.save would not write: packed, ambiguous, or all directory."""
+    """Refuse an archive that torch.save would not write: compressed, ambiguous, or oversized."""
     try:
         _check_zip_end(file, size)
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             names = Counter(entry.filename.lower() for entry in entries)
-            if max(names.values(), default=0) > 1:  # torch's reader does not tell case
+            if max(names.values(), default=0) > 1:  # torch's reader ignores case
                 raise ValueError("a name occurs twice")
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("it is compressed")
@@ -272,7 +272,7 @@ def _check_zip_end(file: io.BufferedIOBase, size: int) -> None:
 
 
 def _check_storages(storages: list[list[Any]], entries: list[zipfile.ZipInfo]) -> None:
-    """Refuse memory that is not as long as its entry: torch would map what comes after it."""
+    """Refuse a storage that is not as long as its entry: torch would map the bytes after it."""
     import torch
 
     bytes_by_key = {e.filename.partition("/data/")[2]: e.file_size for e in entries}
@@ -285,15 +285,15 @@ def _check_storages(storages: list[list[Any]], entries: list[zipfile.ZipInfo]) -
                 if not 0 <= bytes_by_key.get(key, -1) - count * size < size:
                     raise ValueError(f"tensor data {key[:20]!r} is not as long as it should be")
             case _:
-                raise ValueError("it has memory of a kind that torch does not write")
+                raise ValueError("it has a storage of a kind that torch does not write")
 
 
 def _check_instructions(file: io.BytesIO, path: Path) -> list[list[Any]]:
-    """Read instructions without following them, for those that take any memory they like.
+    """Scan a pickle without running it, for instructions that allocate unlimited memory.
 
-    `bytearray(n)` is harmless to torch's restricted reader, and n may be a terabyte; so are
-    lengths beyond the end, and encoding in hexadecimal again and again. Returns what they say of
-    the memory of tensors: "storage", type, key, device, number of elements.
+    torch's restricted reader allows `bytearray(n)`, whose n may be a terabyte, lengths beyond the
+    end, and repeated encoding in hexadecimal. Returns the storages that the pickle refers to, each
+    as "storage", type, key, device, number of elements.
     """
     calls, repeats = set(), False
     storages: list[list[Any]] = []
@@ -315,7 +315,7 @@ def _check_instructions(file: io.BytesIO, path: Path) -> list[list[Any]]:
             if opcode.name == "GLOBAL":
                 calls.add(str(argument))
             elif isinstance(argument, str):
-                # As Python looks up an encoding, without what it skips in the name.
+                # Normalised as Python's lookup of an encoding normalises its name.
                 spelled = re.sub("[^a-z0-9]+", "", argument.lower()).removesuffix("codec")
                 repeats = repeats or spelled in _BYTES_CODECS
     except ValueError as error:

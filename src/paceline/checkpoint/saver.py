@@ -1,4 +1,4 @@
-"""Checkpoints of one training: saves in the background, and the newest good one to continue from.
+"""Checkpoints of one training: saving in the background, and loading the newest valid one.
 
 checkpoints = Checkpoints("runs/digits/checkpoints", keep=3, keep_best=1)
 saved = checkpoints.load()                            # None where there is nothing yet
@@ -57,8 +57,8 @@ class Checkpoints:
         save ──copy──▶ staging ──thread──▶ .tmp-<random>/ ──rename──▶ step-00000050.0001/
 
     `keep` counts the newest ones and is at least 2; `keep_best` counts those with the best metric,
-    among which `better` decides. The first save makes the folder, so one that cannot be written
-    to is a `problem` and not an error.
+    as `better` compares them. The first save makes the folder, so a folder that cannot be written
+    to is a `problem`, not an error.
 
     Invariant: at most one save is being written, and a name `step-…` stands for a whole checkpoint.
     """
@@ -71,13 +71,13 @@ class Checkpoints:
         keep_best: int = 1,
         better: Literal["lower", "higher"] = "lower",
     ) -> None:
-        # If the newest one is damaged, the one before it is all that is left.
+        # At least 2: if the newest one is damaged, the one before it is needed.
         check_whole("keep", keep, 2)
         check_whole("keep_best", keep_best, 0)
         check_choice("better", better, ("lower", "higher"))
         self.folder = Path(folder)
         self.problem: str | None = None
-        """Why the last save did not reach the disk; None when it did."""
+        """Why the last save did not reach the disk; None if it did."""
         self.saved_step: int | None = None
         """The step of the last checkpoint that was written or loaded here."""
         self._kept: dict[str, Any] = {"keep": keep, "keep_best": keep_best, "better": better}
@@ -93,9 +93,9 @@ class Checkpoints:
     ) -> None:
         """Copy `state` now and write it in the background.
 
-        If the save before is still being written, this one waits for it: every save is written,
-        and a disk that is too slow shows as `Written.seconds`. A state that cannot be saved is a
-        UsageError; a disk that does not take it is a `problem`, and a warning the first time.
+        If the previous save is still being written, this one waits for it: every save is written,
+        and a disk that is too slow shows in `Written.seconds`. A state that cannot be saved raises
+        UsageError; a disk that fails sets `problem`, and warns the first time.
         """
         begin = time.perf_counter()
         step = operator.index(step)
@@ -106,7 +106,7 @@ class Checkpoints:
         try:
             image = self._staging.fill(tensors)
         except MemoryError as error:
-            self._note_failure(step, f"there is no memory for a copy, {error}")
+            self._note_failure(step, f"there is not enough memory for a copy: {error}")
             self._complain()
             return
         contents = {TENSORS: image, SKELETON: memoryview(skeleton)}
@@ -120,14 +120,14 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk, or is a `problem`."""
+        """Wait until the last save is on the disk, or has become a `problem`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._complain()
 
     def take_finished(self) -> list[Written]:
-        """What has reached the disk since the last call; never waits."""
+        """The saves that have reached the disk since the last call; never waits."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         count = len(self._finished)  # the thread may append meanwhile
@@ -135,10 +135,11 @@ class Checkpoints:
         return taken
 
     def load(self, step: int | None = None) -> Saved | None:
-        """The newest good checkpoint, or None where there is none at all.
+        """The newest valid checkpoint, or None where the folder has none.
 
-        A damaged one gives a CheckpointWarning and the one before it. `step` asks for that one and
-        no other. All of them damaged is a CheckpointError, because starting anew would hide it.
+        A damaged one causes a CheckpointWarning, and the one before it is tried. `step` asks for
+        that one and no other. If all are damaged this raises CheckpointError: starting over would
+        hide it.
         """
         self.wait()
         if step is not None:
@@ -155,7 +156,7 @@ class Checkpoints:
                 return saved
             except CheckpointError as error:
                 if not os.path.lexists(entry.path):
-                    return self.load()  # another process has just removed it: look again
+                    return self.load()  # another process has just removed it: list them again
                 self._damaged.add(entry.name)
                 warnings.warn(
                     f"The checkpoint {entry.name} cannot be used. {error}\n"
@@ -165,17 +166,17 @@ class Checkpoints:
                 )
         raise CheckpointError(
             f"None of the {len(entries)} checkpoints in {self.folder} can be used.",
-            advice="`paceline ckpt verify` says why. To start anew, use another folder.",
+            advice="`paceline ckpt verify` says why. To start over, use another folder.",
         )
 
     def take_over(self) -> None:
-        """Continue where another process stopped saving: what it has written is saved."""
+        """Continue after another process stopped saving: find the last step that it saved."""
         found = [manifest for _, manifest in directory.list_manifests(self.folder)]
         steps = [each.step for each in found if not isinstance(each, CheckpointError)]
         self.saved_step = max(steps, default=None)
 
     def close(self) -> None:
-        """Wait for the last write, and give the memory back."""
+        """Wait for the last write, and free the memory."""
         self.wait()
         self._staging = Staging()
 
@@ -193,8 +194,8 @@ class Checkpoints:
         metric: float | None,
         cost_s: float,
     ) -> None:
-        """What the thread does. Whatever fails here must not end the training."""
-        if sys.platform == "linux":  # where a thread has a priority of its own: training is first
+        """Write one checkpoint, on the thread. A failure here must not end the training."""
+        if sys.platform == "linux":  # only there does a thread have its own priority
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
@@ -219,21 +220,21 @@ class Checkpoints:
     def _note_failure(self, step: int, reason: object) -> None:
         self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
         lost = count_text(max(0, step - (self.saved_step or 0)), "step")
-        self._loss = f"; what the last {lost} did would be lost now"
+        self._loss = f"; a crash now would lose the last {lost}"
 
     def _complain(self) -> None:
         """Warn about a problem once, from the thread that trains."""
         if self.problem is not None and not self._has_complained:
             self._has_complained = True
             warnings.warn(
-                f"{self.problem}\nTraining continues{self._loss}. This is said once.",
+                f"{self.problem}\nTraining continues{self._loss}. This warning is shown once.",
                 CheckpointWarning,
                 stacklevel=3,
             )
 
 
 def read_entry(entry: CheckpointEntry) -> Saved:
-    """Load one checkpoint. Nothing of it is used before every hash has been compared."""
+    """Load one checkpoint. Nothing of it is used before all hashes have been compared."""
     with directory.open_checkpoint(entry) as checkpoint:
         skeleton = checkpoint.read_skeleton()
         digest = hashlib.sha256()
@@ -246,10 +247,10 @@ def read_entry(entry: CheckpointEntry) -> Saved:
 
 
 class Staging:
-    """Memory that holds a copy of the state while it is written: one copy, reused by every save.
+    """The copy of the state that is being written: one buffer, reused by every save.
 
-    The copy is laid out as the file will be, so writing it is one call, and hashing it another,
-    both without Python's lock.
+    The copy has the layout of the file, so writing is one call and hashing another, both without
+    Python's lock.
     """
 
     def __init__(self) -> None:
@@ -258,9 +259,9 @@ class Staging:
         self._slots: list[Tensor] = []
 
     def fill(self, tensors: Mapping[str, Tensor]) -> memoryview:
-        """Copy the tensors; the bytes of their file, valid until the next call.
+        """Copy the tensors; returns the bytes of their file, valid until the next call.
 
-        Raises MemoryError where there is no room for a copy.
+        Raises MemoryError where there is not enough memory for a copy.
         """
         plan = plan_file(tensors)
         if plan.prefix != self._prefix:
@@ -287,12 +288,12 @@ class Staging:
 
 
 def _allocate(size: int, needs_pinning: bool) -> Tensor:
-    """Memory at the start of a block, pinned where a device copies into it."""
+    """Memory aligned to a block, pinned where a device copies into it."""
     try:
         whole = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, pin_memory=needs_pinning)
     except RuntimeError as error:
-        if needs_pinning:  # more than may be pinned
+        if needs_pinning:  # more than the system allows to pin
             return _allocate(size, needs_pinning=False)
-        raise MemoryError(f"{size:,} bytes are not to be had") from error
+        raise MemoryError(f"{size:,} bytes could not be allocated") from error
     begin = -whole.data_ptr() % BLOCK_BYTES
     return whole[begin : begin + size]

@@ -1,9 +1,9 @@
 """Weights from any file into any model: `paceline.load_weights`.
 
 `nn.DataParallel` and torch's DistributedDataParallel put `module.` into names, `torch.compile` puts
-`_orig_mod.`: at the front, several deep, or in the middle where a part of a model was wrapped.
-Names are matched as a plan before anything is copied: the model has the new weights as a whole, or
-keeps its own and an error says in words what does not fit.
+`_orig_mod.`: at the front, repeatedly, or in the middle where a part of a model was wrapped. All
+names are matched before anything is copied: the model gets all new weights, or keeps its own and an
+error says what does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.files import dtype_name
 from paceline.telemetry import count_text
 from paceline.torch_private import has_loading_code, has_loading_hooks
 
-# What people call the weights in the dictionary they save, likeliest first.
+# Usual keys of the weights in a saved dictionary, the most likely first.
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "weights")
 _DEEPEST_KEY = 3
 _SHOWN = 3
@@ -41,7 +41,7 @@ class WeightsReport:
 
     path: Path
     where: str
-    """The keys in the file under which the weights were found; empty where they are all of it."""
+    """The keys under which the weights were found; empty where the file has nothing else."""
     loaded: list[str]
     """Names in the model that have new values."""
     renamed: dict[str, str]
@@ -71,13 +71,13 @@ class WeightsReport:
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], strict: bool = True, part: str | None = None
 ) -> WeightsReport:
-    """Load the weights in `path` into `model`, whatever either was wrapped in.
+    """Load the weights in `path` into `model`, whatever wrapper either had.
 
     `path` is a checkpoint or folder of checkpoints of ours, a folder of DCP or of Hugging Face, a
     safetensors file, or what torch.save wrote: a state dict, or a dictionary with one inside. With
-    `strict=False` missing and unexpected names are reported instead of refused; another shape
-    always is refused. `part` names the weights to take where there are several, such as "ema". In a
-    world of several workers every one of them calls this.
+    `strict=False` missing and unexpected names are reported instead of refused; a different shape
+    is always refused. `part` names the weights to take where there are several, such as "ema". In a
+    world of several workers each of them calls this.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"load_weights needs a module, not a {type(model).__name__}.")
@@ -88,8 +88,8 @@ def load_weights(
     shapes, casts = _compare(own, given, names)
     loaded = set(names.values())
     lacking = [name for name in own if name not in loaded]
-    memory = {_memory(own[name]) for name in loaded} - {None}
-    tied = [name for name in lacking if _memory(own[name]) in memory]
+    memory = {_memory_key(own[name]) for name in loaded} - {None}
+    tied = [name for name in lacking if _memory_key(own[name]) in memory]
     plan = WeightsReport(
         path=path,
         where=where,
@@ -101,24 +101,24 @@ def load_weights(
         cast=casts,
     )
     is_fit = not shapes and not (strict and (plan.missing or plan.unexpected))
-    # A module's own hooks may rename what we think is missing, and may fail half way.
-    has_own_ways = any(map(_loads_its_own_way, model.modules()))
-    if shapes and not has_own_ways:
+    # A module's own hooks may rename what seems to be missing here, and may fail half way.
+    has_custom_loading = any(map(_has_custom_loading, model.modules()))
+    if shapes and not has_custom_loading:
         raise _explain(model, own, given, plan, shapes)
-    kept = {} if is_fit and not has_own_ways else own
+    kept = {} if is_fit and not has_custom_loading else own
     tensors = {name: t for name, t in kept.items() if isinstance(t, Tensor) and not is_lazy(t)}
     backup = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         result = model.load_state_dict(rename(own, given, names), strict=False)
     except Exception as error:
-        _put_back(own, backup)
+        _restore(own, backup)
         if is_fit:
             raise WeightsError(f"{path} cannot be loaded: {error}.") from error
         raise _explain(model, own, given, plan, shapes) from error
     missing = [name for name in result.missing_keys if name not in plan.tied]
     unexpected = list(result.unexpected_keys)
     if strict and (missing or unexpected):
-        _put_back(own, backup)
+        _restore(own, backup)
         raise _explain(model, own, given, plan, shapes)
     return replace(plan, missing=missing, unexpected=unexpected)
 
@@ -126,20 +126,20 @@ def load_weights(
 def find_weights(
     state: Any, path: Path, expected: Collection[str] = (), part: str | None = None
 ) -> tuple[Mapping[str, Any], str]:
-    """The state dict inside whatever was saved, and where in it: the one that fits best, or is
-    named as usual."""
+    """The state dict inside a saved state, and its keys: of several the one that fits best, or has
+    a usual name."""
     candidates = dict(_candidates(state, ()))
     if part is not None:
         parts = [".".join(keys) for keys in candidates]
         candidates = {keys: each for keys, each in candidates.items() if keys[-1:] == (part,)}
         if not candidates:
             raise CheckpointError(
-                f"{path} holds no weights named {part!r}.",
+                f"{path} has no weights named {part!r}.",
                 advice=f"It has {', '.join(filter(None, parts)) or 'one part, without a name'}.",
             )
     if not candidates:
         raise CheckpointError(
-            f"{path} holds no weights: nowhere in it are tensors by name.",
+            f"{path} has no weights: no dictionary in it has tensors by name.",
             advice="Save model.state_dict().",
         )
 
@@ -168,7 +168,7 @@ def _candidates(
 def _compare(
     own: Mapping[str, Any], given: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What does not fit and what is converted, in words, by the model's name."""
+    """Shapes that do not fit, and conversions, in words, by the model's name."""
     shapes, casts = {}, {}
     for old, new in names.items():
         theirs, ours = given[old], own[new]
@@ -183,8 +183,8 @@ def _compare(
     return shapes, casts
 
 
-def _memory(value: Any) -> tuple[Any, ...] | None:
-    """What is equal for two names of one tensor; None for what has no memory to share."""
+def _memory_key(value: Any) -> tuple[Any, ...] | None:
+    """A key that is equal for two names of one tensor; None for a tensor without memory."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return None
     if value.is_meta or value.layout != torch.strided or value.numel() == 0:
@@ -192,14 +192,14 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     return value.data_ptr(), value.device, value.dtype, value.shape, value.stride()
 
 
-def _loads_its_own_way(module: nn.Module) -> bool:
-    """Whether code from outside torch takes part in loading: it may rename, reshape and fail."""
+def _has_custom_loading(module: nn.Module) -> bool:
+    """Whether code from outside torch takes part in loading, which may rename, reshape or fail."""
     kind = type(module)
     has_own_code = not isinstance(module, Wrapper) and not kind.__module__.startswith("torch.")
     return bool(has_loading_hooks(module) or (has_own_code and has_loading_code(kind)))
 
 
-def _put_back(own: Mapping[str, Any], backup: Mapping[str, Tensor]) -> None:
+def _restore(own: Mapping[str, Any], backup: Mapping[str, Tensor]) -> None:
     """Restore the model's tensors, which the state dict shares memory with."""
     with torch.no_grad():
         for name, value in backup.items():
@@ -225,7 +225,7 @@ def _explain(
     if plan.unexpected:
         parts.append(f"Not in the model: {_some(plan.unexpected)}.")
     parts += [f"{name!r} is {words}." for name, words in list(shapes.items())[:1]]
-    parts += islice(_meant(own, given, plan), 1)
+    parts += islice(_suggest_names(own, given, plan), 1)
     advice = "Build the model as it was when the file was written"
     advice += "." if shapes else ", or pass strict=False to leave out what does not fit."
     kind = type(model.module if isinstance(model, Wrapper) else model).__name__
@@ -236,8 +236,10 @@ def _explain(
     )
 
 
-def _meant(own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport) -> Iterator[str]:
-    """Guesses at misspelt names, among the first ones with the same shape."""
+def _suggest_names(
+    own: Mapping[str, Any], given: Mapping[str, Any], plan: WeightsReport
+) -> Iterator[str]:
+    """Suggestions for misspelt names, among the first ones with the same shape."""
     missing = plan.missing[:_GUESSED]
     for name in plan.unexpected[:_GUESSED]:
         shape = getattr(given[name], "shape", None)
@@ -252,7 +254,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def clean_names(names: Collection[str], keep: Collection[str] = ()) -> dict[str, str]:
-    """The bare name of each name; two that would become one are refused."""
+    """The bare name of each name; raises if two would become the same."""
     wrappers = find_wrappers(names, keep)
     cleaned = {name: without_wrappers(name, wrappers) for name in names}
     count = Counter(cleaned.values())
