@@ -352,3 +352,131 @@ def test_lbfgs_closures_train_like_one_process() -> None:
     expected = train(small().double(), slice(12))
     for got in run_ranks(2, body):
         torch.testing.assert_close(got, expected)
+
+
+class Heads(nn.Module):
+    """Two parts of which a backward may reach one, the other, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = seeded(nn.Linear(6, 3), 0), seeded(nn.Linear(6, 3), 1)
+
+    def forward(self, rows: slice, heads: str) -> Tensor:
+        """The sum of the losses of these heads, for which "ab" stands for both."""
+        scores = [getattr(self, head)(X[rows]) for head in heads]
+        return torch.stack([F.cross_entropy(s, Y[rows], reduction="sum") for s in scores]).sum()
+
+
+def filled(model: nn.Module) -> list[Tensor]:
+    """The gradients, zeros where there is none."""
+    pairs = ((param, param.grad) for param in model.parameters())
+    return [torch.zeros_like(param) if grad is None else grad.clone() for param, grad in pairs]
+
+
+Loop = list[tuple[str, str, bool]]
+"""What happens to the gradients, the heads of a backward, and whether zeroing sets None."""
+
+LOOPS: dict[str, Loop] = {
+    "two parts, one after the other": [("sync", "a", True), ("sync", "b", True)],
+    "the part that comes second was averaged": [
+        *[("sync", "ab", True), ("zero", "", True), ("local", "a", True), ("sync", "a", True)],
+        ("sync", "b", True),
+    ],
+    "a micro-batch is dropped": [("local", "a", True), ("zero", "", True), ("sync", "ab", True)],
+    "a micro-batch is zeroed": [("local", "ab", True), ("zero", "", False), ("sync", "a", True)],
+    "zeroed inside the block": [
+        *[("sync", "ab", True), ("zero_inside", "ab", True), ("zero_inside", "b", False)],
+        *[("local", "a", True), ("zero_inside", "b", False), ("sync", "a", True)],
+    ],
+    "dropped twice": [
+        *[("local", "a", True), ("local", "b", True), ("zero", "", False), ("local", "a", True)],
+        *[("zero", "", True), ("local", "b", True), ("sync", "a", True)],
+    ],
+}
+
+
+@pytest.mark.parametrize("bypass", [False, True], ids=["", "past the wrapper"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=list(LOOPS))
+def test_weights_are_those_of_the_gradients_that_are_there(
+    loop: Loop, size: int, bypass: bool
+) -> None:
+    def rows_of(number: int, rank: int) -> slice:
+        start = number + rank * 3
+        return slice(start, start + 1 + (number + rank) % 3)
+
+    def body(world: World) -> list[Tensor]:
+        model = DistributedDataParallel(Heads(), process_group=world.group, bucket_cap_mb=1e-4)
+        for number, (event, heads, set_to_none) in enumerate(loop):
+            rows = rows_of(number, world.rank)
+            if event == "zero":
+                model.zero_grad(set_to_none)
+                continue
+            with model.no_sync(enabled=event == "local"), model.weighted(rows.stop - rows.start):
+                if event == "zero_inside":
+                    model.zero_grad(set_to_none)
+                (model.module if bypass else model)(rows, heads).backward()
+        return filled(model)
+
+    whole, accumulated = Heads(), []
+    for number, (event, heads, set_to_none) in enumerate(loop):
+        if event.startswith("zero"):
+            whole.zero_grad(set_to_none)
+            accumulated = []
+        if heads:
+            accumulated += [(rows_of(number, rank), heads) for rank in range(size)]
+        if event in ("sync", "zero_inside"):
+            items = sum(rows.stop - rows.start for rows, _ in accumulated)
+            for rows, reached in accumulated:
+                (whole(rows, reached) / items).backward()
+            accumulated = []
+    for got in run_ranks(size, body):
+        torch.testing.assert_close(got, filled(whole))
+
+
+def test_every_average_inside_a_block_has_its_weight() -> None:
+    def body(world: World) -> dict[str, Tensor | None]:
+        model = DistributedDataParallel(Heads(), process_group=world.group)
+        rows = slice(0, 3) if world.rank == 0 else slice(3, 8)
+        with model.weighted(rows.stop - rows.start):
+            model(rows, "a").backward()
+            model(rows, "b").backward()
+        return copied(model)
+
+    whole = Heads()
+    (whole(slice(8), "ab") / 8).backward()
+    for got in run_ranks(2, body):
+        torch.testing.assert_close(got, gradients(whole))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weighted_gradients_of_which_some_were_zeroed_are_refused(set_to_none: bool) -> None:
+    def body(world: World) -> None:
+        model = DistributedDataParallel(Heads(), process_group=world.group)
+        with model.no_sync(), model.weighted(3):
+            model(slice(3), "ab").backward()
+        model.module.a.zero_grad(set_to_none)
+        with model.weighted(3):
+            model(slice(3), "ab").backward()
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, UsageError)
+        assert says(str(error), "Step 0")
+
+
+@pytest.mark.parametrize("between", ["clipped", "held", "accumulated", "unweighted"])
+def test_averages_are_not_added_to_whatever_was_done_with_them(between: str) -> None:
+    def body(world: World) -> None:
+        model = DistributedDataParallel(Heads(), process_group=world.group)
+        with model.weighted(3) if between != "unweighted" else model.no_sync(enabled=False):
+            model(slice(3), "a").backward()
+        held = [param.grad for param in model.parameters()] if between == "held" else []
+        if between == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with model.no_sync(enabled=between == "accumulated"), model.weighted(3):
+            model(slice(3), "a").backward()
+        del held
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, UsageError)
+        assert "'a." in str(error)

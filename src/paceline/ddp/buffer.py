@@ -96,7 +96,6 @@ class Bucket:
         """The whole buffer, the part that holds gradients, and the rest; none before `fill`."""
         self._storage_uses = 0
         self._geometry: list[Any] = []
-        self._versions: list[int] | None = None
         self._is_lent = False
         self._is_plain = False
         self._has_gaps = sum(slot.stop - slot.start for slot in plan.slots) < plan.numel
@@ -263,23 +262,6 @@ class Bucket:
         elif not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
 
-    def is_average_added_to(self) -> bool:
-        """Whether gradients were added onto averages, and nobody zeroed these in between."""
-        if self._versions is None or not self._is_intact():
-            return False
-        return any(
-            # One that was zeroed in place, and not used since, has changed once as well.
-            param is not None
-            and param.grad is view
-            and view._version == version + 1
-            and bool(view.any())
-            for param, view, version in zip(self.params, self.views, self._versions, strict=True)
-        )
-
-    def remember_averages(self) -> None:
-        """Note how the averages look now, for `is_average_added_to`."""
-        self._versions = [view._version for view in self.views]
-
     def _why_refused(self) -> DeviceError:
         """torch takes a gradient only in its parameter's dtype and on its device."""
         for name, param, view in zip(self.names, self.params, self.views, strict=True):
@@ -312,7 +294,6 @@ class Bucket:
         self.flat, self.trailer = self.buffer[: plan.numel], self.buffer[plan.numel :]
         self.views = self._make_views(self.buffer)
         self._geometry = geometry(self.views)
-        self._versions = None
         self._count_uses = count_storage_uses(self.buffer)
         self._storage_uses = self._count_uses()
 

@@ -186,12 +186,12 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         `no_sync()`.
         """
         reducer = self._reducer
-        backwards, before = reducer.backwards, reducer.weight.enter(count)
+        before = reducer.weight.enter(count)
         reducer.attach()
         try:
             yield
         finally:
-            reducer.weight.leave(before, had_backward=reducer.backwards > backwards)
+            reducer.weight.leave(before)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Reduce buckets through `hook(state, bucket)` instead; see torch's method of this name."""

@@ -219,7 +219,7 @@ class Reducer(BackwardFollower):
         def on_grad_ready(param: Tensor) -> None:
             current = reducer.current
             if current is None:
-                current = reducer.open()
+                current = reducer.open(param)
             current.arrived.append(param)
             if not current.skips:
                 reducer._on_gradients(current)
@@ -270,8 +270,7 @@ class Reducer(BackwardFollower):
         self._count(current)
         last = len(self._layout.buckets) - 1
         while len(current.in_flight) < last and current.missing[len(current.in_flight)] <= 0:
-            if self.weight.is_set:
-                self._refuse_second_average(self._layout.buckets[len(current.in_flight)])
+            self.refuse_second_average(current)
             self._start_next(current)
 
     def _start_next(self, current: Backward) -> None:
@@ -349,7 +348,8 @@ class Reducer(BackwardFollower):
             self.current = None
             self.weight.value = 1.0
             if not self.weight.is_clean:
-                self.weight.reset()
+                params = self.parameters if self.weight.is_set else ()
+                self.weight.reset(params, current.arrived)
             self.steps += 1
         if self.observer is not None and compares:
             self.observer.step_ends()
@@ -377,14 +377,14 @@ class Reducer(BackwardFollower):
         if not current.is_shadow:
             for number, bucket in enumerate(self._layout.buckets):
                 bucket.hand_out(used, is_untouched=number >= current.early)
-                if self.weight.is_set:
-                    bucket.remember_averages()
         for ref in self._sparse:
             what = f"Step {self.steps}: the sum of the sparse gradient of {ref.name!r}"
             share = factor / self.size
             average_sparse(self.membership.group, ref, share, what, is_shadow=current.is_shadow)
         if is_unfrozen:
             self._adopt(factor)
+        self.refuse_second_average(current)  # of other ranks, which had zeroed theirs
+        current.put_back()
 
     def _adopt(self, factor: float | Tensor) -> None:
         """Average what the newly unfrozen parameters have, and follow them from now on."""
@@ -445,8 +445,7 @@ class Reducer(BackwardFollower):
         try:
             self._refuse_update(current)
             self.weight.refuse_mixture(self.steps)
-            for bucket in self._layout.buckets[len(current.in_flight) :]:
-                self._refuse_second_average(bucket)
+            self.refuse_second_average(current)
         except UsageError:
             with suppress(PacelineError):  # the first error is the one to show
                 self._call_off(current)
@@ -462,10 +461,11 @@ class Reducer(BackwardFollower):
                 advice="Call the optimizer's step() after backward instead.",
             )
 
-    def _refuse_second_average(self, bucket: Bucket) -> None:
-        if bucket.is_average_added_to():
+    def refuse_second_average(self, current: Backward) -> None:
+        if found := [param for param, _ in current.aside if param.grad is not None]:
+            name = next(ref.name for ref in self._refs if ref.get() is found[0])
             raise UsageError(
-                f"Step {self.steps}: weighted gradients of {bucket.names[0]!r} would be added onto "
+                f"Step {self.steps}: weighted gradients of {name!r} would be added onto "
                 "the averages of an earlier backward.",
                 advice="Call zero_grad() first; to accumulate, put every backward but the last "
                 "under no_sync().",
