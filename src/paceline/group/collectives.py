@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import DesyncError, PeerError, name_ranks
+from paceline.group.device_waits import DeviceWaits
 from paceline.group.sockets import CONNECTIONS
 from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
 
@@ -61,6 +62,8 @@ class Pending:
         try:
             if (is_aborted := _is_aborted[0]) is None:
                 self._work.wait()
+                if not self._is_on_host and self._group.size() > 1:
+                    _device_waits.note(self._group, self._what)
             elif self._is_on_host:
                 self._wait_on_host(is_aborted)
             else:
@@ -146,6 +149,7 @@ def start_broadcast(
 
 
 def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any]) -> Pending:
+    _device_waits.check()
     try:
         return Pending(collective(), group, what, tensor.is_cpu)
     except RuntimeError as error:
@@ -243,6 +247,14 @@ def have_left(group: Group, ranks: Sequence[int]) -> bool:
     return any(words["kind"] != "waiting" for words in _read_last_words(group, ranks).values())
 
 
+def settle_device() -> None:
+    """Wait until all sums on the device have arrived; an error if one cannot any more.
+
+    To be called before this process ends with results, or says that it has ended.
+    """
+    _device_waits.settle()
+
+
 def post_last_words(group: Group, text: str, kind: str = "left") -> None:
     """Leave word in the group's store of why this rank will not answer; never raises."""
     words = {"kind": kind, "text": text[:_WORDS_LIMIT_CHARS], "time": time.time()}
@@ -281,6 +293,13 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
         "Every rank must run the same backward passes: look for the first error on the rank "
         "named here, or for a branch that only some ranks take.",
     )
+
+
+def _has_any_left(group: Group) -> bool:
+    return have_left(group, [rank for rank in range(group.size()) if rank != group.rank()])
+
+
+_device_waits = DeviceWaits(_has_any_left, explain_failure)
 
 
 def ask_nobody() -> None:
@@ -336,6 +355,15 @@ def _say_goodbye(pid: int) -> None:
     if os.getpid() != pid or not dist.is_initialized():
         return  # a forked child must not speak on its parent's connection
     error = getattr(sys, "last_value", None)
+    if error is None:
+        try:
+            settle_device()
+        except PeerError as lost:
+            # The parameters are not a result, and only the exit code can still say so.
+            print(f"PeerError: {lost}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
     text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
     post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")
 

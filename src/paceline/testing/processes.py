@@ -35,6 +35,7 @@ import torch.distributed as dist
 from paceline import env
 from paceline.errors import UsageError, WorkerError
 from paceline.files import decode, encode
+from paceline.group import settle_device
 from paceline.launcher import die_with, is_secondary, signal_name
 from paceline.testing.ranks import (
     await_all_connected,
@@ -280,6 +281,7 @@ def _work(rank: int, call: WorkerCall) -> None:
         await_all_connected(store, call.size, call.timeout_s)
         args = [decode(arg) if isinstance(arg, bytes) else _find(arg) for arg in call.args]
         result = _find(call.function)(testing_world(rank, call.size, group), *args)
+        settle_device()
         message = encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)
     except BaseException as error:

@@ -1,0 +1,85 @@
+"""A device that waits for a rank that has left is released, and what it then holds is refused."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.errors import PeerError
+from paceline.group.device_waits import DeviceWaits
+
+
+@dataclass
+class Device:
+    """Passes an event when it is told to, or when its communicators are aborted."""
+
+    passed: threading.Event = field(default_factory=threading.Event)
+    looked: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    recorded: int = 0
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+    def record(self) -> Device:
+        self.recorded += 1
+        return self
+
+    def query(self) -> bool:
+        self.looked.release()
+        return self.passed.is_set()
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self.passed.set()
+
+
+def explain(_group: Any, what: str, _error: BaseException) -> PeerError:
+    return PeerError(f"{what} failed", "Rank 1 raised ValueError.")
+
+
+def waits_of(device: Device, *, is_left: bool) -> DeviceWaits:
+    return DeviceWaits(lambda _: is_left, explain, device.record, device.abort, patience_s=0.01)
+
+
+def test_a_sum_that_a_rank_has_left_is_aborted_and_every_later_one_refused() -> None:
+    device = Device()
+    waits = waits_of(device, is_left=True)
+    waits.note(None, "Step 3: the sum of bucket 0")
+    assert device.aborted.wait(60)
+    for _ in range(2):
+        with pytest.raises(PeerError):
+            waits.check()
+    with pytest.raises(PeerError):
+        waits.note(None, "Step 4: the sum of bucket 0")
+
+
+def test_a_sum_that_is_only_slow_is_waited_for() -> None:
+    device = Device()
+    waits = waits_of(device, is_left=False)
+    waits.note(None, "Step 3: the sum of bucket 0")
+    for _ in range(3):
+        assert device.looked.acquire(timeout=60)
+    assert not device.aborted.is_set()
+    waits.check()
+    device.passed.set()
+
+
+def test_a_rank_may_leave_when_the_device_waits_for_nothing() -> None:
+    device = Device()
+    device.passed.set()
+    waits = waits_of(device, is_left=True)
+    for number in range(3):
+        waits.note(None, f"Step {number}: the sum of bucket 0")
+        assert device.looked.acquire(timeout=60)
+    waits.check()
+    assert not device.aborted.is_set()
+
+
+def test_one_event_at_a_time_is_recorded() -> None:
+    device = Device()
+    waits = waits_of(device, is_left=False)
+    for _ in range(100):
+        waits.note(None, "a sum")
+    assert device.recorded == 1
+    device.passed.set()
