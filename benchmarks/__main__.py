@@ -32,6 +32,7 @@ MEASUREMENTS = [
     "watch",
     "survive",
     "islands",
+    "islands_speed",
     "data_parallel",
     "single_gpu",
     "gpu_overlap",
