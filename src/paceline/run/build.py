@@ -61,6 +61,7 @@ from paceline.run.loader import (
 from paceline.run.member import Groups, can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.models import ByName, TurnEngine
+from paceline.run.objects import StateObjects
 from paceline.run.parts import (
     Dealing,
     Feed,
@@ -205,6 +206,7 @@ def build_run(config: RunConfig) -> RunParts:
         state,
         audit,
         fit,
+        StateObjects(config.state or {}),
     )
     training.generators.seed(config.seed, "between", position.step)
     signals = LoaderSignals()

@@ -260,6 +260,8 @@ class Run:
                         self._after(step)
                     case Outcome.FAILED | Outcome.UNDONE:
                         outlets.metrics.forget()  # what the code behind the block has logged
+                        if step.state is Outcome.UNDONE:  # nor does it count in `state=`
+                            parts.training.put_back(step.before, step.number)
                         if again is None:
                             parts.dealing.deal()  # the same step comes again, or one before it
                     case _:

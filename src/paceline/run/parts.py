@@ -31,6 +31,7 @@ from paceline.run.exchanges import Exchanges
 from paceline.run.fit import Fit
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
+from paceline.run.objects import StateObjects
 from paceline.run.precision import Precision
 from paceline.run.rating import Rating
 from paceline.run.recovery import NoRecovery, Recovery
@@ -77,6 +78,16 @@ class Training:
     state: RunState
     audit: Audit
     fit: Fit
+    objects: StateObjects
+
+    def keep(self) -> tuple[Any, Any]:
+        """What a block may change besides the model: generators, and the script's objects."""
+        return self.generators.state(), self.objects.keep()
+
+    def put_back(self, kept: tuple[Any, Any], step: int) -> None:
+        """Leave them as they were before the block of `step`."""
+        self.generators.restore(kept[0])
+        self.objects.put_back(kept[1], step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +218,7 @@ class RunParts:
     def __post_init__(self) -> None:
         self.exchanges.recovery, fit = self.recovery, self.training.fit
         fit.on_change, fit.passes = self.count_passes, self._passes
-        fit.tell = partial(self.outlets.sinks.tell, "message")
+        fit.tell = self.training.objects.tell = partial(self.outlets.sinks.tell, "message")
         self.place.membership.follow(self.on_generation)
         self.count_passes()
         self.cut = Cut(self)
@@ -230,6 +241,7 @@ class RunParts:
         """Leave lost workers to it."""
         self.recovery = self.exchanges.recovery = recovery
         self.vote.is_due, self.stop.leave = recovery.is_due, recovery.ask_to_leave
+        self.training.objects.looks_at_large = True
         self.count_passes()
 
     def on_generation(self) -> None:

@@ -67,7 +67,7 @@ class Step:
         self._audit, self._fit, self._cut = parts.training.audit, parts.training.fit, parts.cut
         self._recording: StepRecording | None = None
         self._has_told = False
-        self._before: tuple[Any, ...] = ()
+        self.before: Any = None
         self._begin_s = self._clock_s = 0.0
         self._key: tuple[int, ...] = (self.number,)
         self._loss_name, self._norm_name = "loss", "grad_norm"
@@ -112,7 +112,7 @@ class Step:
             )
         self._begin_s = time.perf_counter()
         self._begin()
-        self._before, self._talks = self._training.generators.state(), self._progress.count_talks()
+        self.before, self._talks = self._training.keep(), self._progress.count_talks()
         return self
 
     def _begin(self) -> None:
@@ -126,8 +126,7 @@ class Step:
             self._note[0] = number
         self.state, self._recovery.is_apart = Outcome.OPEN, False
         self._metrics.step = number
-        lr = self._config.optimizer.param_groups[0].get("lr")
-        self.lr = lr if isinstance(lr, int | float) else None
+        self.lr = losses.read_rate(self._config.optimizer)
         if training.buffers is not None:
             training.buffers.begin(self._busy, self._feed.loader.first_rank)
         self._scale = self._progress.size / self.samples
@@ -199,6 +198,7 @@ class Step:
         if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
         self._has_told |= self._progress.count_talks() != self._talks
+        self._at_loop = self._training.objects.keep()
         self._metrics.begin_loop()
 
     def _load(self, shard: Shard) -> Any:
@@ -276,6 +276,7 @@ class Step:
             return False
         self._deal(portion)
         self._begin()
+        self._training.objects.put_back(self._at_loop, self.number)
         self._metrics.begin_again()
         return True
 
@@ -340,8 +341,7 @@ class Step:
         self._lap(Phase.FORWARD)
         count: float = len(shard.indices)
         if items is not None:
-            read = losses.read_items
-            count = items if type(items) is int and items >= 0 else read(self.number, items)
+            count = losses.read_items(self.number, items)
         if self._has_items not in (None, items is not None):
             losses.refuse_some_items(self.number)
         self._has_items = items is not None
@@ -428,7 +428,7 @@ class Step:
                 self.state = Outcome.FAILED
                 self._undo()
             self._metrics.forget()
-            self._training.generators.restore(self._before)
+            self._training.put_back(self.before, self.number)
         if self.state is Outcome.FAILED:
             self._on_fail(self)
             self._stop.ignore()  # the error may end the program, which is not ours then

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.data import Portion, Position, Shard
 from paceline.errors import PeerError, UsageError, did_you_mean
+from paceline.run.losses import read_rate
 from paceline.run.models import TurnEngine, TurnUpdate
 from paceline.run.parts import Outcome, RunParts
 from paceline.run.step import Step
@@ -162,8 +163,7 @@ class Turn(Step):
     def _begin(self) -> None:
         super()._begin()
         self._metrics.turn = self.index
-        lr = self._update.updates[self.name].parts["optimizer"].param_groups[0].get("lr")
-        self.lr = lr if isinstance(lr, int | float) else None
+        self.lr = read_rate(self._update.updates[self.name].parts["optimizer"])
         if self._whole.lr is None:
             self._whole.lr = self.lr
 

@@ -1,0 +1,97 @@
+"""The script's own objects in `state=`, put back where what a block did to them is done again.
+
+A step that is lost begins again with the first line of its block, or, inside the loop over
+batches, with the first batch. Whatever the lines in between have counted would count twice.
+Only what is small is copied in every step; of the rest a change is noticed, and told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.files import encode
+from paceline.group import children_of, find_tensors, is_container
+from paceline.telemetry import Message
+from paceline.update import load_state
+
+MOST_BYTES, MOST_LEAVES = 2**20, 2000
+"""What is larger is not copied in every step."""
+Kept = dict[str, Any]
+"""By name, a copy of an object's state, or of a large one what tells whether it has changed."""
+
+
+class StateObjects:
+    """Those of one run, by name."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = dict(objects)
+        self._large: set[str] = set()
+        self._said: set[str] = set()
+        self.tell: Callable[[Message], None] = lambda _: None
+        self.looks_at_large = False
+        """Whether steps may be done again that nobody sees, because another worker has died."""
+
+    def keep(self) -> Kept:
+        """What there is now."""
+        kept: Kept = {}
+        for name, each in self._objects.items():
+            if name not in self._large:
+                state = each.state_dict()
+                if _is_small(state):
+                    kept[name] = copy.deepcopy(state)
+                    continue
+                self._large.add(name)
+            if self.looks_at_large:
+                kept[name] = _look(each.state_dict())
+        return kept
+
+    def put_back(self, kept: Kept, step: int) -> None:
+        """Have all that has changed since as it was then."""
+        for name, before in kept.items():
+            each = self._objects[name]
+            if name not in self._large:
+                if not _are_equal(before, each.state_dict()):
+                    load_state(each, copy.deepcopy(before))
+            elif _look(each.state_dict()) != before and name not in self._said:
+                self._said.add(name)
+                text = (
+                    f"state[{name!r}] was changed inside the block of step {step}, which begins "
+                    "again, and it is too large to be put back: the change is made twice. Make it "
+                    "behind the block."
+                )
+                self.tell(Message(text, "warning"))
+
+
+def _is_small(state: Any) -> bool:
+    tensors = islice(find_tensors(state), MOST_LEAVES)
+    return sum(each.nbytes for each in tensors) <= MOST_BYTES and _count(state) <= MOST_LEAVES
+
+
+def _count(value: Any, so_far: int = 0) -> int:
+    """How many leaves it has, or a larger number than is asked for."""
+    if not is_container(value):
+        return so_far + 1
+    for _, child in children_of(value):
+        if so_far > MOST_LEAVES:
+            break
+        so_far = _count(child, so_far)
+    return so_far
+
+
+def _look(state: Any) -> list[Any]:
+    """What tells of a change, mostly, without a look at every number."""
+    tensors: list[Tensor] = list(find_tensors(state))
+    return [(each.data_ptr(), each._version) for each in tensors]
+
+
+def _are_equal(before: Any, now: Any) -> bool:
+    try:
+        return encode(before) == encode(now)
+    except PacelineError:  # of something that can be neither saved nor compared
+        return False

@@ -1,0 +1,68 @@
+"""What a script counts in objects in `state=`, inside the block and behind it, through deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults import TrainingFaults, assert_survived, run_training, train_alone
+
+SCRIPT = """
+import torch, paceline
+from torch import nn
+from torch.nn.functional import mse_loss
+from tests.faults import wait_for_replacements
+
+class Counts:
+    def __init__(self):
+        self.before, self.inside, self.behind = torch.zeros(2), [], 0
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+world = paceline.init_process_group()
+net, counts = nn.Linear(6, 3).double(), Counts()
+x = torch.randn(48, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+run = paceline.Run(net, torch.optim.AdamW(net.parameters(), lr=0.02),
+                   torch.utils.data.TensorDataset(x), global_batch=6, epochs=4, shards=3,
+                   state={"counts": counts}, options=paceline.RunOptions(progress="plain"))
+lost = []
+
+def lose(step):
+    if step.number not in lost and step.number in (5, 20) and world.rank == 1:
+        lost.append(step.number)
+        raise paceline.errors.PeerError("as in a collective of the script")
+
+for step in run:
+    with step:
+        counts.before += 1  # in place
+        if step.number == 20:
+            lose(step)
+        for (rows,) in step.batches():
+            step.backward(mse_loss(run.model(rows), rows[:, :3]))
+        counts.inside.append(step.number)
+        lose(step)
+    counts.behind += 1
+    wait_for_replacements(run)
+assert counts.before.tolist() == [32.0, 32.0], counts.before
+assert counts.inside == list(range(1, 33)), counts.inside
+assert counts.behind == 32
+"""
+
+
+def test_what_a_block_counts_in_state_counts_once_through_deaths(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    reference = train_alone(tmp_path / "script.py")
+    faults = (
+        TrainingFaults()
+        .kill(rank=0, step=3, where="before the sum")
+        .kill(rank=1, step=8, where="after the last bucket")
+        .kill(rank=0, step=12, where="in the commit")
+        .kill(rank=2, step=16, where="between steps")
+    )
+    done = run_training(tmp_path / "script.py", workers=3, faults=faults)
+    assert_survived(done, reference)
