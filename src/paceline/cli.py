@@ -1,7 +1,7 @@
-"""The command line: a table of commands, each loaded only when it is called.
+"""The command line: a table of commands, each imported only when it is called.
 
-A command is a module with `add_arguments(parser)` and `main(args) -> exit code`. Listing them
-costs no import, so `paceline --help` answers at once.
+A command is a module with `add_arguments(parser)` and `main(args) -> exit code`. Listing them needs
+no import, so `paceline --help` answers at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: the module of this package that does it, and a line of help."""
+    """One command: the module of this package that implements it, and a line of help."""
 
     module: str
     summary: str
@@ -36,42 +36,44 @@ COMMANDS = {
     "ckpt": Command("checkpoint.command", "list, verify, compare and clean checkpoints"),
     "doctor": Command("doctor", "describe this machine and check that training works"),
     "timeline": Command("telemetry.timeline", "show where each worker's time went, step by step"),
-    "scale": Command("show.scaling.command", "say where the speed-up of more workers went"),
-    "fit": Command("show.fit", "say how many samples fit into memory, and how fast that is"),
-    "speedup": Command("show.scaling.two_times", "say what two times of one job mean"),
-    "policy": Command("policy.command", "batch size and learning rate for several workers"),
+    "scale": Command("show.scaling.command", "find where the speed-up of more workers is lost"),
+    "fit": Command("show.fit", "find how many samples fit into memory, and how fast each size is"),
+    "speedup": Command("show.scaling.two_times", "turn two times of one job into its speed-up"),
+    "policy": Command("policy.command", "plan batch size and learning rate for several workers"),
     "trace": Command("show.trace.command", "follow one batch through a training step"),
     "report": Command("show.report.page", "write a run as one HTML file"),
-    "compare": Command("show.compare", "say whether two runs have the same bits"),
+    "compare": Command("show.compare", "check whether two runs have the same bits"),
     "replay": Command("show.replay", "compute a recorded step again, and compare the bits"),
-    "watch": Command("show.watch.command", "show a run on a live page, while it trains"),
+    "watch": Command("show.watch.command", "show a run on a live page while it trains"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever started this: the next file would get it
+        # Closed by the parent process: the next file that is opened would get its number, and be
+        # written to by every print.
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         return _dispatch(arguments)
     except UsageError as error:
-        _complain(arguments, error)
+        _print_error(arguments, error)
         return USAGE_ERROR
     except PacelineError as error:
-        _complain(arguments, error)
+        _print_error(arguments, error)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; Python must not complain about it again at exit.
+        # The reader of our output has closed it; Python must not report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with suggestions, and with everything after a script left to the script."""
+    """argparse with suggestions, which leaves all arguments after a script to the script."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -82,23 +84,23 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         mine, rest = self.split(given)
         parsed, unknown = super().parse_known_args(mine, namespace)
-        if self._passes_rest_on is not None:
-            setattr(parsed, self._passes_rest_on, rest)
+        if self._rest_destination is not None:
+            setattr(parsed, self._rest_destination, rest)
         return parsed, unknown
 
     @property
-    def _passes_rest_on(self) -> str | None:
-        """The name under which a script's own arguments are kept, if there is a script."""
+    def _rest_destination(self) -> str | None:
+        """The destination of a script's own arguments, if the command takes a script."""
         found = (a.dest for a in self._actions if a.nargs == argparse.REMAINDER)
         return next(found, None)
 
     def split(self, arguments: list[str]) -> tuple[list[str], list[str]]:
-        """Our own flags with the script's name, and what follows the script.
+        """Split into our own flags with the script's name, and the script's arguments.
 
-        argparse would look for our flags among the script's, and take the value of a misspelt
-        flag for the script.
+        Left to itself, argparse would look for our flags among the script's, and take the value of
+        a misspelt flag for the script.
         """
-        if self._passes_rest_on is None:
+        if self._rest_destination is None:
             self._check_flags(arguments)
             return arguments, []
         index = 0
@@ -123,7 +125,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {name!r}.{did_you_mean(name.replace('_', '-'), known)}")
 
     def error(self, message: str) -> NoReturn:
-        message = message.removesuffix(", ...")  # how argparse calls a script's own arguments
+        message = message.removesuffix(", ...")  # argparse's name for a script's own arguments
         text = message[:1].upper() + message[1:]
         text = text if text.endswith((".", "?")) else f"{text}."
         raise UsageError(text, advice=f"See `{self.prog} --help`.")
@@ -160,13 +162,13 @@ def _top_parser() -> Parser:
         usage="paceline COMMAND [flags]",
         description="Data-parallel training with PyTorch: one model, many devices, every copy "
         "in step.",
-        epilog=f"commands:\n{listing}\n\n`paceline COMMAND --help` says more about one of them.",
+        epilog=f"commands:\n{listing}\n\n`paceline COMMAND --help` says more about one command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     return parser
 
 
-def _complain(arguments: list[str], error: PacelineError) -> None:
+def _print_error(arguments: list[str], error: PacelineError) -> None:
     who = f"paceline {arguments[0]}" if arguments[:1] and arguments[0] in COMMANDS else "paceline"
     print(f"{who}: {error}", file=sys.stderr)

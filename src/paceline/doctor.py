@@ -1,7 +1,6 @@
-"""`paceline doctor`: whether training works on this machine and what it has, fit for an issue.
+"""`paceline doctor`: checks that training works on this machine, and describes it for an issue.
 
-Of the environment only variables of known names are shown, and what looks like a secret is masked
-even there.
+Only environment variables with known names are shown, and values that look like secrets are masked.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline doctor`."""
     parser.description = (
         "Check that workers can train a step here, and print versions, devices, backends and "
-        "environment variables, fit to paste into an issue."
+        "environment variables, to paste into an issue."
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--workers", metavar="N", type=int, default=2, help="(default: 2)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the verdict of the check and the facts; 1 if the check failed."""
+    """Print the result of the check and the facts; returns 1 if the check failed."""
     check_whole("--workers", args.workers, most=MAX_WORKERS)
     print("Checking this machine ...", file=sys.stderr, flush=True)
     begin_s = time.monotonic()
-    problem = check(args.workers)  # before CUDA is used here: forks of this process could not
+    problem = check(args.workers)  # before `collect` uses CUDA, which does not survive a fork
     what = f"({args.workers} workers, one step with Gloo, {time.monotonic() - begin_s:.1f} s)"
     facts = {"check": f"FAILED: {problem} {what}" if problem else f"Training works here {what}"}
     facts |= collect(os.environ)
@@ -70,13 +69,13 @@ def check(workers: int) -> str:
 
 
 def _train_step() -> float:
-    """Each rank's gradient is its number from 1: the weight becomes minus their mean."""
+    """Each rank's gradient is rank + 1, so the weight becomes minus their mean."""
     import torch
 
     from paceline.ddp import DistributedDataParallel
     from paceline.group import init_process_group
 
-    # A check that hangs says where, and ends.
+    # If the check hangs, print where, and exit.
     faulthandler.dump_traceback_later(CHECK_TIMEOUT_S, exit=True)
     with init_process_group("gloo") as world:
         model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
@@ -89,7 +88,7 @@ def _train_step() -> float:
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a user acts on: versions, devices, backends, shared memory, variables."""
+    """The facts: versions, devices, backends, shared memory, environment variables."""
     import torch
     import torch.distributed as dist
 

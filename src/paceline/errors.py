@@ -6,7 +6,7 @@
     │   ├── NotInitializedError  there is no process group yet
     │   ├── DeviceError          a device does not exist, or tensors lie on several
     │   ├── HookError            a communication hook returned the wrong thing
-    │   └── MissingLibraryError  a library that one module of ours needs is not installed
+    │   └── MissingLibraryError  a library that a module of Paceline's needs is not installed
     ├── DesyncError              the ranks disagree on what is being trained or reduced
     │   └── ReplicaError         parameters or buffers that should be equal are not
     ├── CheckpointError          a checkpoint or weights file is damaged, or not what it should be
@@ -14,8 +14,8 @@
     ├── NotFiniteError           a loss or a gradient is NaN or infinite
     ├── FitError                 a rank ran out of memory in a step, which is not applied
     ├── PeerError                another rank died, left, or did not arrive in time
-    ├── AuditError               this rank computed other bits than two others of the same shard
-    ├── WorkerError              a worker process of ours failed; carries its traceback
+    ├── AuditError               workers computed different bits of the same shard
+    ├── WorkerError              a worker process failed; carries its traceback
     └── WireError                bytes from a file, pipe or store are malformed
 
 A message has up to three sentences: what happened, with the values and the rank; where the first
@@ -40,7 +40,7 @@ class PacelineError(Exception):
     """The root of the tree: `what` happened, `where` it first shows, and `advice`."""
 
     ends_run = False
-    """Whether a training that survives deaths must not survive this."""
+    """Whether this ends a run that would survive the loss of a worker."""
 
     def __init__(self, what: str, where: str = "", advice: str = "") -> None:
         super().__init__(what, where, advice)
@@ -65,11 +65,11 @@ class NotInitializedError(UsageError):
 
 
 class DeviceError(UsageError):
-    """A device does not exist, or tensors that belong together lie on several devices."""
+    """A device does not exist, or tensors that belong together are on several devices."""
 
 
 class MissingLibraryError(UsageError, ImportError):
-    """A module of ours needs a library that comes with an extra, and it is not installed."""
+    """A module of Paceline's needs a library of one of its extras, which is not installed."""
 
 
 class HookError(UsageError, TypeError):
@@ -83,7 +83,7 @@ class DesyncError(PacelineError, RuntimeError):
 class ReplicaError(DesyncError):
     """Parameters or buffers that should be equal on all ranks are not.
 
-    Whoever survived this would heal the others with what may be the wrong copy.
+    It ends the run: a survivor would give the others its copy, which may be the wrong one.
     """
 
     ends_run = True
@@ -98,9 +98,9 @@ class WeightsError(CheckpointError):
 
 
 class NotFiniteError(PacelineError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite; the parameters have not seen it.
+    """A loss or a gradient is NaN or infinite; the parameters are unchanged.
 
-    Raised on all ranks; `rank` is the one whose loss it was, if one is known.
+    Raised on all ranks; `rank` is the one with that loss, if it is known.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class PeerError(PacelineError, RuntimeError):
 
 
 class FitError(PacelineError, RuntimeError):
-    """A rank ran out of memory in a step, which none has applied.
+    """A rank ran out of memory in a step, which no rank has applied.
 
-    A run that may compute in smaller pieces does so, and raises it when there are none.
+    A run that may compute in smaller pieces does so, and raises this when a piece is one sample.
     """
 
     ends_run = True
 
 
 class AuditError(PacelineError, ArithmeticError):
-    """Workers that computed the same shard have different bits; the parameters have not seen them.
+    """Workers computed different bits of the same shard; the parameters are unchanged.
 
-    Raised on the one that is wrong, which another may replace. Where it stays open which one that
-    is, on all: none of them may train on.
+    Raised on the worker that is wrong, which may be replaced. Where that is undecided, it is raised
+    on all, and ends the run.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AuditError(PacelineError, ArithmeticError):
 
 
 class WorkerError(PacelineError, RuntimeError):
-    """A worker process failed. `rank` and `traceback` say which one, and how."""
+    """A worker process failed: `rank` is its rank, `traceback` its traceback."""
 
     def __init__(
         self, what: str, where: str = "", advice: str = "", *, rank: int = -1, traceback: str = ""
@@ -149,7 +149,7 @@ class WorkerError(PacelineError, RuntimeError):
 
 
 class WireError(PacelineError, ValueError):
-    """Bytes that came from a file, a pipe or a store are malformed."""
+    """Bytes from a file, a pipe or a store are malformed."""
 
 
 def name_ranks(ranks: list[int], noun: str = "rank") -> str:
@@ -159,7 +159,7 @@ def name_ranks(ranks: list[int], noun: str = "rank") -> str:
 
 
 def describe_failure(worker: int, summary: str, step: int, *, is_late: bool = False) -> str:
-    """The reason of a run's end that is an exception, in the same words wherever it is said."""
+    """The reason of a run that an exception ended, for messages, `run.json` and the report."""
     where = " after its training was over" if is_late else f" in step {step}" if step else ""
     return f"worker {worker} failed{where}: {summary}"
 
@@ -173,7 +173,7 @@ def summarize(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """As much of a message as goes into a sentence."""
+    """The first line of a message, shortened to fit into a sentence."""
     line = text.partition("\n")[0]
     return line.rstrip(".: ") if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…"
 
@@ -190,7 +190,7 @@ def check_whole(
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Refuse an argument that is none of the choices."""
+    """Refuse an argument that is not one of the choices."""
     if value not in choices:
         meant = did_you_mean(value, [each for each in choices if isinstance(each, str)])
         advice = f"Use one of {', '.join(map(repr, choices))}."
@@ -200,7 +200,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 def check_members(
     name: str, value: object, members: Iterable[str], advice: str, methods: Iterable[str] = ()
 ) -> None:
-    """Refuse an object that lacks some of the members, or of the methods; name what it lacks."""
+    """Refuse an object that lacks members or methods, and name them."""
     missing = [each for each in members if not hasattr(value, each)]
     missing += [f"{each}()" for each in methods if not callable(getattr(value, each, None))]
     if missing or (methods and isinstance(value, type)):
@@ -221,17 +221,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def refuse_unknown_arguments(
     renamed: Mapping[str, str] | None = None, **classes: type[Any]
 ) -> Callable[[Called], Called]:
-    """Decorate a class or a method whose answer to an unknown argument is the name that was meant.
+    """Decorate a class or a method to suggest the name that an unknown argument meant.
 
-    `renamed` has advice on names that there were; `classes` are those of arguments that hold
-    further ones, such as options.
+    `renamed` has advice for former names; `classes` are the types of arguments that have arguments
+    themselves, such as options.
     """
 
     def decorate(called: Called) -> Called:
         made: Any = called
         init = made.__init__ if isinstance(called, type) else made
         known = list(inspect.signature(init).parameters)[1:]
-        held_by = {
+        inner_arguments = {
             name: f"{argument}={inner.__name__}({name}=...)"
             for argument, inner in classes.items()
             for name in inspect.signature(inner).parameters
@@ -240,8 +240,12 @@ def refuse_unknown_arguments(
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() - set(known):
-                advice = f"Pass {held_by[name]}." if name in held_by else (renamed or {}).get(name)
-                meant = "" if advice else did_you_mean(name, [*known, *held_by])
+                advice = (
+                    f"Pass {inner_arguments[name]}."
+                    if name in inner_arguments
+                    else (renamed or {}).get(name)
+                )
+                meant = "" if advice else did_you_mean(name, [*known, *inner_arguments])
                 raise UsageError(
                     f"{called.__name__} has no argument {name!r}.{meant}",
                     advice=advice or f"It takes {', '.join(known)}.",

@@ -1,7 +1,7 @@
-"""Packages whose names are loaded when first used: what needs no torch then starts without it.
+"""Packages that import their names on first use, so that commands without torch start quickly.
 
 The interface of a package is the stub beside its `__init__`: a list of imports, which type checkers
-and editors read as it is, and `attach` carries out one by one.
+and editors read directly, and which `attach` executes one by one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MOVED = {
     "paceline.progress": "paceline.telemetry",
     "paceline.trackers": "paceline.telemetry",
 }
-"""Import paths that older documentation names, and where they lead now."""
+"""Former import paths, and their replacements."""
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, as its stub says."""
+    """`__getattr__`, `__dir__` and `__all__` of a package, from its stub."""
     module = sys.modules[package]
     home_by_name = _read_stub(Path(str(module.__file__)).with_suffix(".pyi"))
 
@@ -36,7 +36,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         if name not in home_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, original = home_by_name[name]
-        # A stub names a module as any other name: `from paceline.telemetry import spans`.
+        # A stub may also import a module: `from paceline.telemetry import spans`.
         is_module = home == package
         found = importlib.import_module(f"{home}.{original}" if is_module else home)
         value = found if is_module else getattr(found, original)
@@ -58,7 +58,7 @@ def _read_stub(stub: Path) -> dict[str, tuple[str, str]]:
 
 
 class _MovedFinder(MetaPathFinder, Loader):
-    """Imports a module that has moved under its old name: one module, two names."""
+    """Imports a module that has moved by its old name too: one module object, two names."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         old = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
@@ -66,6 +66,7 @@ class _MovedFinder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(spec.origin))
+        # The import system now sets the old name's spec on the module; `exec_module` undoes that.
         self._spec = module.__spec__
         return module
 

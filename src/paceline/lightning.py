@@ -1,8 +1,8 @@
 """Lightning on our engine: `Trainer(strategy="paceline")` and `Fabric(strategy="paceline")`.
 
-Importing this module registers the name with both. Each strategy is Lightning's own for torch's
-class, with ours in its place; what Lightning does to the inside of torch's class, to have it
-average at the right time, ours does not need.
+Importing this module registers the name with both. Each strategy is Lightning's strategy for
+torch's class, with our class in its place. Lightning's changes to the internals of torch's class,
+which make it average at the right time, are left out: our class does not need them.
 """
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ class _NoSync(_BackwardSyncControl):
         return module.no_sync(enabled=enabled)  # type: ignore[no-any-return]
 
 
-_WORDS = "Gradients averaged by Paceline's DistributedDataParallel"
-trainer.StrategyRegistry.register("paceline", PacelineStrategy, description=_WORDS)
-fabric.STRATEGY_REGISTRY.register("paceline", PacelineFabricStrategy, description=_WORDS)
+_DESCRIPTION = "Gradients averaged by Paceline's DistributedDataParallel"
+trainer.StrategyRegistry.register("paceline", PacelineStrategy, description=_DESCRIPTION)
+fabric.STRATEGY_REGISTRY.register("paceline", PacelineFabricStrategy, description=_DESCRIPTION)

@@ -1,11 +1,11 @@
-"""`RayRun`: a `Run` in the workers of Ray Train, which are on as many machines as Ray has.
+"""`RayRun`: a `Run` in the workers of Ray Train, on any number of machines.
 
     TorchTrainer --starts--> workers, each with a RayRun --metrics, checkpoints--> Ray's storage
          ^                                                                              |
-         '------------ a worker dies: all start again from the newest one <-------------'
+        '--------- a worker dies: all restart from the newest checkpoint <-------------'
 
-Ray knows which machines there are, starts workers and replaces them; what they train is a `Run`.
-Whenever the run saves, Ray gets the checkpoint and the metrics that are new.
+Ray finds machines, starts workers and replaces them; the workers train a `Run`. Whenever the run
+saves, Ray gets the checkpoint and the new metrics.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["RayRun"]
 
 
 class RayRun(Run):
-    """A `Run`, with its arguments, made by the function that Ray's `TorchTrainer` calls.
+    """A `Run` with the same arguments, to be made in the function that `TorchTrainer` calls.
 
-    Ray is told after every epoch and every save: `step`, `epoch`, and the metrics since the last
-    time by the names that trackers have, `epoch/loss` or `eval/accuracy`; with the checkpoint. A
-    run that Ray starts again continues from the newest checkpoint that Ray has. Without a `folder`
-    there is one in Ray's session folder on each machine.
+    After every epoch and every save it reports to Ray: `step`, `epoch`, the metrics since the last
+    report under the names that trackers use, such as `epoch/loss` or `eval/accuracy`, and the
+    checkpoint. A run that Ray restarts continues from Ray's newest checkpoint. Without `folder` one
+    is made in Ray's session folder on each machine.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RayRun(Run):
                 "paceline.Run.",
             ) from error
         if folder is None:
-            # Where Ray keeps what is temporary: it kills workers, which clean nothing.
+            # In Ray's session folder, which Ray removes: killed workers cannot clean up.
             here = ray.get_runtime_context()
             session = Path(here.get_temp_dir(), here.get_session_name())
             folder = Path(mkdtemp(prefix="paceline-", dir=session), context.get_experiment_name())
@@ -68,9 +68,9 @@ class RayRun(Run):
         self._sent = self._position
 
     def __iter__(self) -> Iterator[Step]:
-        return self._walk_and_send(super().__iter__())
+        return self._iterate_and_send(super().__iter__())
 
-    def _walk_and_send(self, steps: Any) -> Iterator[Step]:
+    def _iterate_and_send(self, steps: Any) -> Iterator[Step]:
         with closing(steps):
             for step in steps:
                 self._send()
@@ -79,11 +79,11 @@ class RayRun(Run):
 
     @property
     def _position(self) -> tuple[int, int | None]:
-        """What Ray is told of when it changes: epochs that are complete, and the last save."""
+        """Complete epochs and the last save; Ray gets a report when one of them changes."""
         return self.epoch, self._parts.outlets.saving.saved_step
 
     def _fetch(self) -> None:
-        """Put Ray's newest checkpoint where the run looks for it."""
+        """Copy Ray's newest checkpoint to the folder in which the run looks for one."""
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
             home = self._checkpoints / os.path.basename(checkpoint.path)
@@ -93,7 +93,7 @@ class RayRun(Run):
                     shutil.copytree(path, home)
 
     def _send(self) -> None:
-        """Report what is new; all workers do so after the same step, because Ray waits for all."""
+        """Report what is new. All workers report after the same step: Ray's call is a barrier."""
         if self._position == self._sent:
             return
         self._sent, saving = self._position, self._parts.outlets.saving
@@ -109,7 +109,7 @@ class RayRun(Run):
 
 
 class _Metrics(Sink):
-    """Keeps what Ray has not been told yet."""
+    """Collects metrics until they are reported to Ray."""
 
     def __init__(self) -> None:
         self._checkpoint = ""

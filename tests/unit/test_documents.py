@@ -48,7 +48,7 @@ class Job:
     ],
 )
 def test_what_is_beyond_the_limits_is_a_typed_error_that_names_its_origin(text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^notes\.json.* not JSON") as found:
+    with pytest.raises(CheckpointError, match=r"^notes\.json is not valid JSON") as found:
         parse_json(text.encode(), "notes.json", CheckpointError)
     assert len(str(found.value)) < 300
 

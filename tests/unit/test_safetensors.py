@@ -217,7 +217,7 @@ def test_what_is_planned_and_written_is_what_is_read(facts: dict[str, Any]) -> N
     ids=lambda entries: str(entries)[:50],
 )
 def test_an_impossible_header_is_a_typed_error(entries: Any) -> None:
-    with pytest.raises(WireError, match="impossible header"):
+    with pytest.raises(WireError, match="invalid header"):
         read_entries(entries)
 
 

@@ -20,14 +20,13 @@ from rich.console import Console
 from sentences import says
 from synthetic_run import BEGAN, synthetic_run, synthetic_trace
 
+from paceline.files.output_log import OutputLog, read_log
 from paceline.files.run_folder import (
     EventTail,
     EventWriter,
-    OutputLog,
     RunFolder,
     RunInfo,
     read_info,
-    read_log,
     write_info,
 )
 from paceline.record.schema import write as write_trace

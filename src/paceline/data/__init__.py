@@ -1,10 +1,10 @@
 """Which rank sees which sample: resumable mid-epoch, at any world size, without duplicates.
 
 An epoch has one global order, a pure function of (seed, epoch). It is dealt to the ranks like
-cards, and the only thing to remember is how many cards are gone:
+cards, and a resumed pass needs only the number of items already consumed:
 
     order           the order itself: drawn as torch does, or computed where it is asked for
-    deal            which positions of the order are whose, and how far a pass got
+    deal            which positions of the order each rank takes, and how far a pass got
     sampler         `DistributedSampler`, `DistributedBatchSampler`: also around any other one
     plan            which samples form which shard of which step, and their random numbers
     files           `Files`, samples in tar, Parquet, Arrow files or a stream of Hugging Face's

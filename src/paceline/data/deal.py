@@ -1,13 +1,13 @@
-"""Who gets what: one order, dealt to the ranks like cards, and how far a pass over it got.
+"""Dealing one order to the ranks like cards, and how far a pass over it got.
 
-Round after round every rank takes one item, in the order of the ranks, beginning at position
-`start`. So rank r's j-th item is the one at position `start + r + j * size`, and after k full
-rounds exactly the items before `start + k * size` are gone: that one number is all a resumed
-pass needs, whatever its world size.
+In every round each rank takes one item, in the order of ranks, beginning at position `start`. So
+rank r's j-th item is at position `start + r + j * size`, and after k full rounds exactly the items
+before `start + k * size` are consumed: that one number is all a resumed pass needs, at any world
+size.
 
 Samplers run ahead of the training: a data loader with workers draws several batches before the
-first one is trained on. So a pass counts what was drawn, and, where the training loop says so
-with `advance()`, what was really trained on; see docs/sampler.md.
+first one is trained on. So a pass counts the items drawn, and, where the training loop calls
+`advance()`, the items trained on; see docs/sampler.md.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from paceline.torch_private import PREFETCHING
 
 T = TypeVar("T")
 _MOST_LOOKS = 3
-"""So many passes that may have been prefetched only, and not trained on, are no repetition."""
-_DEEPEST = 12
-"""Frames between a loader and the sampler that it draws from."""
+"""Up to this many passes that may only have been prefetched do not count as repeated epochs."""
+_MOST_FRAMES = 12
+"""How many frames there are at most between a loader and the sampler that it draws from."""
 
 
 class Tail(Enum):
-    """What becomes of a last round that has fewer items than there are ranks."""
+    """What happens to a last round that has fewer items than there are ranks."""
 
     FILL = "fill"
-    """Everyone gets an item: the order begins anew until the round is full."""
+    """Every rank gets an item: the round is filled from the start of the order."""
     DROP = "drop"
     """No rank gets an item: the last few are left out."""
     SHORT = "short"
@@ -49,7 +49,7 @@ class Tail(Enum):
 
 
 def share(total: int, start: int, rank: int, size: int, tail: Tail) -> range:
-    """The positions one rank takes of an order of `total` items, of which `start` are gone.
+    """The positions one rank takes of an order of `total` items, of which `start` are consumed.
 
     With `Tail.FILL` a position may lie past the end; it means the item at `position % total`.
     """
@@ -64,7 +64,7 @@ def share(total: int, start: int, rank: int, size: int, tail: Tail) -> range:
 def deal(items: Iterable[T], start: int, rank: int, size: int, tail: Tail) -> Iterator[T]:
     """The items of `share()`, from an order that can only be read once and may never end.
 
-    Reads one round ahead at most, because only a full round shows that it is not the last.
+    Reads one round ahead at most: only a full round is known not to be the last.
     """
     source = iter(items)
     head = list(islice(source, size)) if tail is Tail.FILL else []
@@ -85,7 +85,7 @@ class EpochNotSetWarning(UserWarning):
 
 @dataclass(slots=True)
 class SamplerPass:
-    """One pass of one rank over the order of `epoch`, begun after `start` items were gone."""
+    """One pass of one rank over the order of `epoch`, begun after `start` items were consumed."""
 
     epoch: int
     start: int = 0
@@ -96,18 +96,18 @@ class SamplerPass:
     finished: int = 0
     """How many passes over this order were drawn to their end since `set_epoch()`."""
     prefetched: int = 0
-    """How many more were, but by a loader with workers before it had yielded a batch."""
+    """How many more were, but by a loader with workers that had not yielded a batch yet."""
 
 
 class ResumableSampler(Sampler[T], ABC):
-    """Deals the items of one global order to the ranks, and knows how many are gone.
+    """Deals the items of one global order to the ranks, and counts how many are consumed.
 
         made --iter()--> a pass --(all drawn)--> exhausted --iter()--> the next pass
           ^                 |
           +-- set_epoch(other), or load_state_dict(), which sets where the next pass begins
 
-    Invariant: `consumed` depends only on how many items each rank took, so that the states of
-    all ranks are equal whenever all have trained on the same number of items.
+    Invariant: `consumed` depends only on how many items each rank took, so the states of all ranks
+    are equal whenever all have trained on the same number of items.
     """
 
     num_replicas: int
@@ -121,12 +121,12 @@ class ResumableSampler(Sampler[T], ABC):
 
     _unit: ClassVar[str] = "samples"
 
-    def _take_place(self, num_replicas: int | None, rank: int | None, seed: int) -> None:
+    def _set_up(self, num_replicas: int | None, rank: int | None, seed: int) -> None:
         self.num_replicas, self.rank = _find_rank(num_replicas, rank)
         self.seed = whole_number("seed", seed)
         self.epoch = 0
         self._pass = SamplerPass(epoch=0)
-        self._was_told_an_epoch = False
+        self._was_epoch_set = False
         self._epoch_changes = 0
         self._has_warned = False
 
@@ -138,7 +138,7 @@ class ResumableSampler(Sampler[T], ABC):
 
     @property
     def _stride(self) -> int:
-        """How many items of the order are gone when every rank has taken one."""
+        """How many items of the order are consumed when every rank has taken one."""
         return self.num_replicas
 
     @abstractmethod
@@ -147,14 +147,14 @@ class ResumableSampler(Sampler[T], ABC):
 
     @abstractmethod
     def _deal(self, start: int) -> Iterator[T]:
-        """This rank's items of the current epoch after `start` are gone."""
+        """This rank's items of the current epoch after `start` are consumed."""
 
     @abstractmethod
     def _order_name(self) -> str:
-        """What makes the order, so that a state is not loaded into another kind of order."""
+        """The kind of order, so that a state is not loaded into another kind."""
 
     def _share(self, start: int) -> range:
-        """The positions that this rank takes after `start` are gone; TypeError where unknown."""
+        """The positions this rank takes after `start` are consumed; TypeError where unknown."""
         return share(self._total(), start, self.rank, self.num_replicas, self._tail)
 
     def __iter__(self) -> Iterator[T]:
@@ -177,11 +177,11 @@ class ResumableSampler(Sampler[T], ABC):
         before, self.epoch = self.epoch, whole_number("epoch", epoch)
         current = self._current_pass()
         current.finished = current.prefetched = 0
-        self._was_told_an_epoch = True
+        self._was_epoch_set = True
         self._epoch_changes += self.epoch != before
 
     def advance(self, count: int) -> None:
-        """Say that this rank has trained on `count` more of the items it drew in this pass.
+        """Record that this rank has trained on `count` more of the items it drew in this pass.
 
         Needed only where a data loader with workers runs ahead of the training.
         """
@@ -198,7 +198,7 @@ class ResumableSampler(Sampler[T], ABC):
 
     @property
     def consumed(self) -> int:
-        """How many items of this epoch's order are gone, counting all ranks."""
+        """How many items of this epoch's order are consumed, counting all ranks."""
         current = self._current_pass()
         taken = current.drawn if current.trained is None else current.trained
         total = self._total_or_none()
@@ -208,7 +208,7 @@ class ResumableSampler(Sampler[T], ABC):
         return position if total is None else min(position, total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands, as plain numbers and strings: save that of rank 0."""
+        """The position in the data as plain numbers and strings; save rank 0's."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -219,7 +219,7 @@ class ResumableSampler(Sampler[T], ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` stands, with any number of ranks: the same one on each."""
+        """Continue from the position in `state_dict`, which is the same on all ranks."""
         here = self.state_dict()
         missing = sorted(here.keys() - state_dict.keys())
         if missing:
@@ -275,10 +275,11 @@ class ResumableSampler(Sampler[T], ABC):
     def _warn_if_the_order_repeats(self) -> None:
         """A loop that sets epochs may look at the first batch before it sets the next one.
 
-        A loader with workers draws all of a small dataset for that, so such passes may be looks.
+        For that a loader with workers draws all of a small dataset, so such passes may be no
+        epochs.
         """
         current = self._current_pass()
-        is_trained = current.finished > (1 if self._was_told_an_epoch else 0)
+        is_trained = current.finished > (1 if self._was_epoch_set else 0)
         repeats = is_trained or current.finished + current.prefetched > _MOST_LOOKS
         is_regular = self._epoch_changes > 1
         if repeats and not is_regular and not self._has_warned and self.shuffle:
@@ -295,7 +296,7 @@ class ResumableSampler(Sampler[T], ABC):
 def _is_prefetching() -> bool:
     """Whether a loader with workers is filling their queues, before it has yielded a batch."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
+    for _ in range(_MOST_FRAMES):
         if frame is None:
             return False
         if frame.f_code is PREFETCHING:
@@ -305,7 +306,7 @@ def _is_prefetching() -> bool:
 
 
 def _find_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's: as given, else the default group's, else one alone."""
+    """Size and rank: as given, else those of the default group, else 1 and 0."""
     if num_replicas is None or rank is None:
         size_here, rank_here = _rank_here(num_replicas, rank)
         num_replicas = size_here if num_replicas is None else num_replicas
@@ -337,7 +338,7 @@ def _rank_here(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """`value` as an int; NumPy's and torch's whole numbers count, fractions do not."""
+    """`value` as an int; NumPy's and torch's whole numbers are accepted, fractions are not."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,9 +1,9 @@
-"""`Files`: samples in many files, of which every worker reads its share and no more.
+"""`Files`: samples in many files, of which every worker reads only its share.
 
-A list of files, how many samples each has, and a format that reads one from any sample on: with
-that a run knows its steps beforehand and can begin in the middle. A format has two methods; those
-here leave the work to the library of the field, which is imported when the first file is opened.
-How files are dealt to steps and workers is in `lanes`.
+From a list of files, the number of samples in each, and a format that can start reading at any
+sample, a run knows its steps in advance and can begin in the middle. A format has two methods;
+those here use the usual library, which is imported when the first file is opened. How files are
+dealt to steps and workers is in `lanes`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from paceline.errors import UsageError, check_members, check_whole
 from paceline.telemetry import count_text
 
 _ROWS = 256
-"""Rows that are taken out of a table at once."""
+"""How many rows of a table are converted at once."""
 
 
 class Format(Protocol):
-    """Files of one kind."""
+    """How to read files of one kind."""
 
     def count(self, file: Any) -> int:
         """How many samples the file has."""
         ...
 
     def read(self, file: Any, start: int) -> Iterator[Any]:
-        """Its samples from number `start` on, the same whenever they are asked for."""
+        """Its samples from number `start` on; each call must return the same."""
         ...
 
 
 class Tar:
-    """WebDataset's: neighbours with one name but for the extension are a sample.
+    """WebDataset's tar files: consecutive members whose names differ in the extension only.
 
-    A sample is a dictionary of bytes by extension, with `__key__` and `__url__`, as WebDataset
-    gives it before decoding. Archives must not be compressed: then a start in the middle is found
-    by reading headers alone.
+    A sample is a dictionary of bytes by extension, with `__key__` and `__url__`, as in WebDataset
+    before decoding. Archives must not be compressed: then a start in the middle is found by reading
+    headers only.
     """
 
     def count(self, file: Any) -> int:
@@ -61,7 +61,7 @@ class Tar:
             yield from wds.group_by_keys(wds.tar_file_expander(opened))
 
     def _offsets(self, file: Any) -> Iterator[int]:
-        """Where each sample begins."""
+        """The offset of each sample."""
         wds, before = _library("webdataset.tariterators", "webdataset"), None
         try:
             with tarfile.open(file, "r:") as archive:
@@ -71,7 +71,8 @@ class Tar:
                     if key is not None and not name.startswith("__") and key != before:
                         before = key
                         yield member.offset
-                    archive.members = []  # type: ignore[attr-defined]  # else it keeps them all
+                    # tarfile keeps every member it has seen: millions, in a large archive.
+                    archive.members = []  # type: ignore[attr-defined]
         except tarfile.ReadError as error:
             raise UsageError(
                 f"{file} cannot be read as an archive: {error}.",
@@ -104,7 +105,7 @@ class Parquet:
 
 
 class Arrow:
-    """Arrow files and streams, such as Hugging Face's `datasets` keeps; a sample is a row."""
+    """Arrow files and streams, such as those of Hugging Face's `datasets`; a sample is a row."""
 
     def count(self, file: Any) -> int:
         return sum(batch.num_rows for batch in self._batches(file))
@@ -129,9 +130,9 @@ class Arrow:
 
 
 class Streamed:
-    """The shards of a Hugging Face `datasets.IterableDataset`: a file is the number of a shard.
+    """The shards of a Hugging Face `datasets.IterableDataset`: a "file" is a shard's number.
 
-    Counting reads a shard whole, unless the dataset says how many rows it has otherwise.
+    Counting reads a whole shard.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -142,7 +143,8 @@ class Streamed:
         return sum(len(batch) for batch in batches)
 
     def read(self, file: Any, start: int) -> Iterator[dict[str, Any]]:
-        # Not row by row: in a loader's process the dataset would deal its shards once more.
+        # In batches, not row by row: when iterated in a loader's process, the dataset would split
+        # its shards among those processes again.
         for batch in self._shard(file).skip(start).iter(_ROWS):
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, values, strict=True))
@@ -159,7 +161,7 @@ FORMAT_BY_SUFFIX: dict[str, type[Tar | Parquet | Arrow]] = {
 
 
 def count_samples(format: Format, file: Any) -> int:
-    """How many samples the file has, where it can be read at all."""
+    """How many samples the file has; UsageError where it cannot be read."""
     try:
         samples = format.count(file)
     except (OSError, ValueError) as error:  # pyarrow's errors are among them
@@ -167,7 +169,7 @@ def count_samples(format: Format, file: Any) -> int:
             raise
         raise UsageError(
             f"The samples of {file} cannot be counted: {error}.",
-            advice="Look whether the file is whole, and leave it out if it is not.",
+            advice="Check whether the file is complete, and leave it out if it is not.",
         ) from error
     check_whole(f"The number of samples in {file}", samples, 0)
     return samples
@@ -191,11 +193,11 @@ class Files(Dataset[Any]):
         Files(names, format=mine)                 mine.count(file), mine.read(file, start)
         Files.streamed(hugging_face_iterable)
 
-    Without a `format` it is known by the ending: `.tar`, `.parquet`, `.arrow`. `transform` makes
-    of a sample what the model is to see, when it leaves the window: here belong decoding, and
-    whatever draws random numbers. Samples are shuffled in windows of `window` neighbours; each
-    shard has `lanes` of them open, and so many processes can load for one that is alone on its
-    worker. `counts` are the samples of each file, where they are known.
+    Without a `format` the suffix decides: `.tar`, `.parquet`, `.arrow`. `transform` turns a sample
+    into the model's input when it leaves the window: decode and draw random numbers there. Samples
+    are shuffled in windows of `window` neighbours; each shard reads `lanes` of them at a time,
+    which is also how many processes can load for a shard that is alone on its worker. `counts` are
+    the numbers of samples in each file, where they are known.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class Files(Dataset[Any]):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many samples each file has; counted when first asked for."""
+        """How many samples each file has; counted on first access."""
         if self._counts is None:
             self.counts = tuple(self.count(range(len(self.files))))
         assert self._counts is not None
@@ -260,7 +262,7 @@ class Files(Dataset[Any]):
         return sum(self.counts)
 
     def __getitem__(self, index: int) -> Any:
-        """A sample by number; those that follow one another come without opening files anew."""
+        """A sample by number; consecutive ones are read without opening the file again."""
         if not 0 <= index < len(self):
             raise IndexError(f"{index} of {len(self)} samples")
         if self._cursor[0] != index:
@@ -273,11 +275,11 @@ class Files(Dataset[Any]):
         return self.finish(sample)
 
     def finish(self, sample: Any) -> Any:
-        """The sample as the model is to see it."""
+        """The transformed sample."""
         return sample if self._transform is None else self._transform(sample)
 
     def read_pieces(self, pieces: Iterable[tuple[int, range]]) -> Iterator[Any]:
-        """The samples of parts of files, given by number, one after the other."""
+        """The samples of parts of files, each given by number, one after the other."""
         for number, part in pieces:
             file, count, place = self.files[number], self.counts[number], part.start
             samples = iter(self.format.read(file, part.start)) if part else iter(())
@@ -289,7 +291,7 @@ class Files(Dataset[Any]):
                 raise _miscounted(file, "fewer", count)
 
     def describe(self) -> str:
-        """What identifies the samples and their order, in a checkpoint."""
+        """The identity of the samples and their order, for a checkpoint."""
         names = [os.path.basename(os.fspath(f)) if _is_path(f) else str(f) for f in self.files]
         digest = sha256(json.dumps([names, self.counts]).encode()).hexdigest()[:12]
         return (
@@ -300,7 +302,7 @@ class Files(Dataset[Any]):
 def _miscounted(file: Any, how: str, count: int) -> UsageError:
     return UsageError(
         f"{file} has {how} samples than the {count} that were counted.",
-        advice="Count them again, and begin a new run: files must stay as they are while it lasts.",
+        advice="Count them again, and begin a new run: files must not change during a run.",
     )
 
 
@@ -314,7 +316,7 @@ def _find(files: Any) -> list[Any]:
     if not found:
         raise UsageError(
             f"There are no files {files!r:.200}.",
-            advice=f"Pass a pattern that matches some, seen from {Path.cwd()}, or a list of files.",
+            advice=f"Pass a pattern that matches some from {Path.cwd()}, or a list of files.",
         )
     return found
 
@@ -328,6 +330,6 @@ def _guess_format(files: list[Any]) -> Format:
     if len(suffixes) == 1 and (found := FORMAT_BY_SUFFIX.get(suffixes.pop())):
         return found()
     raise UsageError(
-        f"The format of {files[0]!s:.200} is not known by its ending, or not that of all files.",
+        f"The suffix of {files[0]!s:.200} is unknown, or not that of all files.",
         advice=f"Pass files that end in one of {', '.join(FORMAT_BY_SUFFIX)}, or format=.",
     )

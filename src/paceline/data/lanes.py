@@ -1,18 +1,18 @@
-"""Dealing files: which samples of them form which step, and reading no more than these.
+"""Dealing files: which of their samples form which step, and reading only those.
 
-The files of an epoch stand one behind the other, in an order drawn from (seed, epoch). That row of
-samples is cut into lanes, `lanes` for each shard of the global batch, as long as what the shard
-takes from them. A shard's first batch is the beginning of its first lane, its second batch that of
-its second lane, and so on in turn:
+The files of an epoch are put in a row, in an order drawn from (seed, epoch). That row of samples is
+cut into lanes, `lanes` for each shard of the global batch, each as long as the shard's share. A
+shard's first batch is the beginning of its first lane, its second batch that of its second lane,
+and so on in turn:
 
     files     c c c c a a a a a d d b b b b b      2 shards, 2 lanes each, batches of 2 and 2
     lanes     0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      shard 0 has lanes 0 and 1, shard 1 the others
     step 1    x x             x x                  shards 0 and 1
     step 2            x x             x x
 
-Within a lane samples are shuffled in windows of neighbours. Nothing of this depends on the number
-of workers or of processes that load: any of them can begin anywhere, by opening the file in which
-a window begins. A lane is read from its beginning to its end, by one process at a time.
+Within a lane samples are shuffled in windows of neighbours. None of this depends on the number of
+workers or of loading processes: any of them can begin anywhere, by opening the file in which a
+window begins. A lane is read from its beginning to its end, by one process at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lanes:
 
     @cached_property
     def files(self) -> list[int]:
-        """Where each file begins when they stand as they were listed; and where the last ends."""
+        """The first sample of each file in the order they were listed; and the total."""
         return [0, *accumulate(self.counts)]
 
     def share(self, shard: int) -> int:
@@ -58,7 +58,7 @@ class Lanes:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each lane begins in the row of an epoch; and where the last ends."""
+        """The start of each lane in the row of an epoch; and the end of the last."""
         whole, rest = divmod(self.files[-1], self.global_batch)
         lengths = []
         for shard in range(self.shards):
@@ -74,7 +74,7 @@ class Lanes:
     def processes(self, workers: int, shards: int, *, is_merged: bool) -> int:
         """How many of `workers` processes can load for a worker that computes `shards` shards.
 
-        They take batches in turn, and a lane must always come to the same one.
+        Processes take batches in turn, and a lane must always belong to the same process.
         """
         turns = self.lanes * (1 if is_merged else max(shards, 1))
         return max((n for n in range(1, workers + 1) if turns % n == 0), default=0)
@@ -89,17 +89,17 @@ class EpochOfFiles:
         key = lanes.seed, "files", epoch
         order = KeyedOrder(count, *key)[:] if lanes.shuffle else torch.arange(count)
         self.files: list[int] = order.tolist()
-        """Which file is at which place of the row."""
+        """The file at each place of the row."""
         self.starts = [0, *accumulate(lanes.counts[file] for file in self.files)]
-        """Where in the row the file at each place begins; and where the last ends."""
+        """The start in the row of the file at each place; and the end of the last."""
         self._starts = torch.tensor(self.starts)
         self._shifts = torch.tensor(lanes.files)[order] - self._starts[:-1]
         self._orders: dict[int, tuple[int, KeyedOrder]] = {}
-        """Those of the windows that were asked for last, by lane."""
+        """By lane, the start and the order of the window that was used last."""
         self._place_by_file = {file: place for place, file in enumerate(self.files)}
 
     def __getitem__(self, where: slice) -> Tensor:
-        """The numbers of the samples of a shard of a batch, by its places in the order."""
+        """The samples of one shard of a batch, given the shard's places in the order."""
         lanes, places = self._lanes, range(where.start, where.stop, where.step)
         step, shard = divmod(places.start, lanes.global_batch)
         lane = shard * lanes.lanes + step % lanes.lanes
@@ -127,18 +127,18 @@ class EpochOfFiles:
         return order
 
     def place(self, sample: int) -> int:
-        """Where in the row the sample with this number is."""
+        """The position of a sample in the row."""
         file = bisect_right(self._lanes.files, sample) - 1
         return sample - self._lanes.files[file] + self.starts[self._place_by_file[file]]
 
     def window(self, lane: int, place: int) -> range:
-        """The neighbours with which what is at this place of the row is shuffled."""
+        """The window of neighbours that contains this position of the row."""
         first, stop = self._lanes.starts[lane : lane + 2]
         begin = place - (place - first) % self._lanes.window
         return range(begin, min(begin + self._lanes.window, stop))
 
     def pieces(self, row: range) -> Iterator[tuple[int, range]]:
-        """The files of a part of the row, and which of their samples are in it."""
+        """The files that overlap a part of the row, each with the samples that lie in it."""
         place = bisect_right(self.starts, row.start) - 1
         begin = row.start
         while begin < row.stop:
@@ -150,7 +150,7 @@ class EpochOfFiles:
 
 
 class DealtFiles:
-    """The samples of files by number, for a loader that asks for them in the order of the lanes."""
+    """The samples of files by number, for a loader that requests them in the order of the lanes."""
 
     def __init__(self, files: Files, lanes: Lanes) -> None:
         self._files, self._lanes = files, lanes
@@ -172,30 +172,31 @@ class DealtFiles:
 
 
 class LaneReader:
-    """Reads a lane window by window; for every sample taken of one it reads one of the next."""
+    """Reads a lane window by window; for each sample taken it reads one of the next window."""
 
     def __init__(self, files: Files, epoch: EpochOfFiles, lane: int, lanes: Lanes) -> None:
         self._files, self._epoch, self._lane = files, epoch, lane
         self._stop = lanes.starts[lane + 1]
-        self._held: dict[int, Any] = {}
-        """What is left of the current window, by place."""
+        self._current: dict[int, Any] = {}
+        """The samples left in the current window, by place."""
         self._ahead: list[Any] = []
         self._next = -1
-        """Where the next window begins."""
+        """The start of the next window."""
         self._stream: Iterator[Any] = iter(())
 
     def take(self, place: int) -> Any:
-        if place not in self._held:
+        if place not in self._current:
             self._load(self._epoch.window(self._lane, place))
         if len(self._ahead) < len(self._epoch.window(self._lane, place)):
             self._ahead += islice(self._stream, 1)
-        return self._held.pop(place)
+        return self._current.pop(place)
 
     def _load(self, window: range) -> None:
-        if window.start != self._next:  # another worker's so far, or a step that comes again
+        # Not the next window: another worker has read the lane so far, or a step is repeated.
+        if window.start != self._next:
             pieces = self._epoch.pieces(range(window.start, self._stop))
             self._stream = self._files.read_pieces(pieces)
             self._ahead = []
         self._ahead += islice(self._stream, len(window) - len(self._ahead))
-        self._held = dict(zip(window, self._ahead, strict=True))
+        self._current = dict(zip(window, self._ahead, strict=True))
         self._ahead, self._next = [], window.stop

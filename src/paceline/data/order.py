@@ -1,16 +1,16 @@
-"""The order of an epoch that is computed and not kept: a permutation that can be asked anywhere.
+"""The order of an epoch as a keyed permutation, computed where needed and never stored.
 
-A shuffled list of N numbers costs 8 N bytes and time to draw, on every worker, before the first
-step. A keyed permutation costs nothing until it is asked which sample is at some positions:
+A shuffled list of N numbers takes 8 N bytes, and time to draw, on every worker, before the first
+step. A keyed permutation computes only the positions that are requested:
 
-    position p = left + A * right        A * B >= N, both about the root of N
-    left  += hash(key 0, right)  mod A   each round is undone by subtracting what it added,
-    right += hash(key 1, left)   mod B   so that two positions never become one
+    position p = left + A * right        A * B >= N, both about the square root of N
+    left  += hash(key 0, right)  mod A   each round can be undone by subtracting what it added,
+    right += hash(key 1, left)   mod B   so two positions never give the same result
     ...
-    a result >= N goes through again     until it is below: the way back is as unambiguous
+    a result >= N is mapped again        until it is below N, which can be undone as well
 
-The keys come from seed and epoch alone, so every worker computes the same order, at any number of
-them. It is a good shuffle, and no cipher.
+The keys depend on seed and epoch only, so any number of workers compute the same order. It is a
+good shuffle, but not a cipher.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 OrderName = Literal["torch", "keyed"]
 
 KEEPS_UP_TO = 2**22
-"""So many samples are shuffled as torch does it: that takes 32 MiB and a third of a second."""
+"""Up to this many samples are shuffled as in torch: that takes 32 MiB and a third of a second."""
 _ROUNDS = 8
 _BLOCK = 2**13
-"""So many positions are worked out at once and kept: a few cost as much time as a thousand."""
+"""How many positions are computed at once and cached: a few take as long as a thousand."""
 
 
 class KeyedOrder:
-    """The numbers 0 to `total` - 1 in an order that depends on `key` alone."""
+    """The numbers 0 to `total` - 1 in an order that depends on `key` only."""
 
     def __init__(self, total: int, *key: int | str) -> None:
         self.total = total
@@ -44,7 +44,7 @@ class KeyedOrder:
         self._keys = [int.from_bytes(each, "little", signed=True) for each in numbers]
 
     def __getitem__(self, where: slice) -> Tensor:
-        """The numbers at these positions, as a tensor of all would give them."""
+        """The numbers at these positions, as if indexing a tensor of all."""
         positions = range(*where.indices(self.total))
         block = positions.start // _BLOCK
         if not positions or positions[-1] // _BLOCK != block:
@@ -56,7 +56,7 @@ class KeyedOrder:
         return self._block[start : stop : positions.step]
 
     def _compute(self, positions: range) -> Tensor:
-        # The device is given because a default device set by the user may not be the CPU.
+        # An explicit device, because the user may have set another default device.
         numbers = torch.arange(len(positions), device="cpu").mul_(positions.step)
         numbers = self._shuffle(numbers.add_(positions.start))
         while (outside := (numbers >= self.total).nonzero()).numel():
@@ -72,16 +72,16 @@ class KeyedOrder:
 
 
 def _hash(numbers: Tensor, key: int) -> Tensor:
-    """31 bits with a sign, each of which depends on all bits of number and key.
+    """A signed 31-bit hash, each bit of which depends on all bits of number and key.
 
-    Products wrap around, and shifts keep the sign: neither has to be undone.
+    Products overflow, and shifts keep the sign: neither has to be invertible.
     """
     mixed = (numbers ^ key).mul_(-0x61C8864680B583EB)
     return mixed.bitwise_xor_(mixed >> 32).mul_(-0x4B47D0C5AD9F1D3B).bitwise_right_shift_(33)
 
 
 def choose_order(total: int) -> OrderName:
-    """What a run takes by default: torch's, until keeping it costs something."""
+    """The default of a run: torch's order, unless storing it would take too much memory."""
     return "torch" if total <= KEEPS_UP_TO else "keyed"
 
 

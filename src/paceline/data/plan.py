@@ -1,13 +1,13 @@
-"""Which samples form which shard of which step, and their random numbers: arithmetic, nothing else.
+"""Which samples form which shard of which step, and their random seeds: pure arithmetic.
 
     order of epoch e:   a permutation drawn from (seed, e); see `data.order`
     batch of step k:    `global_batch` neighbours in that order
     shard v of V:       every V-th sample of the batch, beginning with the v-th
     random numbers:     drawn from (seed, k, v), before loading and again before the model
 
-No worker appears in it: rank r of W computes shards r, r + W, r + 2W and so on, so W changes who
-computes what, and never what is computed. With V = W, and a batch that W divides, a rank gets the
-very samples that `DistributedSampler` with the same seed deals it.
+Workers do not appear in it: rank r of W computes shards r, r + W, r + 2W and so on, so W changes
+which worker computes a shard, but never what is computed. With V = W, and a batch that W divides, a
+rank gets the same samples as from `DistributedSampler` with the same seed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Shard:
     number: int
     """Which shard; with `merge_shards` the first of several."""
     indices: list[int]
-    """Its samples; where the dataset is a stream, nobody knows more than how many."""
+    """Its samples; for a stream only their number is meaningful."""
     is_second: bool = False
-    """Whether another worker computes it, and this one as well; see `ddp.audit`."""
+    """Whether this is a second computation of another worker's shard; see `ddp.audit`."""
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What its random numbers are seeded with, besides the step."""
+        """The seed of its random numbers, together with the step."""
         return (self.number,)
 
 
@@ -57,19 +57,19 @@ class Portion:
     samples: int
     """How many samples the global batch has, on all workers together."""
     shards: list[Shard]
-    """Without those that a short batch leaves empty."""
+    """This worker's shards, without those that a short batch leaves empty."""
     ends_epoch: bool
     busy: int | None = None
-    """How many shards of it have samples, on all workers; None: as many as there can be."""
+    """How many shards of the step have samples, on all workers; None: as many as possible."""
     audited: list[Shard] = field(default_factory=list)
     """Shards of other workers that this one computes as well, before its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run is: steps applied, whole epochs among them, and steps since.
+    """How far a run is: steps applied, complete epochs among them, and steps since.
 
-    With several models, also how many turns of the next step are.
+    With several models, also how many turns of the next step are done.
     """
 
     step: int = 0
@@ -90,22 +90,22 @@ class Plan:
     shuffle: bool = True
     order: OrderName = "torch"
     lanes: Lanes | None = None
-    """Where the samples are in files: these decide about the order."""
+    """For samples in files: the lanes, which determine the order."""
     drop_last: bool = False
     """Whether samples that do not fill the last batch of an epoch are left out of it."""
     merge_shards: bool = False
     """Whether a worker's shards go through the model as one."""
     arrange: Callable[[Sequence[int], int], Sequence[int]] | None = None
-    """Of a worker's shards and the number of all: the order in which it computes them."""
+    """Maps a worker's shards and the number of all to the order in which it computes them."""
     audits: Callable[[int, int, int], list[int]] | None = None
-    """Of step, rank and size: the shards that a rank computes besides its own."""
+    """Maps step, rank and size to the shards that a rank computes besides its own."""
     steps_per_epoch: int = field(init=False)
     steps: int = field(init=False)
     shortest_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise UsageError("The dataset is empty.", advice="Look at how it finds its samples.")
+            raise UsageError("The dataset is empty.", advice="Check how it finds its samples.")
         check_batch(self.global_batch, self.shards)
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(
@@ -120,7 +120,7 @@ class Plan:
         object.__setattr__(self, "shortest_batch", len(self.batch(per_epoch)))
 
     def batch(self, step: int) -> range:
-        """Where in the order of its epoch the batch of a step is."""
+        """The positions of a step's batch in the order of its epoch."""
         start = (step - 1) % self.steps_per_epoch * self.global_batch
         return range(start, min(start + self.global_batch, self.samples))
 
@@ -165,7 +165,7 @@ class Plan:
         return shards
 
     def _order(self, epoch: int) -> Tensor | KeyedOrder | EpochOfFiles | None:
-        """The order of the samples in an epoch; None: as they stand."""
+        """The order of the samples in an epoch; None: not shuffled."""
         if self.lanes is not None:
             return self.lanes.epoch(epoch)
         return draw_order(self.order, self.samples, self.seed, epoch) if self.shuffle else None
@@ -198,21 +198,21 @@ def _numpy_random() -> Any:
 
 
 class Generators:
-    """The generators of this process that code draws from without naming one.
+    """The global random generators of this process.
 
     They are torch's for the CPU and for the model's device, Python's, and NumPy's where it is
-    loaded. Between two steps they are seeded by (seed, step), so that what is drawn there is the
-    same on every worker, and after a restart.
+    imported. Between two steps they are seeded by (seed, step), so numbers drawn there are the same
+    on every worker and after a restart.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device` is the model's; without it only the CPU is touched, as in a loader's worker."""
+        """`device` is the model's; without it only the CPU's is used, as in a loader's worker."""
         is_other = device is not None and device.type not in {"cpu", "meta"}
         self._device = device if is_other else None
         self._of_device: Any = torch.get_device_module(device) if is_other else None
 
     def seed(self, seed: int, purpose: str, *numbers: int) -> None:
-        """Seed all of them for one purpose, step and shard; equal for equal arguments only."""
+        """Seed all generators from the arguments; different arguments give different seeds."""
         text = "/".join(map(str, (seed, purpose, *numbers)))
         digest = blake2b(text.encode(), digest_size=8).digest()
         value = int.from_bytes(digest, "little") >> 1
@@ -224,8 +224,8 @@ class Generators:
         if (numpy := _numpy_random()) is not None:
             numpy.seed([value & 0xFFFFFFFF, value >> 32])
 
-    def have_moved(self, seed: int, purpose: str, *numbers: int) -> bool:
-        """Whether something was drawn since they were seeded with these."""
+    def were_used(self, seed: int, purpose: str, *numbers: int) -> bool:
+        """Whether anything was drawn since the generators were seeded with these arguments."""
         now = self.state()
         self.seed(seed, purpose, *numbers)
         fresh = self.state()
@@ -252,7 +252,7 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, anything may be drawn; afterwards the generators stand where they stood."""
+        """Inside, numbers may be drawn; afterwards the generators have their state from before."""
         state = self.state()
         try:
             yield
@@ -267,10 +267,10 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on all devices, Python's `random` and NumPy, as `Run(seed=)` does not before it.
+    """Seed torch on all devices, Python's `random` and NumPy.
 
-    Called first in a program, on every worker alike, it makes the initial weights, and whatever
-    else is drawn before the run, a function of the seed.
+    Call it first in a program, with the same seed on every worker: then initial weights, and all
+    else that is drawn before the run, are a function of the seed. `Run(seed=)` seeds only the run.
     """
     check_seed(seed)
     with suppress(ImportError):

@@ -1,8 +1,8 @@
 """`DistributedSampler` and `DistributedBatchSampler`: each rank's samples, or its batches.
 
 The same arguments, attributes and order of indices as torch's class, with one difference: an
-evaluation (`shuffle=False`) is not padded with duplicates, which would falsify its metrics. A batch
-sampler decides which samples belong together, so its batches are dealt, or cut, as they are.
+evaluation (`shuffle=False`) is not padded with duplicates, which would distort its metrics. A batch
+sampler decides which samples belong together, so its batches are dealt, or split, as they are.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _AT_A_TIME = 2**14
 class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     """Deals the indices of a dataset to the ranks: a drop-in for torch's class of that name.
 
-    It is a subclass of torch's, because libraries ask `isinstance` to find out whether the data
-    is already divided among the ranks; everything torch's class does is done anew here.
+    It is a subclass of torch's, because libraries use `isinstance` to find out whether the data is
+    already divided among the ranks; all methods of torch's class are overridden.
 
     `pad` says what happens when the samples do not divide evenly. True repeats a few of them so
     that every rank takes the same number of steps; False deals each sample exactly once, so that
     ranks differ by at most one; None, the default, pads when `shuffle` is on. `drop_last` leaves
     the last few out instead, whatever `pad` says.
 
-    `order="keyed"` is another order than torch's, for hundreds of millions of samples: it takes no
-    memory and begins at once. See `order`.
+    `order="keyed"` is a different order from torch's, for hundreds of millions of samples: it takes
+    no memory and starts at once. See `order`.
 
     `num_samples` is this rank's share of a whole epoch. `len()` is what the next pass yields:
     the same number, except in an epoch resumed in the middle.
@@ -60,7 +60,7 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
         pad: bool | None = None,
         order: OrderName = "torch",
     ) -> None:
-        self._take_place(num_replicas, rank, seed)
+        self._set_up(num_replicas, rank, seed)
         check_choice("order", order, ("torch", "keyed"))
         self.dataset = dataset
         self.shuffle = shuffle
@@ -129,7 +129,7 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
 
 
 def _look_up(order: Tensor | KeyedOrder, positions: range, total: int) -> Iterator[int]:
-    """What is at these positions, the last of which may be past the end and mean the beginning."""
+    """The items at these positions; a position past the end wraps around to the start."""
     for begin in range(0, len(positions), _AT_A_TIME):
         part = positions[begin : begin + _AT_A_TIME]
         inside = range(part.start, min(part.stop, total), part.step)
@@ -148,7 +148,7 @@ class PaddedDistributedSampler(DistributedSampler):
 
 
 class _SamplerOfSampler(DistributedSampler):
-    """What `DistributedSampler.of()` returns: the order is what another sampler yields."""
+    """What `DistributedSampler.of()` returns: another sampler defines the order."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class _SamplerOfSampler(DistributedSampler):
         drop_last: bool,
         pad: bool | None,
     ) -> None:
-        self._take_place(num_replicas, rank, seed)
+        self._set_up(num_replicas, rank, seed)
         third_party.check(sampler)
         self.sampler = self.dataset = sampler
         self.shuffle = not third_party.keeps_order(sampler)
         self.drop_last = drop_last
         self.pad = self.shuffle if pad is None else bool(pad)
 
-    # Counted when asked for, because a sampler without a length has neither.
+    # Properties, because a sampler without a length has neither.
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         return len(self._share(0))
@@ -198,7 +198,7 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
     Parts: their sizes differ by at most one and each sample is in exactly one, so the loss has to
     be weighted by the part's size to be exact. `pad=True` repeats samples of the batch to make
     the parts equal. A batch with fewer samples than ranks leaves some ranks an empty part: that
-    is an error, unless `pad=False` says that the loop is ready for empty batches.
+    is an error, unless `pad=False` declares that the loop accepts empty batches.
 
     The unit of `advance()` and `consumed` is the batch, not the sample.
     """
@@ -216,7 +216,7 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
         split: bool = False,
         pad: bool | None = None,
     ) -> None:
-        self._take_place(num_replicas, rank, seed)
+        self._set_up(num_replicas, rank, seed)
         third_party.check(batch_sampler)
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
@@ -229,14 +229,14 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
 
     @property
     def batch_size(self) -> int | None:
-        """The most samples a batch of one rank has, where the batch sampler says."""
+        """The largest batch of one rank, if the batch sampler has a batch size."""
         size = getattr(self.batch_sampler, "batch_size", None)
         if size is None or not self.split:
             return size
         return -(-whole_number("batch_size", size) // self.num_replicas)
 
     def advance(self, count: int = 1) -> None:
-        """Say that this rank has trained on `count` more of the batches it drew in this pass."""
+        """Record that this rank has trained on `count` more of the batches it drew in this pass."""
         super().advance(count)
 
     @property
@@ -270,7 +270,7 @@ class DistributedBatchSampler(ResumableSampler[list[Any]]):
                 "drop_last=True with split=True would drop samples of every batch.",
                 advice="Give drop_last to the batch sampler itself, so that all batches are full.",
             )
-        # The last batch is the one that comes up short: better to say so before the first one.
+        # Only the last batch can be too small: raise now, not at the end of the first epoch.
         if self.pad or self._allows_empty_parts or not isinstance(self.batch_sampler, BatchSampler):
             return
         size = self.batch_sampler.batch_size

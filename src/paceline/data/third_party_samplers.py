@@ -1,12 +1,12 @@
-"""Making a sampler of another library draw the same order on every rank.
+"""Making any other sampler draw the same order on every rank.
 
-Dealing only works when every rank holds the same cards. A random sampler draws its order from a
-generator of its own or from the global ones, and both differ from rank to rank. So each pass
-gives it fresh generators seeded by (seed, epoch), and leaves the global ones as they were.
+Dealing only works if every rank has the same order. A random sampler draws its order from a
+generator of its own or from the global ones, and both differ from rank to rank. So each pass gives
+it new generators seeded by (seed, epoch), and restores the global ones afterwards.
 
 What is seeded: an attribute `generator` of the sampler and of the samplers inside it, torch's
 global CPU generator, Python's `random`, and NumPy's `numpy.random` functions. What cannot be: a
-`random.Random` or `numpy.random.default_rng()` the sampler keeps for itself, and the clock.
+`random.Random` or `numpy.random.default_rng()` that the sampler keeps, and the clock.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 from paceline.data.plan import Generators, seed_globals
 from paceline.errors import UsageError
 
-# Exchanging the global generators takes some 150 us, so an unknown sampler is asked for this
-# many items at a time; few enough that a sampler that never ends, or learns from the training,
-# still works.
+# Swapping the global generators takes some 150 us, so this many items are drawn from an unknown
+# sampler at a time; few enough for a sampler that never ends, or that depends on the training.
 _ITEMS_AT_A_TIME = 64
 
 
 def check(sampler: Any) -> None:
-    """Refuse what cannot be dealt: something not iterable, or already dealt to the ranks."""
+    """Refuse a sampler that is not iterable, or whose items are already dealt to the ranks."""
     if not isinstance(sampler, Iterable) and not hasattr(sampler, "__getitem__"):
         raise UsageError(
             f"The sampler has the type {type(sampler).__name__}, which cannot be iterated over.",
-            advice="Give a sampler, a batch sampler, or a sequence of indices.",
+            advice="Pass a sampler, a batch sampler, or a sequence of indices.",
         )
     if isinstance(sampler, Iterator):
         raise UsageError(
             f"The sampler is a {type(sampler).__name__}, which can be read only once, but every "
             "epoch reads it again.",
-            advice="Give the object whose iter() this is, or a list.",
+            advice="Pass the object whose iter() this is, or a list.",
         )
     for part in parts_of(sampler):
         if isinstance(part, TorchDistributedSampler):
@@ -59,7 +58,7 @@ def keeps_order(sampler: Any) -> bool:
 
 
 def parts_of(sampler: Any) -> list[Any]:
-    """The sampler and every sampler it holds, itself first."""
+    """The sampler and every sampler inside it, itself first."""
     parts: list[Any] = []
     waiting = [sampler]
     while waiting:
@@ -75,12 +74,12 @@ def parts_of(sampler: Any) -> list[Any]:
 
 
 def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
-    """Everything the sampler yields in `epoch`, the same on every rank that asks."""
+    """All items that the sampler yields in `epoch`, the same on every rank."""
     parts = parts_of(sampler)
     for part in parts:
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
-    _give_generators(parts, seed + epoch)
+    _set_generators(parts, seed + epoch)
     kinds, plain = [type(part) for part in parts], {list, tuple, range}
     if all(kind.__module__ == torch_samplers.__name__ or kind in plain for kind in kinds):
         yield from sampler
@@ -99,8 +98,8 @@ def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
         yield from some
 
 
-def _give_generators(parts: list[Any], seed: int) -> None:
-    """Replace each `generator` by a fresh one: the user's own may serve others as well."""
+def _set_generators(parts: list[Any], seed: int) -> None:
+    """Replace each `generator` by a new one: the user's may also be used elsewhere."""
     source = torch.Generator().manual_seed(seed)
     for part in parts:
         present = getattr(part, "generator", False)

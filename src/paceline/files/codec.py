@@ -1,12 +1,12 @@
 """Values as JSON and tensors, and back: for checkpoints, pipes and stores. Nothing is pickled.
 
-What is left of a value when its tensors are taken out is its skeleton. Scalars and strings stand
-for themselves in it; everything else is a list that begins with its kind, such as
-`["tensor", "model/head.weight"]` or `["dict", [0, ...], ["lr", 0.1]]`. What has no kind is refused
-with its path. A tensor that occurs twice is kept once and comes back as one tensor.
+A value without its tensors is its skeleton. In it scalars and strings represent themselves;
+everything else is a list that begins with its kind, such as `["tensor", "model/head.weight"]` or
+`["dict", [0, ...], ["lr", 0.1]]`. A value without a kind is refused with its path. A tensor that
+occurs twice is written once and read as one tensor.
 
-A message is a safetensors file in memory, with the skeleton as one more tensor. torch is loaded
-with the first tensor.
+A message is a safetensors file in memory, with the skeleton as one more tensor. torch is imported
+for the first tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KIND_BY_DICT = {dict: "dict", defaultdict: "dict", OrderedDict: "ordered", Coun
 
 
 def encode(value: Any) -> bytes:
-    """One message with a value made of plain Python data and dense tensors."""
+    """Encode a value of plain Python data and dense tensors as one message."""
     tensors, skeleton = take_apart(value)
     plan = plan_file({**tensors, _SKELETON: _flat(skeleton)})
     plain = [as_plain(tensor) for tensor in plan.tensors]
@@ -50,7 +50,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` wrote; anything malformed is a WireError before it costs memory."""
+    """Decode what `encode` wrote; malformed bytes raise WireError before memory is allocated."""
     tensors = read_tensors(io.BytesIO(data), len(data), "The message")
     try:
         skeleton = revive("bytes", [tensors.pop(_SKELETON, None)])
@@ -64,10 +64,10 @@ def take_apart(
 ) -> tuple[dict[str, Tensor], bytes]:
     """The tensors of a value by name, sharing their memory, and its skeleton as JSON.
 
-    `root` is what messages call the value, and `error` what they are raised as.
+    `root` is the value's name in messages, and `error` the class that is raised.
     """
-    taker = _Taker(root, error)
-    tree = taker.tree(value)
+    encoder = _Encoder(root, error)
+    tree = encoder.tree(value)
     try:
         text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except ValueError as problem:  # an integer with more digits than Python converts
@@ -81,11 +81,11 @@ def take_apart(
             f"more than the {MAX_SKELETON_BYTES:,} in {_SKELETON_LIMITS.values:,} allowed.",
             advice="Put long lists of numbers into a tensor, and long text into bytes.",
         )
-    return taker.tensors, skeleton
+    return encoder.tensors, skeleton
 
 
 def revive(kind: str, parts: list[Any]) -> Any:
-    """A value of a kind that is neither container nor JSON; ValueError if there is none."""
+    """Rebuild a value that is neither a container nor JSON; ValueError if it is malformed."""
     import torch
 
     match kind, parts:
@@ -112,9 +112,9 @@ def put_together(
     error: type[PacelineError] = WireError,
     revive: Callable[[str, list[Any]], Any] = revive,
 ) -> Any:
-    """The value that was taken apart; a skeleton we do not write is an `error` about `origin`.
+    """Rebuild the value that was taken apart; a malformed skeleton raises `error` about `origin`.
 
-    Anything may stand for the tensors. With another `revive` this works without torch.
+    `tensors` may have other objects in place of tensors. With another `revive` this needs no torch.
     """
     used: set[str] = set()
 
@@ -170,11 +170,11 @@ def put_together(
         return found
 
     def unknown(tree: Any) -> PacelineError:
-        return error(f"{origin} has a part of no kind we write: {str(tree)[:80]}.")
+        return error(f"{origin} has a part of an unknown kind: {str(tree)[:80]}.")
 
     value = build(parse_json(skeleton, origin, error, _SKELETON_LIMITS), 0)
     if unused := tensors.keys() - used:
-        raise error(f"{origin} has no place for the tensor {min(unused)!r:.100}.")
+        raise error(f"{origin} does not refer to the tensor {min(unused)!r:.100}.")
     return value
 
 
@@ -187,8 +187,8 @@ def _flat(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-class _Taker:
-    """Walks a value, gives every tensor a name, and builds the tree of the rest."""
+class _Encoder:
+    """Traverses a value, gives every tensor a name, and builds the tree of the rest."""
 
     def __init__(self, root: str, error: type[PacelineError]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -261,7 +261,7 @@ class _Taker:
         if len(self._keys) >= MAX_DEPTH:
             raise self._error(
                 f"{self._path()} is nested deeper than {MAX_DEPTH} levels.",
-                advice="A container that holds itself cannot be written.",
+                advice="A container that contains itself cannot be written.",
             )
         trees = []
         for key, value in items:
@@ -286,7 +286,7 @@ class _Taker:
         return self._name_by_memory[memory]
 
     def _add(self, tensor: Tensor) -> str:
-        """Keep a tensor under its path with slashes, as UTF-8 that others accept, and unique."""
+        """Register a tensor under its path with slashes, as valid UTF-8 and unique."""
         text = "/".join(map(str, self._keys)) or "state"
         text = text.encode("utf-8", "replace").decode()[:_MAX_NAME_LENGTH]
         name, count = text, self._last_number.get(text, 1)

@@ -1,15 +1,15 @@
-"""JSON from files that nobody vouches for: bounded, checked, and then read as types say.
+"""JSON from untrusted files: bounded, checked, and converted to the types of a dataclass.
 
     with open_plain(path) as file:
-        document = read_json(file, 2**20, path)            # WireError: too large, or not sound
+        document = read_json(file, 2**20, path)            # WireError: too large, or malformed
     info = read_value(RunInfo, document, "run.json")       # WireError: names what is wrong
 
-A line of a file, or bytes that are here already, go to `parse_json`. Every reader of a file that a
-run, a checkpoint or a stranger wrote goes through these: what they return has integers that any
-arithmetic takes, finite floats, text that can be printed and written, names of a sane length, and
-no deeper nesting than a recursive walk bears. What is beyond that is a WireError, or the `error`
-asked for, before it costs memory; the caller goes on with the file before, or shows "?". Whoever
-writes more than `JsonLimits` allows passes limits of its own. Starts without torch.
+`parse_json` takes a line of a file, or bytes in memory. Every reader of a file that a run, a
+checkpoint or a stranger wrote uses these functions: what they return has integers of limited size,
+finite floats, text that can be printed and written, names of limited length, and nesting that
+recursion can handle. Anything beyond raises WireError, or the `error` asked for, before memory is
+allocated; the caller continues with an older file, or shows "?". A writer of larger documents
+passes `JsonLimits` of its own. Starts without torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import IO, Any, Literal, Union, get_args, get_origin, get_type_hints
 from paceline.errors import PacelineError, WireError
 
 FLOAT_BY_NAME = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""Floats that JSON has no word for, as `str` says them."""
+"""Floats that JSON cannot represent, by their `str`."""
 LARGEST = 2**64
 PLAIN_BYTES = 1000
 SHALLOW = 8
-"""Levels of lists and objects in a line of many."""
+"""The most levels of lists and objects in a line that `parse_lines` reads."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}\n"))
 _AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
 _LONG_NUMBERS = (b"0" * 21, b"e000", b"e+000")
-"""What, read as zeros, may be an integer of too many digits or a float that is infinite."""
+"""With all digits replaced by zeros: too long an integer, or a float that may be infinite."""
 
 _hints = cache(get_type_hints)
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
@@ -44,19 +44,19 @@ _WORDS[Mapping] = _WORDS[dict] = "object"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """What a document may consist of."""
+    """The limits of a document."""
 
     values: int = 2**20
-    """Of all lists and objects together. Commas in texts count too."""
+    """In all lists and objects together. Commas in strings count too."""
     depth: int = 64
     text: int = 2**20
-    """Characters of a text that is a value."""
+    """Characters of a string that is a value."""
     name: int = 1000
     """Characters of a name in an object."""
     digits: int = len(str(LARGEST))
     """Of an integer."""
     surrogates: bool = False
-    """Whether a text may hold half a character, which cannot be written as UTF-8."""
+    """Whether a string may have a lone surrogate, which cannot be encoded as UTF-8."""
 
 
 LIMITS = JsonLimits()
@@ -69,7 +69,7 @@ def read_json(
     error: type[PacelineError] = WireError,
     limits: JsonLimits = LIMITS,
 ) -> Any:
-    """What the rest of an open file says, which is at most `limit_bytes` long."""
+    """Parse the rest of an open file, which may have at most `limit_bytes`."""
     data = file.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise error(
@@ -82,7 +82,7 @@ def read_json(
 def parse_json(
     data: bytes, origin: object, error: type[PacelineError] = WireError, limits: JsonLimits = LIMITS
 ) -> Any:
-    """What the text of `origin` says, within limits; infinities and NaN are not JSON."""
+    """Parse the JSON of `origin`, within limits; infinities and NaN are refused."""
     try:
         if _is_plain(data, limits):
             return _PLAIN_DECODER.decode(data.decode("ascii"))
@@ -92,15 +92,16 @@ def parse_json(
         value = _decoder(limits.digits).decode(text)
         _check(value, limits, 0)
     except (ValueError, RecursionError) as problem:
-        raise error(f"{origin} is not JSON that can be used: {str(problem)[:200]}.") from None
+        raise error(f"{origin} is not valid JSON: {str(problem)[:200]}.") from None
     return value
 
 
 def parse_lines(data: bytes) -> list[Any] | None:
-    """What many short lines say, read at once; None where one must be looked at by itself.
+    """Parse many short lines in one call; None where the lines must be parsed one by one.
 
-    Brackets that vanish pair by pair show that every line is whole and not deep. Of a name that
-    occurs twice the last value counts, which is what makes this the faster way.
+    Removing brackets pair by pair, until only newlines are left, proves that every line is complete
+    and not deep. Of a repeated name the last value counts: checking for that costs most of the
+    time.
     """
     lines, shape = data.count(b"\n"), data.translate(None, _NO_BRACKETS)
     for _ in range(SHALLOW):
@@ -117,7 +118,7 @@ def parse_lines(data: bytes) -> list[Any] | None:
 
 
 def count_values(data: bytes) -> int:
-    """At least as many values as a document has, found without reading it."""
+    """An upper bound of the number of values in a document, found without parsing it."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
@@ -137,9 +138,9 @@ def _decoder(digits: int) -> json.JSONDecoder:
 
 
 def _is_plain(data: bytes, limits: JsonLimits) -> bool:
-    """Whether a short document can be told to be within the limits without looking at values.
+    """Whether a short document is within the limits for certain, without checking each value.
 
-    A line of events is one, and there are millions of them.
+    This fast path is for the lines of event files, of which there are millions.
     """
     return (
         len(data) <= PLAIN_BYTES <= min(limits.name, limits.text, limits.values)
@@ -149,7 +150,7 @@ def _is_plain(data: bytes, limits: JsonLimits) -> bool:
 
 
 def _has_plain_values(data: bytes) -> bool:
-    """Whether no text has anything but ASCII, and no number is too long."""
+    """Whether all strings are plain ASCII, and no number is too long."""
     if not data.isascii() or b"\\" in data:
         return False
     zeros = data.translate(_AS_ZEROS)
@@ -159,7 +160,7 @@ def _has_plain_values(data: bytes) -> bool:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is not a number that JSON has")
+        raise ValueError(f"{text[:40]} is not a number in JSON")
     return number
 
 
@@ -171,7 +172,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any, limits: JsonLimits, depth: int) -> None:
-    """Look at every text and container; a ValueError about the first that is beyond the limits."""
+    """Check every string and container; ValueError about the first one beyond the limits."""
     if isinstance(value, str):
         _check_text(value, limits.text, limits)
     if not isinstance(value, list | dict):
@@ -195,7 +196,7 @@ def _check_text(text: str, most: int, limits: JsonLimits) -> None:
     if len(text) > most:
         raise ValueError(f"{text[:40]!r}… has {len(text):,} characters of at most {most:,}")
     if not limits.surrogates:
-        text.encode()  # a ValueError where half a character is in it
+        text.encode()  # a ValueError where it has a lone surrogate
 
 
 _PLAIN_DECODER = json.JSONDecoder(parse_constant=_finite, object_pairs_hook=_without_repeats)
@@ -203,9 +204,9 @@ _LINES_DECODER = json.JSONDecoder(parse_constant=_finite)
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
-    """A value as a type hint has it, dataclasses and all; a WireError says where it is not.
+    """Convert a value to a type hint, including dataclasses; a WireError names what does not fit.
 
-    Names that a dataclass does not have are ignored, so that later versions may write more.
+    Names that a dataclass lacks are ignored, so that later versions may add some.
     """
     if hint is Any:
         return value
@@ -224,7 +225,7 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
         inner = get_args(hint)[1]
         return {key: read_value(inner, each, f"{where}.{key}") for key, each in value.items()}
     if type(value) is int and abs(value) >= LARGEST:
-        raise WireError(f"{where} is a number that no counter reaches.")
+        raise WireError(f"{where} is a number beyond 2**64.")
     if kind is float and isinstance(value, str) and value in FLOAT_BY_NAME:
         return FLOAT_BY_NAME[value]
     if kind is float and type(value) in (int, float):
@@ -248,7 +249,7 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def plain_json(value: Any) -> Any:
-    """The same with words in place of nan and inf, which strict JSON does not have."""
+    """The value with strings in place of nan and inf, which strict JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How a run ended, written into its folder by somebody who outlives it."""
+"""The end of a run, written into its folder by a process that outlives the run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def record_end(
     step: int = 0,
     traceback: str = "",
 ) -> None:
-    """Write why a run has ended into its folder, for those who cannot or do not know.
+    """Record in a run's folder why it ended, for a run that could not do so itself.
 
-    Who asks a run to stop does not change the end of one that has ended by itself.
+    A "stopped" does not replace the end of a run that has ended by itself.
     """
     info = find_info(folder)
     if info is None or (status == "stopped" and info.status != "running"):
@@ -40,7 +40,7 @@ def record_end(
         info = replace(info, status=status, reason=reason, step=applied, updated=time.time())
     if worker >= 0:
         info = replace(info, failed_worker=worker, failed_step=step or None)
-    # First what has room on a full disk, too.
+    # `run.json` first: replacing it works on a full disk too.
     write_info(folder, replace(info, traceback=folder.errors.name if traceback else ""))
     if traceback:
         keep_traceback(folder, reason, traceback)
@@ -50,7 +50,7 @@ def record_end(
 
 
 def keep_traceback(folder: RunFolder, reason: str, text: str) -> None:
-    """Append the traceback of an exception to the file for them, unless that has grown long."""
+    """Append a traceback to `errors.txt`, unless that file has reached its limit."""
     file = open_private(str(folder.errors), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         if os.fstat(file).st_size < INFO_LIMIT_BYTES:

@@ -1,16 +1,16 @@
-"""The run folder: what a training writes down, and how to read it while it runs.
+"""The run folder: the files that a training writes, and how to read them while it runs.
 
-    run.json                  what is trained and how far it is; rank 0 replaces it as a whole
-    events/rank{r}.jsonl      what happened, one JSON object a line, appended by rank r alone
-    pipeline/step{n}.json     one batch followed through a step
+    run.json                  what is trained, and how far; rank 0 replaces it atomically
+    events/rank{r}.jsonl      what happened, one JSON object per line, appended by rank r alone
+    pipeline/step{n}.json     a recording of one batch through a step
     timeline/rank{r}.trace.json
     scaling.json  checkpoints/  report.html
     errors.txt                tracebacks of exceptions, each with its worker and step
-    logs/output.log           what workers and the launcher printed, in the order of time
-    record.request            somebody who looks at the run wants its next step recorded
+    logs/output.log           what workers and the launcher printed, in order of time
+    record.request            asks the run to record its next step; `paceline watch` writes it
 
-Each file has one writer, readers tail. Steps count from 1: `step` in an event is also how many are
-applied. Starts without torch. See Note [What a restart undoes].
+Each file has one writer, and readers tail it. Steps count from 1, so `step` in an event is also the
+number of steps applied. Starts without torch. See Note [What a restart undoes].
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import secrets
 import stat
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -44,17 +43,13 @@ SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 INFO_LIMIT_BYTES = 2**20
 LINE_LIMIT_BYTES, PIECE_BYTES = 2**20, 2**16
-LOG_LIMIT_BYTES, LOG_WAITING = 2**26, 1000
-"""Of a log of what was printed, and the lines that wait for a place to be written to."""
-_LOG_LINE = re.compile(r"(\d{1,12}\.\d{3}) (-|\d{1,6}) (.*)", re.DOTALL)
-_COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|_[^\x1b]*\x1b\\)")
 
 Event = dict[str, Any]
 """A line of an event file: always with `kind`, `t` (seconds since 1970) and `rank`."""
 
 
 class RunFolder:
-    """Where the files of one run are. Makes nothing until `create()`."""
+    """The paths of one run's files. Creates nothing until `create()`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -75,7 +70,7 @@ class RunFolder:
         return self.path.resolve().name
 
     def check_name(self) -> None:
-        """Refuse a name that no page or file could carry."""
+        """Refuse a name that cannot appear in file names and pages."""
         if not NAME.fullmatch(self.name):
             raise UsageError(
                 f"A run cannot be named {self.name!r}.",
@@ -83,7 +78,7 @@ class RunFolder:
             )
 
     def create(self) -> None:
-        """Make the folder, for this user alone, if its name will do."""
+        """Make the folder, readable by this user only, if its name is allowed."""
         self.check_name()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         make_private(self.path)
@@ -102,25 +97,25 @@ class RunFolder:
         return _numbers_in(self.events, r"rank(\d{1,7})\.jsonl")
 
     def pipeline_steps(self) -> list[int]:
-        """The steps that were followed through the pipeline, in order."""
+        """The steps that were recorded, in order."""
         return _numbers_in(self.pipeline, r"step(\d{1,15})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What `run.json` says."""
+    """The contents of `run.json`."""
 
     name: str
     created: float
     updated: float
     status: Literal["running", "finished", "stopped", "failed"] = "running"
     reason: str = ""
-    """Why it ended, once it has."""
+    """Why the run ended, once it has."""
     failed_worker: int | None = None
     failed_step: int | None = None
-    """Which worker ended it, and in which step, if one did."""
+    """The worker whose failure ended the run, and the step, if one did."""
     traceback: str = ""
-    """The file in the folder that has the traceback, if there was one."""
+    """The name of the file with the traceback, if there was one."""
     seed: int = 0
     epochs: int = 0
     global_batch: int = 0
@@ -130,7 +125,7 @@ class RunInfo:
     """None where the dataset has no length."""
     steps_per_epoch: int | None = None
     steps: int | None = None
-    """How many steps the whole run has; None where nobody can know."""
+    """How many steps the whole run has; None where it cannot be known."""
     step: int = 0
     """How many steps are applied."""
     model: str = ""
@@ -139,30 +134,31 @@ class RunInfo:
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    """The optimizer, its settings, options that are not as they come, and the user's own."""
+    """The optimizer and its settings, options that differ from defaults, and the user's own."""
     policy: list[str] = field(default_factory=list)
     """What was decided about batch size and learning rate, and why, line by line."""
     command: str = ""
-    """What starts it again, from the folder where it was started; empty where that is not known."""
+    """The command that starts the run again, from its working folder; empty if unknown."""
     schema: int = SCHEMA
 
 
 def write_info(folder: RunFolder, info: RunInfo) -> None:
-    """Replace `run.json`, so that a reader sees the old one or the new one."""
+    """Replace `run.json` atomically: a reader sees the old one or the new one."""
     text = json.dumps(plain_json(asdict(info)), allow_nan=False, indent=1) + "\n"
     try:
         replace_file(folder.info, [text])
-    except OSError as error:  # a full disk has no room for a second file
+    except OSError as error:
+        # A full disk has no room for a second file: overwrite the old one, if its blocks suffice.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         with open(open_private(str(folder.info), os.O_WRONLY), "w") as file:
-            if os.fstat(file.fileno()).st_blocks * 512 < len(text):  # all of it is ASCII
+            if os.fstat(file.fileno()).st_blocks * 512 < len(text):  # the text is ASCII
                 raise
             file.truncate(file.write(text))
 
 
 def read_info(folder: RunFolder) -> RunInfo | None:
-    """What `run.json` says, or None where there is none; keys it should not have are ignored."""
+    """Read `run.json`; None where there is none. Unknown keys are ignored."""
     try:
         with open_plain(folder.info) as file:
             value = read_json(file, INFO_LIMIT_BYTES, folder.info)
@@ -179,34 +175,34 @@ def read_info(folder: RunFolder) -> RunInfo | None:
 
 
 def find_info(folder: RunFolder) -> RunInfo | None:
-    """The same for whoever does without: one that cannot be used is a warning, and None."""
+    """Like `read_info`, but a file that cannot be used is a warning, and None."""
     try:
         return read_info(folder)
     except WireError as error:
-        warnings.warn(f"{error.what} The run continues, and writes it anew.", stacklevel=2)
+        warnings.warn(f"{error.what} The run continues, and replaces it.", stacklevel=2)
         return None
 
 
 class EventWriter:
-    """Appends the events of one rank. What cannot be written is lost, said once, and no error."""
+    """Appends the events of one rank. An event that cannot be written is lost, with one warning."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self.rank = rank
         self._path = folder.events_of(rank)
         self._file: int | None = None
         self._has_failed = False
-        self._torn = False
+        self._is_torn = False
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Write one event now, as one line; floats that JSON has no word for become strings."""
+        """Write one event now, as one line; nan and inf become strings."""
         event = {"kind": kind, "t": time.time(), "rank": self.rank, **plain_json(facts)}
         line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             file = self._open()
-            # Behind half a line a new one would be lost with it.
-            data = b"\n" + line if self._torn else line
-            self._torn = True
-            self._torn = os.write(file, data) < len(data)
+            # After an incomplete line, end it first: readers would drop both as one line.
+            data = b"\n" + line if self._is_torn else line
+            self._is_torn = True
+            self._is_torn = os.write(file, data) < len(data)
         except OSError as error:
             if not self._has_failed:
                 warnings.warn(f"Events cannot be written to {self._path}: {error}.", stacklevel=2)
@@ -235,25 +231,25 @@ class EventWriter:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
             self._file = open_private(str(self._path), flags)
             size = os.fstat(self._file).st_size
-            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+            self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         return self._file
 
 
 def parse_event(line: bytes) -> Event | None:
-    """One line as an event, or None where it is torn, foreign or too long."""
+    """Parse one line as an event; None where it is incomplete, malformed or too long."""
     if len(line) > LINE_LIMIT_BYTES:
         return None
     try:
         event = parse_json(line, "An event")
     except WireError:
         return None
-    if not _is_event(event) or not _has_words(line):
+    if not _is_event(event) or not _has_float_names(line):
         return event if _is_event(event) else None
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 
 
-def _has_words(data: bytes) -> bool:
-    """Whether there may be a float in it that is written as a word."""
+def _has_float_names(data: bytes) -> bool:
+    """Whether the line may have nan or inf, which are written as strings."""
     return b'"nan"' in data or b'inf"' in data
 
 
@@ -267,35 +263,39 @@ def _is_event(value: Any) -> bool:
 
 
 class EventTail:
-    """The events of one file from where the last reading ended, in constant memory.
+    """Reads the events of one file from where the last reading ended, in constant memory.
 
-    Half a line at the end is left out: its other half may be on its way.
+    An incomplete last line is left for the next reading: the writer may still be writing it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
-        """Behind the last line that was read, in bytes."""
+        """The end of the last line that was read, in bytes."""
         self._is_rest = False
 
     def read(self) -> Iterator[Event | None]:
-        """What is new, event by event; None for a line that is not one."""
+        """The new events; None for a line that is not an event."""
         return (event for batch in self.batches() for event in batch)
 
     def batches(self) -> Iterator[list[Event | None]]:
-        """The same, some hundred at a time. May be left after any batch."""
+        """The new events, some hundred at a time. The caller may stop after any batch."""
         return map(self._parse, self.pieces())
 
     def _parse(self, piece: bytes) -> list[Event | None]:
         is_rest, self._is_rest = self._is_rest, not piece.endswith(b"\n")
-        if not is_rest and not _has_words(piece) and (found := parse_lines(piece)) is not None:
+        if (
+            not is_rest
+            and not _has_float_names(piece)
+            and (found := parse_lines(piece)) is not None
+        ):
             return [event if _is_event(event) else None for event in found]
         lines = piece.split(b"\n")[:-1]
         rest: list[Event | None] = [None] if is_rest and lines else []
         return rest + [parse_event(line) for line in lines[len(rest) :] if line.strip()]
 
     def pieces(self) -> Iterator[bytes]:
-        """What is new in pieces of whole lines, to be searched without looking at each line."""
+        """The new bytes in pieces of whole lines, which can be searched without parsing."""
         with open_plain(self.path) as file:
             file.seek(self.position)
             while piece := file.read(PIECE_BYTES):
@@ -305,14 +305,14 @@ class EventTail:
                 if end == 0:
                     if len(piece) < LINE_LIMIT_BYTES:
                         return
-                    end = len(piece)  # in the middle of a line that is too long
+                    end = len(piece)  # inside a line that is too long: skip it piece by piece
                 self.position += end
                 file.seek(self.position)
                 yield piece[:end]
 
 
 def last_recorded_step(folder: RunFolder) -> int:
-    """The last step that rank 0 has applied, saved or not, as far as it says; 0 for none."""
+    """The last step in rank 0's events, whether saved or not; 0 for none."""
     try:
         with open_plain(folder.events_of(0)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
@@ -324,91 +324,20 @@ def last_recorded_step(folder: RunFolder) -> int:
 
 
 def read_events(folder: RunFolder) -> list[Event]:
-    """All events of all ranks so far, in the order of their times."""
+    """All events of all ranks so far, in order of time."""
     tails = [EventTail(folder.events_of(rank)) for rank in folder.event_ranks()]
     found = [event for tail in tails for event in tail.read() if event is not None]
     return sorted(found, key=lambda event: event["t"])
 
 
-class OutputLog:
-    """What was printed in a run, in its folder, each line with its time and the worker.
-
-        1763280000.123 2 what worker 2 has printed
-        1763280000.456 - what the launcher says, or a worker for all
-
-    The folder is known some time after the first line; until then lines wait. Nothing here raises:
-    a disk that fails never stops a training.
-    """
-
-    def __init__(self, find_folder: Callable[[], str]) -> None:
-        """`find_folder` says where the run folder is, "" while nobody knows."""
-        self._find_folder, self._find_due_s = find_folder, 0.0
-        self._waiting: list[bytes] = []
-        self._file = -1
-
-    def add(self, lines: Iterable[tuple[int | None, bytes]]) -> None:
-        t = time.time()
-        for rank, line in lines:
-            who = b"-" if rank is None else b"%d" % rank
-            self._waiting.append(b"%.3f %s %s\n" % (t, who, line))
-        if self._file >= 0 or time.monotonic() >= self._find_due_s:
-            self.flush()
-        del self._waiting[:-LOG_WAITING]
-
-    def flush(self) -> None:
-        """Write what waits, if it is known where to."""
-        self._find_due_s = time.monotonic() + 1.0
-        with suppress(OSError):
-            if self._file < 0 and (path := self._find_folder()):
-                folder = RunFolder(path)
-                make_private(folder.logs)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                self._file = open_private(str(folder.output), flags)
-            if self._file >= 0:
-                if os.fstat(self._file).st_size < LOG_LIMIT_BYTES:
-                    os.write(self._file, b"".join(self._waiting))
-                self._waiting.clear()
-
-    def close(self) -> None:
-        self.flush()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def read_log(
-    folder: RunFolder, most: int, *, tail_bytes: int = LOG_LIMIT_BYTES, wanted: str = ""
-) -> list[Event]:
-    """The last lines of what was printed that have `wanted` in them: `t`, `rank` and `text` each.
-
-    The rank is None where the launcher speaks, or a worker for all.
-    """
-    found, searched = deque[Event](maxlen=most), wanted.lower()
-    if folder.logs.is_symlink():
-        return []
-    with suppress(OSError, WireError), open_plain(folder.output) as file:
-        if (begin := file.seek(0, os.SEEK_END) - tail_bytes) > 0:
-            file.seek(begin)
-            file.readline(LINE_LIMIT_BYTES)
-        else:
-            file.seek(0)
-        while line := file.readline(LINE_LIMIT_BYTES):
-            said = _LOG_LINE.fullmatch(line.rstrip(b"\n").decode(errors="replace"))
-            text = _COLOUR.sub("", said[3]) if said else ""
-            if said and searched in text.lower():
-                rank = None if said[2] == "-" else int(said[2])
-                found.append({"t": float(said[1]), "rank": rank, "text": text})
-    return list(found)
-
-
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can look into; one that exists is left as it is."""
+    """Make a folder that only this user can read; an existing one is left as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager
 def new_file(path: Path, is_synced: bool = False) -> Iterator[int]:
-    """A file for this user alone that replaces `path` after the block, if nothing fails in it."""
+    """A file, readable by this user only, that replaces `path` if the block succeeds."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     file = open_private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -427,13 +356,13 @@ def new_file(path: Path, is_synced: bool = False) -> Iterator[int]:
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Write a text as a whole, or leave what was there."""
+    """Replace a text file atomically."""
     with new_file(path) as file, open(file, "w", encoding="utf-8", closefd=False) as stream:
         stream.writelines(parts)
 
 
 def write_output(path: Path, parts: Iterable[str]) -> None:
-    """Write a file that the user has named, as a whole; a UsageError says why that cannot be."""
+    """Atomically write a file that the user has named; a UsageError says why that fails."""
     try:
         replace_file(path, parts)
     except OSError as error:
@@ -452,12 +381,12 @@ def sync_folder(path: Path) -> None:
 
 
 def _numbers_in(folder: Path, pattern: str) -> list[int]:
-    """The numbers of the plain files in a folder that is one, and no link to somewhere else."""
+    """The numbers of the plain files in a folder; none if the folder is a link."""
     return [] if folder.is_symlink() else list(numbered_files(folder, pattern))
 
 
 def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
-    """The plain files that a pattern matches, by the number in their name, in order."""
+    """The plain files whose name matches a pattern, by the number in it, in order."""
     found = {
         int(match[1]): Path(entry)
         for entry in (os.scandir(folder) if folder.is_dir() else ())
@@ -467,12 +396,12 @@ def numbered_files(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open for this user alone, and never through a link somebody else has put there."""
+    """Open a file, created for this user only, and never through a link."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file for reading: never through a link, and never a pipe that would wait."""
+    """Open a plain file for reading: never through a link, and never a pipe, which would block."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError:
@@ -484,7 +413,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def _restored(value: Any) -> Any:
-    """What `plain_json` was given."""
+    """Undo `plain_json`: strings that name a float become that float."""
     if isinstance(value, str):
         return FLOAT_BY_NAME.get(value, value)
     if isinstance(value, dict):
@@ -496,5 +425,5 @@ def _restored(value: Any) -> Any:
 
 # Note [What a restart undoes]
 # A run that was killed continues from its last checkpoint, some steps back. Those steps are trained
-# again, and their events are written again behind the old ones. So an event `start` of rank 0 with
-# step s undoes every earlier event of any rank whose step is above s.
+# again, and their events are appended after the old ones. So an event `start` of rank 0 with step s
+# invalidates every earlier event of any rank whose step is above s.

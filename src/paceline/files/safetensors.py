@@ -2,9 +2,9 @@
 
     header length (8 bytes, little endian) | header, JSON | raw bytes of the tensors, without gaps
 
-Sizes and places are compared with the bytes that are really there before anything is believed, so
-a crafted header costs an error and not the memory it claims. Types that the format lacks are
-stored as a view of another, named in the metadata. Headers are read without torch.
+Sizes and offsets are compared with the bytes of the file before memory is allocated, so a crafted
+header causes an error and not the allocation it claims. Types that the format lacks are stored as a
+view of another type, named in the metadata. Headers are read without torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _VIEW_BY_DTYPE = {"complex32": "float16", "complex128": "float64", "float4_e2m1f
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one tensor lies: bytes [begin, end) behind the header, and how to read them."""
+    """The location of one tensor: bytes [begin, end) after the header, their type and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds: places by name in the order of their bytes, and free text."""
+    """The contents of a file: places by name in the order of their bytes, and free text."""
 
     places: dict[str, TensorPlace]
     metadata: dict[str, str]
@@ -90,12 +90,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A file before it is written: its first bytes, and what follows, in this order."""
+    """A file before it is written: its first bytes, and the tensors that follow, in order."""
 
     prefix: bytes
     header: Header
     tensors: list[Tensor]
-    """In types that the format has, sharing memory with the tensors given where possible."""
+    """In types that the format has; they share memory with the given tensors where possible."""
 
     @property
     def total_bytes(self) -> int:
@@ -103,13 +103,14 @@ class FilePlan:
 
 
 def plan_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FilePlan:
-    """Lay tensors out without gaps, each at a multiple of its element size."""
+    """Lay out tensors without gaps, each at a multiple of its element size."""
     views = {name: dtype_name(t) for name, t in tensors.items() if dtype_name(t) in _VIEW_BY_DTYPE}
     text = {**(metadata or {}), **({VIEWS: json.dumps(views)} if views else {})}
     plain = {name: _as_view(tensor.detach()) for name, tensor in tensors.items()}
     types = {name: _NAME_BY_DTYPE[dtype_name(tensor)] for name, tensor in plain.items()}
     places: dict[str, TensorPlace] = {}
     begin = 0
+    # Largest elements first: then each tensor begins at a multiple of its element size.
     for name in sorted(plain, key=lambda name: (-_TYPES[types[name]][1], name)):
         shape = tuple(plain[name].shape)
         end = begin + math.prod(shape) * _TYPES[types[name]][1]
@@ -120,7 +121,7 @@ def plan_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, has memory, and has a type that we write."""
+    """Whether a tensor is dense, has memory, and has a type that can be written."""
     import torch
 
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
@@ -133,14 +134,14 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The values of a tensor in contiguous memory of the CPU; a copy only where one is needed."""
+    """A tensor's values in contiguous CPU memory; copied only where needed."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; valid as long as the tensor lives.
+    """The memory of a contiguous CPU tensor; valid while the tensor exists.
 
-    Not `.numpy()`: torch alone must be enough, and NumPy knows no bfloat16.
+    Not `.numpy()`: NumPy is not required, and has no bfloat16.
     """
     size = tensor.numel() * tensor.itemsize
     if size == 0:
@@ -156,10 +157,11 @@ def read_tensors(
     error: type[PacelineError] = WireError,
     digest: _Hash | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of a file of `size` bytes, each in memory of its own.
+    """Read all tensors of a file of `size` bytes, each into its own memory.
 
-    `path` and `error` are what messages say and what they are raised as. Every byte passes through
-    `digest`, which the caller compares before it uses a tensor: what is checked is what is used.
+    `path` is the file's name in messages, and `error` the class that is raised. Every byte is
+    hashed by `digest` as it is read, and the caller compares it before using a tensor: the bytes
+    that were checked are the bytes that are used, even if the file changes meanwhile.
     """
     header, start = read_header(file, size, path, error)
     if digest is not None:
@@ -170,7 +172,7 @@ def read_tensors(
     except (ValueError, TypeError, AttributeError):
         is_ours = False
     if not is_ours:
-        raise error(f"{path} has metadata {VIEWS!r} that we did not write.")
+        raise error(f"{path} has invalid metadata {VIEWS!r}.")
     tensors = {}
     for name, place in header.places.items():
         try:
@@ -184,7 +186,7 @@ def read_tensors(
 def read_header(
     file: BufferedIOBase, size: int, path: object, error: type[PacelineError] = WireError
 ) -> tuple[Header, bytes]:
-    """The checked header of a file of `size` bytes, and the bytes it stands in."""
+    """The checked header of a file of `size` bytes, and its bytes."""
     prefix = file.read(LENGTH_BYTES)
     if len(prefix) < LENGTH_BYTES:
         raise error(f"{path} has {size:,} bytes and is not a safetensors file.")
@@ -200,13 +202,13 @@ def read_header(
         return _parse(text, size - LENGTH_BYTES - length), prefix + text
     except ValueError as problem:
         raise error(
-            f"{path} has an impossible header: {str(problem)[:200].rstrip('.')}.",
+            f"{path} has an invalid header: {str(problem)[:200].rstrip('.')}.",
             advice="The file is damaged or was made to do harm; nothing of it was used.",
         ) from None
 
 
 def _write_header(header: Header) -> bytes:
-    """The bytes before the tensors, filled up so that these begin at a multiple of eight."""
+    """The bytes before the tensors, padded so that these begin at a multiple of eight."""
     entries: dict[str, Any] = {METADATA: header.metadata} if header.metadata else {}
     for name, place in header.places.items():
         entries[name] = {
@@ -219,7 +221,7 @@ def _write_header(header: Header) -> bytes:
     except UnicodeEncodeError as error:
         part = error.object[error.start - 20 : error.end]
         raise UsageError(
-            f"A name of a tensor holds half a character: {part!r}.", advice="Rename it."
+            f"The name of a tensor has a lone surrogate: {part!r}.", advice="Rename it."
         ) from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -232,7 +234,7 @@ def _write_header(header: Header) -> bytes:
 
 
 def _parse(text: bytes, data_bytes: int) -> Header:
-    """A header whose places, in order, cover every byte of the data once; else a ValueError."""
+    """Parse a header; ValueError unless its tensors cover every byte of the data exactly once."""
     entries = parse_json(text, "it", WireError, _HEADER_LIMITS)
     if not isinstance(entries, dict):
         raise ValueError("it is not an object")
@@ -272,7 +274,7 @@ def _place(name: str, entry: Any) -> TensorPlace:
 
 
 def _is_shape(extents: list[Any]) -> bool:
-    """Whether torch could have a tensor of this shape, were there memory for it."""
+    """Whether torch could make a tensor of this shape, given enough memory."""
     return (
         len(extents) <= MAX_DIMENSIONS
         and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
@@ -289,7 +291,7 @@ def _read_one(file: BufferedIOBase, place: TensorPlace, digest: _Hash | None) ->
     for begin in range(0, len(view), _CHUNK_BYTES):
         chunk = view[begin : begin + _CHUNK_BYTES]
         if file.readinto(chunk) != len(chunk):
-            raise ValueError("is cut off by the end of the file")
+            raise ValueError("is truncated: the file ends before it")
         if digest is not None:
             digest.update(chunk)
     if place.dtype == "BOOL" and flat.gt(1).any():
@@ -309,7 +311,7 @@ def _as_view(tensor: Tensor) -> Tensor:
 
 
 def _restored(tensor: Tensor, dtype: str) -> Tensor:
-    """What `_as_view` was given; ValueError where it cannot have been."""
+    """Undo `_as_view`; ValueError where the tensor cannot be such a view."""
     import torch
 
     if dtype_name(tensor) != _VIEW_BY_DTYPE[dtype]:

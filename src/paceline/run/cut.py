@@ -76,7 +76,7 @@ class Cut:
     def look(self, *key: int) -> None:
         """The loss of a shard, seeded by `key`, is computed: have random numbers been drawn?"""
         parts = self._parts
-        self._has_drawn |= parts.training.generators.have_moved(parts.config.seed, "model", *key)
+        self._has_drawn |= parts.training.generators.were_used(parts.config.seed, "model", *key)
 
     def decide(self, step: int, sums: ExactSums) -> None:
         """The gradients of an open step have arrived; a collective: all workers call this.
