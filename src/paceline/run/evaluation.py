@@ -24,6 +24,7 @@ from paceline.errors import UsageError, check_choice, check_whole
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
 from paceline.run.config import Collate, check_dataset
+from paceline.run.forks import LivingBatches
 from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
@@ -206,8 +207,9 @@ def _load(
     shards = (Shard(step, -1, number, list(cut(number))) for number in numbers)
     # The dataset keeps the epoch that it was told in training.
     fetcher = ShardFetcher(dataset, parts.config.seed, tells_epoch=False)
-    loader = make_loader(fetcher, parts.feed.loading(workers), collate_fn, shards)
-    for number, each in zip(numbers, loader, strict=True):
+    loading = parts.feed.loading(workers)
+    loaded = LivingBatches(lambda left: make_loader(fetcher, loading, collate_fn, left), shards)
+    for number, each in zip(numbers, loaded, strict=True):
         yield number, len(cut(number)), each
 
 

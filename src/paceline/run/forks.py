@@ -1,10 +1,15 @@
-"""Loader processes that are forked until they live.
+"""Loader processes that are forked until they live, and again where one is killed.
 
 A forked process needs the lock on Python's list of threads before it runs any code. torch's own
 threads take that lock without holding Python's global one, as when Gloo lets go of a tensor: if one
 has it at the moment of a fork, nobody ever returns it in the new process (seen with Python 3.11,
 once in some hundred epochs on a busy machine). So each new process says that it lives, and one that
 neither says so nor computes is ended and forked again.
+
+One that is killed later, as for want of memory, has no batch lost: all processes are forked again,
+and begin with the first batch that was not given. torch's own answer is an error, which its signal
+handler raises wherever the training is; and one that is killed while a batch is fetched from it
+looks like a broken connection.
 """
 
 from __future__ import annotations
@@ -13,17 +18,174 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import tee
+from multiprocessing import connection
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
+from threading import current_thread, main_thread
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import DataLoader
 
 from paceline import env
+from paceline.torch_private import end_processes, find_processes, find_queue, raise_at_death
 
 LOOK_S, MOST_IDLE, MOST_TRIES = 1.0, 3, 5
 """A process that has said nothing is looked at so often; and is ended if it has not computed at so
 many looks in a row. After so many of them it is not the fork that keeps them from speaking."""
+MOST_DEATHS = 3
+"""So often in a row at one batch it is not chance that kills a loader's process."""
+_MEANT = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_END = object()
+_NOTICED_S = 1.0
+"""So long after its connection breaks may it take until a process is found dead."""
+
+
+class LoaderKilled(RuntimeError):
+    """A process that loads batches was killed by a signal. Begins with torch's words."""
+
+    number = 0
+    """Of the signal, where it is known."""
+
+    @classmethod
+    def of(cls, process: Any) -> LoaderKilled:
+        number = -process.exitcode
+        name = signal.Signals(number).name
+        error = cls(f"DataLoader worker (pid {process.pid}) was killed by signal {name}")
+        error.number = number
+        return error
+
+
+@contextmanager
+def _deaths_named(batches: Any) -> Iterator[None]:
+    """Inside, the death of a process that loads these batches is an error that names it."""
+    if not (processes := find_processes(batches)):
+        yield
+        return
+    watch_processes(batches)
+    try:
+        yield
+    except Exception as error:
+        if (dead := _find_killed(processes, error)) is None:
+            raise
+        raise LoaderKilled.of(dead) from error
+
+
+def watch_processes(batches: Any) -> None:
+    """Have nothing raise outside of a wait for one of these batches, if processes load them."""
+    processes = find_processes(batches)
+    if processes and not isinstance(batches._data_queue, _Watched):
+        batches._data_queue = _Watched(batches, processes)
+
+
+class _Watched:
+    """The queue of a loader's batches: torch's handler raises in a wait for one, and nowhere else.
+
+    Somebody must raise there. One that is killed while it writes a long batch leaves a part of it,
+    and the rest would be waited for as long as another process could write it.
+    """
+
+    def __init__(self, batches: Any, processes: list[Any]) -> None:
+        self._batches, self._queue, self._processes = ref(batches), batches._data_queue, processes
+        raise_at_death(batches, False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, timeout: float | None = None) -> Any:
+        batches = self._batches()
+        try:
+            try:
+                raise_at_death(batches, current_thread() is main_thread())  # that it raises in
+                if (dead := _find_killed(self._processes)) is not None:
+                    raise LoaderKilled.of(dead)
+                return self._queue.get(timeout=timeout)
+            finally:
+                raise_at_death(batches, False)
+        except Exception as error:
+            raise_at_death(batches, False)  # where the handler has interrupted just that
+            _find_killed(self._processes, error)  # so that torch finds it dead, and no other fault
+            raise
+
+
+def take(batches: Iterator[Any], default: Any = None) -> Any:
+    """The next batch, or `default` where there is none."""
+    with _deaths_named(batches):
+        return next(batches, default)
+
+
+def _find_killed(processes: list[Any], error: Exception | None = None) -> Any:
+    """One that a signal has ended; None where there is none, soon after this error either."""
+    is_broken = isinstance(error, OSError | EOFError)
+    if is_broken and all(process.exitcode is None for process in processes):
+        ended = connection.wait([process.sentinel for process in processes], _NOTICED_S)
+        for process in processes:
+            if process.sentinel in ended:  # its files are closed before it can be seen to be dead
+                process.join(_NOTICED_S)
+    return next((each for each in processes if (each.exitcode or 0) < 0), None)
+
+
+class LivingBatches:
+    """The batches of items, in their order, whatever becomes of the processes that load them."""
+
+    def __init__(
+        self, make: Callable[[Iterator[Any]], Iterable[Any]], items: Iterable[Any]
+    ) -> None:
+        """`make` gives a loader of the items, of which batches give one after the other."""
+        self._make, self._left, self._deaths = make, iter(items), 0
+        self._batches = self._begin()
+
+    @property
+    def queue(self) -> Any:
+        """Where the batches wait that other processes have loaded; None without such processes."""
+        return find_queue(self._batches)
+
+    def _begin(self) -> Iterator[Any]:
+        """Load from the first batch on that was not given."""
+        while True:
+            ahead, self._left = tee(self._left)
+            try:
+                batches = iter(self._make(ahead))
+                watch_processes(batches)
+            except RuntimeError as error:  # of torch's handler, before nobody hears it
+                if "DataLoader worker (pid" not in str(error):
+                    raise
+                self._survive(LoaderKilled(str(error).strip(". ")))
+            else:
+                return batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                batch = take(self._batches, _END)
+            except LoaderKilled as error:
+                end_processes(self._batches)
+                self._survive(error)
+                self._batches = self._begin()
+            else:
+                if batch is _END:
+                    raise StopIteration
+                self._deaths = 0
+                next(self._left, None)
+                return batch
+
+    def _survive(self, error: LoaderKilled) -> None:
+        self._deaths += 1
+        if self._deaths == MOST_DEATHS or error.number in _MEANT:
+            raise error
+        _say(f"{error}; it is forked again, and nothing is lost.")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def living_context() -> BaseContext | None:

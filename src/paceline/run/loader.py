@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from ctypes import string_at
 from dataclasses import replace
-from itertools import islice, tee
+from itertools import count, islice, tee
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,7 @@ from paceline.ddp import in_tree_order
 from paceline.errors import DesyncError, UsageError
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
-from paceline.run.forks import living_context
-from paceline.torch_private import find_queue
+from paceline.run.forks import LivingBatches, living_context
 
 
 def make_plan(
@@ -126,9 +125,11 @@ class MapLoader:
             dataset if lanes is None else DealtFiles(dataset, lanes), config.seed
         )
         self._collate = config.collate_fn
-        self._batches: Iterator[Any] | None = None
-        self.queue: Any = None
-        """Where the batches wait that other processes have loaded; None without such processes."""
+        self._batches: LivingBatches | None = None
+
+    @property
+    def queue(self) -> Any:
+        return None if self._batches is None else self._batches.queue
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -144,8 +145,10 @@ class MapLoader:
                 loading["num_workers"], mine, is_merged=plan.merge_shards
             )
             loading = {**loading, "num_workers": workers}
-        self._batches = iter(make_loader(self._fetcher, loading, self._collate, shards))
-        self.queue = find_queue(self._batches)
+        fetcher, collate = self._fetcher, self._collate
+        self._batches = LivingBatches(
+            lambda shards: make_loader(fetcher, loading, collate, shards), shards
+        )
         return now
 
     def cut_into(self, shards: int) -> None:
@@ -162,7 +165,7 @@ class MapLoader:
 
     def close(self) -> None:
         """Let the loader's processes go."""
-        self._batches = self.queue = None
+        self._batches = None
 
 
 class ShardFetcher(Dataset[Any]):
@@ -224,8 +227,11 @@ class StreamLoader:
         # Several processes would each read a stream of their own.
         self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
         self._batches: dict[int, Any] = {}
-        self._reading: Iterator[Any] | None = None
-        self.queue: Any = None
+        self._reading: LivingBatches | None = None
+
+    @property
+    def queue(self) -> Any:
+        return None if self._reading is None else self._reading.queue
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -250,24 +256,28 @@ class StreamLoader:
         return self._batches.pop(shard.number)
 
     def close(self) -> None:
-        self._reading = self.queue = None
+        self._reading = None
 
     def _read(self, epoch: int, skipped: int, step: int) -> Iterator[Read]:
         """One epoch from its batch `skipped` on, of which every worker has read as much."""
         config, members = self._config, self._membership
         mine = shards_of(members.rank, members.size, self._shards)
-        stream = StreamFetcher(
-            config.dataset,
-            config.collate_fn,
-            mine,
-            shards=self._shards,
-            global_batch=config.global_batch,
-            drop_last=config.options.drop_last,
-            skipped=skipped,
-            seed=(config.seed, epoch),
-        )
-        self._reading = iter(make_loader(stream, self._loading, _as_it_is))
-        self.queue = find_queue(self._reading)
+        loading, shards = self._loading, self._shards
+
+        def make(batches: Iterator[int]) -> Any:
+            stream = StreamFetcher(
+                config.dataset,
+                config.collate_fn,
+                mine,
+                shards=shards,
+                global_batch=config.global_batch,
+                drop_last=config.options.drop_last,
+                skipped=next(batches),
+                seed=(config.seed, epoch),
+            )
+            return make_loader(stream, loading, _as_it_is)
+
+        self._reading = LivingBatches(make, count(skipped))
         own = Generators()
         stream_state: tuple[Any, ...] | None = None
         while self._reading is not None:

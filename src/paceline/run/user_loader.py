@@ -22,7 +22,7 @@ from paceline.data import Generators, Portion, Position, Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import Membership, World, all_gather, find_tensors, gather_bytes
-from paceline.run.forks import let_live
+from paceline.run.forks import let_live, take
 from paceline.torch_private import find_queue
 
 
@@ -107,10 +107,10 @@ class UserLoader:
         assert self._batches is not None
         with self._own.kept():  # what is loaded in this process draws from its generators
             self._own.seed(self._seed, "loader", step, self._membership.rank)
-            batch = next(self._batches, None)
+            batch = take(self._batches)
             if batch is None and self._length is not None:
                 self._batches = iter(self._loader)
-                batch = next(self._batches, None)
+                batch = take(self._batches)
             self.queue = find_queue(self._batches)
         return batch
 

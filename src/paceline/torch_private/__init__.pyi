@@ -37,6 +37,8 @@ from paceline.torch_private.lookup import OLDEST as OLDEST
 from paceline.torch_private.modules import PREFETCHING as PREFETCHING
 from paceline.torch_private.modules import BatchNorm as BatchNorm
 from paceline.torch_private.modules import NormBase as NormBase
+from paceline.torch_private.modules import end_processes as end_processes
+from paceline.torch_private.modules import find_processes as find_processes
 from paceline.torch_private.modules import find_queue as find_queue
 from paceline.torch_private.modules import follow_batches as follow_batches
 from paceline.torch_private.modules import has_loading_code as has_loading_code
@@ -44,6 +46,7 @@ from paceline.torch_private.modules import has_loading_hooks as has_loading_hook
 from paceline.torch_private.modules import keep_out_of_graphs as keep_out_of_graphs
 from paceline.torch_private.modules import never_compiled as never_compiled
 from paceline.torch_private.modules import outside_graphs as outside_graphs
+from paceline.torch_private.modules import raise_at_death as raise_at_death
 from paceline.torch_private.modules import step_without_hooks as step_without_hooks
 from paceline.torch_private.numa import bind_to_numa_node as bind_to_numa_node
 from paceline.torch_private.preload import HEAVY_MODULES as HEAVY_MODULES

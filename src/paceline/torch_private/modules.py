@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from paceline.torch_private.lookup import find, named_if_missing
 
 with named_if_missing():
+    from torch._C import _remove_worker_pids, _set_worker_pids
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 BatchNorm = _BatchNorm
@@ -74,6 +76,30 @@ def find_queue(batches: Iterator[Any]) -> Any:
         return None if queue is None or queue.qsize() is None else queue
     except NotImplementedError:  # as on macOS
         return None
+
+
+def find_processes(batches: Any) -> list[BaseProcess]:
+    """Those that load these batches."""
+    return list(getattr(batches, "_workers", ())) if hasattr(batches, "_data_queue") else []
+
+
+def end_processes(batches: Any) -> None:
+    """Kill those that load these batches: one may wait for good for a lock that a dead one had."""
+    for process in find_processes(batches):
+        process.kill()
+    batches._shutdown_workers()
+
+
+def raise_at_death(batches: Any, is_raised: bool) -> None:
+    """Whether torch's signal handler raises an error, wherever this process is, when one of the
+    processes that load these batches is killed; it does from their start on."""
+    if batches._worker_pids_set == is_raised:
+        return
+    if is_raised:
+        _set_worker_pids(id(batches), tuple(process.pid for process in batches._workers))
+    else:
+        _remove_worker_pids(id(batches))
+    batches._worker_pids_set = is_raised
 
 
 F = TypeVar("F", bound=Callable[..., Any])
